@@ -85,10 +85,10 @@ for name in ("torch", "llmcompressor", "compressed_tensors", "transformers"):
 from pathlib import Path
 from ktconv.checkpoint import open_checkpoint
 from ktconv.conversion.plan import plan_checkpoint
-from ktconv.targets.pack_quantized import config
-from ktconv.targets.pack_quantized.target import Options, PackQuantizedTarget
+from ktconv.targets.encoded import config
+from ktconv.targets.encoded.target import Options, EncodedTarget
 checkpoint = open_checkpoint(sys.argv[1])
-plan = plan_checkpoint(checkpoint, PackQuantizedTarget(Options(group_size=32), checkpoint))
+plan = plan_checkpoint(checkpoint, EncodedTarget(Options(group_size=32), checkpoint))
 assert plan.output_bytes and b"pack-quantized" in config.config_json(plan)
 assert not [name for name in sys.modules if name.startswith("ktconv.quantize_gpu")]
 """

@@ -13,7 +13,7 @@ from helpers.families import Tensor, numbered, random_weights, simple_config, wr
 from ktconv.checkpoint import Checkpoint, open_checkpoint
 from ktconv.errors import CheckpointError
 from ktconv.reading.tensors import SourceTensors
-from ktconv.targets.pack_quantized.other_tensors import decoded_others
+from ktconv.targets.encoded.other_tensors import decoded_others
 
 LAYER = "model.layers.0"
 NAMES = (f"{LAYER}.self_attn.q_proj", f"{LAYER}.mlp.shared_experts.down_proj")

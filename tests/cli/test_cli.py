@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 import ktconv as package
 from ktconv import native
 from ktconv.cli.app import app
+from ktconv.cli.encode import EncodedMethod
 from ktconv.cli.quantize_cpu import Layout, Method, ScaleRule
 from ktconv.conversion.run import DISK_MARGIN
 from ktconv.formats import output_formats
@@ -337,7 +338,10 @@ def test_documented_options_exist() -> None:
 # Where the options of a command are documented: page and heading.
 PLACES = {
     "quantize-cpu": ("README.md", "Convert"),
-    "quantize-gpu": ("docs/quantize-gpu.md", "quantize-gpu: experts in W4A16 and W8A16"),
+    "quantize-gpu": (
+        "docs/quantize-gpu.md",
+        "quantize-gpu: formats of compressed-tensors",
+    ),
     "merge": ("README.md", "Change"),
     "reshard": ("README.md", "Change"),
     "verify": ("README.md", "Verify"),
@@ -380,7 +384,7 @@ def test_tables_of_options_have_no_unknown_one(place: tuple[str, str]) -> None:
 
 
 def test_choices_of_quantize_cpu_are_those_of_the_library() -> None:
-    assert get_args(Method) == tuple(output_formats())
+    assert get_args(Method) == (*output_formats(), *get_args(EncodedMethod))
     assert set(output_formats()) <= set(native.FORMATS)
     assert get_args(Layout) == ("safetensors", "layers")
     assert get_args(ScaleRule) == get_args(OfLibrary)

@@ -36,8 +36,8 @@ from ktconv.families.table import KEYS, Families
 from ktconv.moe import experts_per_token, open_experts
 from ktconv.moe.load import activation_of
 from ktconv.native import Activation
-from ktconv.targets.pack_quantized.module_classes import class_of
-from ktconv.targets.pack_quantized.names import fits, module_name, target_pattern
+from ktconv.targets.encoded.module_classes import class_of
+from ktconv.targets.encoded.names import fits, module_name, target_pattern
 from ktconv.verify import VerifyRequest, hidden_states, verify
 
 HIDDEN, EXPERTS = 128, 4
@@ -281,7 +281,9 @@ def test_errors_use_the_words_of_the_row(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("added")
 def test_a_new_row_in_an_output_for_gpus(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write(tmp_path, by_number))
-    pattern = target_pattern(checkpoint.layers)
+    pattern = target_pattern(
+        module_name(layer, 0, proj) for layer in checkpoint.layers for proj in layer.projections
+    )
     assert fits(pattern, "trunk.blocks.1.sparse.specialists.3.wv")
     assert not fits(pattern, "trunk.blocks.1.sparse.generalist.wv")
     assert class_of("trunk.blocks.1.sparse.chooser.weight") == "router gates"
@@ -342,7 +344,7 @@ def test_places_of_experts(
     module = module_name(layer, 3, "up")
     found = expert_module(module)
     assert found is not None and (found.expert, found.proj) == (3, "up")
-    assert fits(target_pattern([layer]), module)
+    assert fits(target_pattern([module]), module)
 
 
 def test_experts_narrower_than_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -606,10 +606,10 @@ def test_every_level_on_the_model(saved: Path, tmp_path: Path) -> None:
 
 def test_gptq(saved: Path, tmp_path: Path) -> None:
     pytest.importorskip("llmcompressor")
-    from ktconv.quantize_gpu.common import Request as GpuRequest
+    from ktconv.encode.request import Request as GpuRequest
     from ktconv.quantize_gpu.run import quantize_gpu
-    from ktconv.targets.pack_quantized.target import Calibration
-    from ktconv.targets.pack_quantized.target import Options as GpuOptions
+    from ktconv.targets.encoded.target import Calibration
+    from ktconv.targets.encoded.target import Options as GpuOptions
 
     (tmp_path / "text.txt").write_text(" ".join(f"{n} boats and {n * 7} sacks" for n in range(900)))
     calibration = Calibration(str(tmp_path / "text.txt"), samples=8, max_seq_len=64)

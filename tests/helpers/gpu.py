@@ -19,9 +19,9 @@ REQUEST_OPTIONS = {
 
 def quantize(model: Path, output: Path, **options: Any) -> Any:
     """`quantize_gpu` with fields of Request and Options by name, on one thread."""
-    from ktconv.quantize_gpu.common import Request
+    from ktconv.encode.request import Request
     from ktconv.quantize_gpu.run import quantize_gpu
-    from ktconv.targets.pack_quantized.target import Options
+    from ktconv.targets.encoded.target import Options
 
     request = {key: options.pop(key) for key in REQUEST_OPTIONS & options.keys()}
     chosen = Request(str(model), output, Options(**options), **{"threads": 1, **request})

@@ -234,9 +234,9 @@ def test_identity_of_a_bias() -> None:
 
 
 def test_quantize_gpu_refuses_them(tmp_path: Path) -> None:
-    from ktconv.targets.pack_quantized.target import Options as GpuOptions
-    from ktconv.targets.pack_quantized.target import PackQuantizedTarget
+    from ktconv.targets.encoded.target import EncodedTarget
+    from ktconv.targets.encoded.target import Options as GpuOptions
 
     checkpoint = open_checkpoint(gpt_oss(tmp_path / "model")[0])
     with pytest.raises(CheckpointError, match="have biases; quantize-gpu does not write them"):
-        PackQuantizedTarget(GpuOptions(), checkpoint).check(checkpoint.layers)
+        EncodedTarget(GpuOptions(), checkpoint).check(checkpoint.layers)

@@ -11,7 +11,7 @@ import pytest
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.quantize_gpu.gptq.calibration import load_tokenizer, read_samples
-from ktconv.targets.pack_quantized.target import Calibration
+from ktconv.targets.encoded.target import Calibration
 
 
 class Letters:

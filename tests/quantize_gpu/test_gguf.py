@@ -231,7 +231,7 @@ def test_refused(fault: str, tmp_path: Path) -> None:
 def test_gptq_of_its_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same experts as from the safetensors checkpoint, bit by bit."""
     from ktconv.quantize_gpu.gptq import run as gptq
-    from ktconv.targets.pack_quantized.target import Calibration
+    from ktconv.targets.encoded.target import Calibration
 
     class Letters:
         def __call__(self, text: str, **_: Any) -> dict[str, Any]:

@@ -23,12 +23,12 @@ from helpers.oneshot import oneshot_experts
 from helpers.paths import MODELS
 
 from ktconv.conversion.pipeline import Observer
+from ktconv.encode.request import Request
 from ktconv.errors import CheckpointError, KtconvError, ResourceError, UsageError, VerificationError
-from ktconv.quantize_gpu.common import Request
 from ktconv.quantize_gpu.gptq.calibration import load_tokenizer, read_samples
 from ktconv.quantize_gpu.gptq.coverage import Counter
 from ktconv.quantize_gpu.run import prepare, quantize_gpu
-from ktconv.targets.pack_quantized.target import Calibration, Options
+from ktconv.targets.encoded.target import Calibration, Options
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 PARTS = ("weight_packed", "weight_scale", "weight_shape")

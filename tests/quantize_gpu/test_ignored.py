@@ -12,7 +12,7 @@ from helpers.families import FAMILIES, build_model, write_family
 from helpers.gpu import quantize
 from helpers.oneshot import take_experts_apart
 
-from ktconv.targets.pack_quantized.ignored import ignored_modules
+from ktconv.targets.encoded.ignored import ignored_modules
 from ktconv.writer.shards import Tensor
 
 

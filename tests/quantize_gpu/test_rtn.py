@@ -239,7 +239,7 @@ def _stored(written: dict[str, np.ndarray[Any, Any]], key: str, expert: int) -> 
 
 def test_what_transformers_cannot_load_is_told(torch: Any, tmp_path: Path) -> None:
     """It would make the experts up at random."""
-    from ktconv.quantize_gpu.common import Request
+    from ktconv.encode.request import Request
     from ktconv.quantize_gpu.run import prepare
 
     for name, told in {"qwen3_vl_moe": True, "qwen3_5_moe": False}.items():

@@ -122,10 +122,10 @@ def test_the_card_says_who_loads_it(model: Path, tmp_path: Path) -> None:
 
 def test_choices_of_quantize_gpu_are_those_of_the_library() -> None:
     from ktconv.quantize_gpu.run import METHODS
-    from ktconv.targets.pack_quantized.scheme import BITS
+    from ktconv.targets.encoded.scheme import names_of
 
     assert get_args(GpuMethod) == tuple(METHODS)
-    assert get_args(Scheme) == tuple(BITS)
+    assert get_args(Scheme) == tuple(names_of("quantize-gpu"))
 
 
 def test_coverage_is_shown_as_a_table() -> None:
@@ -332,9 +332,9 @@ def test_wrong_codes_and_scales_are_found_at_once(
 
 def test_keys_of_config_do_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """llm-compressor writes the config into Python source, its keys as they are, and runs that."""
-    from ktconv.quantize_gpu.common import Request
+    from ktconv.encode.request import Request
     from ktconv.quantize_gpu.run import quantize_gpu
-    from ktconv.targets.pack_quantized.target import Calibration, Options
+    from ktconv.targets.encoded.target import Calibration, Options
 
     model = tmp_path / "model"
     shutil.copytree(EXAMPLE, model)

@@ -31,9 +31,9 @@ from ktconv.moe import open_experts
 from ktconv.native import Activation
 from ktconv.packed.inspection import inspect_path
 from ktconv.targets.consumers import METHODS, left_out, right_methods
-from ktconv.targets.pack_quantized.config import card
-from ktconv.targets.pack_quantized.target import Options as GpuOptions
-from ktconv.targets.pack_quantized.target import PackQuantizedTarget
+from ktconv.targets.encoded.config import card
+from ktconv.targets.encoded.target import EncodedTarget
+from ktconv.targets.encoded.target import Options as GpuOptions
 
 LAYERS = 3
 CLAMP = ExpertActivation(limit=10.0)
@@ -244,7 +244,7 @@ def test_quantize_gpu_refuses_nothing(limit: float | None, can: str, tmp_path: P
     """Engines run each model's own code; KTransformers' RAWINT4 does not."""
     checkpoint = open_checkpoint(model(tmp_path, swiglu_limit=limit))
     options = GpuOptions(scheme="W4A16", group_size=32)
-    plan = plan_checkpoint(checkpoint, PackQuantizedTarget(options, checkpoint))
+    plan = plan_checkpoint(checkpoint, EncodedTarget(options, checkpoint))
     text = card(plan, SourceCard(), ErrorSummary())
     assert f"It {can} be the weights of `--kt-method RAWINT4` itself" in text
     assert ("KTransformers' RAWINT4 computes plain SiLU" in text) == (limit is not None)

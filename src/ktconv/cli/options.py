@@ -71,6 +71,13 @@ CopyThreadsOption = Annotated[int, option("Worker threads; 0: up to 8.", "T", mi
 VerifyOption = Annotated[
     bool, flag("--verify/--no-verify", "Read back and compare everything written.")
 ]
+RequantizeOption = Annotated[
+    bool,
+    flag(
+        "--requantize",
+        "Quantize anew what the source has in this format already, and could be kept unchanged.",
+    ),
+]
 OverwriteOption = Annotated[
     bool, flag("--overwrite", "Remove what ktconv wrote to OUTPUT and start again.")
 ]

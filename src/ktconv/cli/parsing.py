@@ -103,8 +103,20 @@ def with_defaults(words: Sequence[str]) -> list[str]:
     return found
 
 
+# Values that an option does not have, and why.
+_REFUSED = {
+    ("--method", name): f"{name} has another order of bytes than int{bits}, no released engine "
+    "reads it, and its producer's own driver is broken"
+    for name, bits in (("moe_int4", 4), ("moe_int8", 8))
+}
+
+
 def _mistaken_value(message: str, words: Sequence[str]) -> str:
-    """The end of a sentence about too many arguments, where one was meant to be such a value."""
+    """The end of a sentence about a value that there is not, or about too many arguments, where one
+    was meant to be a value."""
+    for option, value in pairwise(word for one in words for word in one.split("=", 1)):
+        if why := _REFUSED.get((option, value.lower())):
+            return f" {why[0].upper()}{why[1:]}."
     if "unexpected extra argument" not in message:
         return ""
     for word, following in pairwise(words):

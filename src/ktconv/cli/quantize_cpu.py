@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
 from ktconv.cli import options as common
+from ktconv.cli.encode import EncodedMethod, encode_experts, refuse_options_of_packed
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.fleet import convert_list
 from ktconv.cli.output import JsonOption
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
     Method = str
 else:
-    Method = Literal[tuple(output_formats())]
+    _METHODS = (*output_formats(), *get_args(EncodedMethod))
+    Method = Literal[_METHODS]
 ScaleRule = Literal["amax", "search"]  # as in ktransformers.py; a test compares them
 DEFAULT_METHOD = next(iter(output_formats()))  # as in Options; a test compares them
 Layout = Literal["safetensors", "layers"]
@@ -95,18 +97,20 @@ def quantize_cpu_command(
     compat: Annotated[
         bool, flag("--compat", "Round to bf16 first, for the reference converter's bytes.")
     ] = False,
-    requantize: Annotated[
-        bool,
-        flag(
-            "--requantize",
-            "Quantize INT8 and INT4 sources anew, also where they could be kept unchanged.",
-        ),
-    ] = False,
+    requantize: common.RequantizeOption = False,
     verify: Annotated[
         bool, flag("--verify/--no-verify", "Read back and unpack everything written.")
     ] = True,
     overwrite: common.OverwriteOption = False,
     finalize: common.FinalizeOption = False,
+    experts: Annotated[
+        Path | None,
+        option(
+            "Convert only the experts listed in this file, not int4 or int8; needs "
+            "--allow-partial.",
+            "FILE",
+        ),
+    ] = None,
     exclude_experts: Annotated[
         Path | None, option("Omit the experts listed in this file; needs --allow-partial.", "FILE")
     ] = None,
@@ -156,6 +160,43 @@ def quantize_cpu_command(
                 f"missing argument {'MODEL' if model is None else 'OUTPUT'}",
                 "give MODEL and OUTPUT, or --from-list FILE",
             )
+        encoded = method in get_args(EncodedMethod)
+        if encoded:
+            refuse_options_of_packed(context, method)
+        size = parse_size(max_shard_size, "--max-shard-size")
+        source = source_of(
+            model, revision, download, cache_dir, headers_only=dry_run, output=output
+        )
+        wanted: dict[str, Any] = {
+            "model": source,
+            "config": config,
+            "map": naming,
+            "tower": tower,
+            "output": output,
+            "layers": parse_ranges(layers, "--layers") if layers else None,
+            "threads": threads or None,
+            "max_memory": parse_size(max_memory, "--max-memory"),
+            "verify": verify,
+            "overwrite": overwrite,
+            "finalize": finalize,
+            "exclude_experts": exclude_experts,
+        }
+        kept: dict[str, Any] = {
+            "mtp": mtp,
+            "experts_only": experts_only,
+            "max_shard_size": size,
+            "requantize": requantize,
+            "allow_activation_mismatch": allow_activation_mismatch,
+        }
+        if encoded:
+            cluster = ray, ray_scratch, cache_dir
+            encode_experts(method, wanted, kept, experts, allow_partial, cluster, dry_run, as_json)
+            return
+        if experts is not None:
+            raise UsageError(
+                f"--experts does not apply to --method {method}, whose loader wants all experts",
+                "use --exclude-experts with --allow-partial, or another method",
+            )
         from ktconv.cli.estimate import estimate_lines, estimated
         from ktconv.quantize_cpu.run import Request, prepare, quantize_cpu
         from ktconv.targets.ktransformers import Options
@@ -167,29 +208,12 @@ def quantize_cpu_command(
             scale=scale or "",
             fold=fold or "",
             compat=compat,
-            mtp=mtp,
-            experts_only=experts_only,
-            max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
-            requantize=requantize,
-            allow_activation_mismatch=allow_activation_mismatch,
             save_backward=save_backward,
+            **kept,
         )
         request = Request(
-            model=source_of(
-                model, revision, download, cache_dir, headers_only=dry_run, output=output
-            ),
-            config=config,
-            map=naming,
-            tower=tower,
-            output=output,
+            **wanted,
             options=options,
-            layers=parse_ranges(layers, "--layers") if layers else None,
-            threads=threads or None,
-            max_memory=parse_size(max_memory, "--max-memory"),
-            verify=verify,
-            overwrite=overwrite,
-            finalize=finalize,
-            exclude_experts=exclude_experts,
             allow_partial=allow_partial,
             importance=_source_of_importance(importance),
             calibrate=calibrate,
@@ -199,10 +223,10 @@ def quantize_cpu_command(
                 "--estimate predicts the errors of a conversion without converting",
                 "add --dry-run",
             )
-        cluster = on_cluster(
+        on_nodes = on_cluster(
             ray, ray_scratch, request, cache_dir, quantize_cpu, there="quantize_cpu_on"
         )
-        with cluster as (request, job):
+        with on_nodes as (request, job):
             preflight = prepare(request)
             facts, lines = _about_inputs(preflight)
             if estimate:

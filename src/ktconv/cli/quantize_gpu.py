@@ -19,7 +19,8 @@ from ktconv.errors import UsageError
 from ktconv.system.units import parse_ranges, parse_size
 
 GpuMethod = Literal["rtn", "gptq"]  # as quantize_gpu.run.METHODS
-Scheme = Literal["W4A16", "W8A16"]  # as pack_quantized.scheme.BITS
+# As encoded.scheme.names_of; a test compares them.
+Scheme = Literal["W4A16", "W8A16", "FP8_BLOCK", "FP8_DYNAMIC", "MXFP4A16", "NVFP4A16"]
 
 
 def quantize_gpu_command(
@@ -29,11 +30,18 @@ def quantize_gpu_command(
     method: Annotated[
         GpuMethod, choice(GpuMethod, "rtn: round to nearest; gptq: calibrated on a text.")
     ] = "rtn",
-    scheme: Annotated[Scheme, choice(Scheme, "4 or 8 bits per weight.")] = "W4A16",
+    scheme: Annotated[
+        Scheme,
+        choice(Scheme, "Format, as compressed-tensors calls it; gptq: W4A16 or W8A16."),
+    ] = "W4A16",
     group_size: Annotated[
-        int,
-        option("Weights of a row per scale; -1: the whole row. kt-kernel's RAWINT4 needs 32.", "N"),
-    ] = 128,
+        int | None,
+        option(
+            "W4A16, W8A16: weights of a row per scale, 128 unless given; -1: the whole row. "
+            "kt-kernel's RAWINT4 needs 32.",
+            "N",
+        ),
+    ] = None,
     experts: Annotated[
         Path | None, option("Quantize only the experts listed in this file.", "FILE")
     ] = None,
@@ -77,6 +85,7 @@ def quantize_gpu_command(
         ),
     ] = "",
     verify: common.VerifyOption = True,
+    requantize: common.RequantizeOption = False,
     overwrite: common.OverwriteOption = False,
     finalize: common.FinalizeOption = False,
     ray: RayOption = None,
@@ -85,17 +94,18 @@ def quantize_gpu_command(
     progress: common.ProgressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Quantize the routed experts of a checkpoint for GPUs, into the compressed-tensors format.
+    """Quantize the routed experts of a checkpoint for GPUs, into a compressed-tensors format.
 
     All other weights stay unquantized. Run the same command again to continue an interrupted run.
 
     Example: ktconv quantize-gpu Qwen/Qwen3-30B-A3B qwen3-w4a16 --method rtn --scheme W4A16
     """
     with errors_shown(as_json, common.MODEL_HINTS, progress):
-        from ktconv.quantize_gpu.common import Request
+        from ktconv.encode.request import Request
         from ktconv.quantize_gpu.run import prepare, quantize_gpu
-        from ktconv.targets.pack_quantized.module_classes import class_lines
-        from ktconv.targets.pack_quantized.target import Calibration, Options
+        from ktconv.targets.encoded.module_classes import class_lines
+        from ktconv.targets.encoded.scheme import group_size_of
+        from ktconv.targets.encoded.target import Calibration, Options
 
         calibrated = method == "gptq"
         _refuse_options_of("rtn" if calibrated else "gptq", given_options(context))
@@ -103,8 +113,9 @@ def quantize_gpu_command(
         options = Options(
             method=method,
             scheme=scheme,
-            group_size=group_size,
+            group_size=group_size_of(scheme) if group_size is None else group_size,
             mtp=mtp,
+            requantize=requantize,
             max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
             calibration=calibration if calibrated else None,
             dampening=dampening if calibrated else None,

@@ -14,8 +14,8 @@ from ktconv.errors import UsageError
 
 if TYPE_CHECKING:
     from ktconv.cli.options import Job
+    from ktconv.encode.request import Request as GpuRequest
     from ktconv.quantize_cpu.run import Request
-    from ktconv.quantize_gpu.common import Request as GpuRequest
     from ktconv.verify.request import VerifyRequest
     from ktconv.verify.run import Reading
 

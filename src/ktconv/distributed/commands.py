@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from ktconv.distributed.units import Command, OneUnit
+from ktconv.encode.conversion import Encode
+from ktconv.encode.request import Request as GpuRequest
 from ktconv.quantize_cpu.run import QuantizeCpu, Request, prepare
-from ktconv.quantize_gpu.common import Request as GpuRequest
-from ktconv.quantize_gpu.rtn import Rtn
 from ktconv.quantize_gpu.run import prepare as prepare_gpu
+from ktconv.targets.encoded.target import Options as GpuOptions
 from ktconv.targets.ktransformers import Options
-from ktconv.targets.pack_quantized.target import Options as GpuOptions
 
 
 class CpuUnit(OneUnit, QuantizeCpu):
     """One unit of quantize-cpu."""
 
 
-class GpuUnit(OneUnit, Rtn):
+class GpuUnit(OneUnit, Encode):
     """One unit of quantize-gpu, rounded to nearest."""
 
 

@@ -26,11 +26,11 @@ from ktconv.distributed.requests import (
     request_record,
 )
 from ktconv.distributed.units import not_shared
+from ktconv.encode.conversion import Encode
+from ktconv.encode.request import Preflight as GpuPreflight
+from ktconv.encode.request import Request as GpuRequest
 from ktconv.errors import KtconvError, UsageError
 from ktconv.quantize_cpu.run import Preflight, QuantizeCpu, Request
-from ktconv.quantize_gpu.common import Preflight as GpuPreflight
-from ktconv.quantize_gpu.common import Request as GpuRequest
-from ktconv.quantize_gpu.rtn import Rtn
 from ktconv.system.files import make_directory, remove, sync, translated, write_all, write_durably
 from ktconv.system.text import Notify, silent
 from ktconv.writer.journal import Record, file_is_intact
@@ -282,7 +282,7 @@ def quantize_cpu_on(
 # ---- quantize-gpu ----------------------------------------------------------------------
 
 
-class GpuOnCluster(OnCluster, Rtn):
+class GpuOnCluster(OnCluster, Encode):
     """quantize-gpu, rounding to nearest."""
 
     command = "quantize-gpu"

@@ -1,6 +1,5 @@
-"""Experts for GPUs: W4A16 and W8A16 in the compressed-tensors format, through llm-compressor.
+"""Experts for GPUs in the compressed-tensors format: rounded to nearest, or with GPTQ.
 
-`run` is the job, `rtn` rounds to nearest, `gptq` with calibration, and both build on `common`.
-`matrices` writes one matrix and compares it with its source; `targets.pack_quantized` defines the
-output. Nothing here imports torch before a run begins.
+`run` is the job. Rounding to nearest is `ktconv.encode`; `gptq` runs the model with calibration,
+through llm-compressor. Nothing here imports torch before a run begins.
 """

@@ -164,6 +164,16 @@ class MatrixReader:
             scale = load_outer_scale(outer, scale, self._bytes(outer.tensor, 4 * outer.index, 4))
         return Scales(scale, zero_point, groups, self._row_scale(scale, zero_point, groups))
 
+    def load_levels(self) -> tuple[F32, float, bool]:
+        """The scales of a matrix with a second one: those of blocks alone, then the second, and
+        whether it divides them."""
+        scale = self.matrix.scale
+        assert scale is not None and scale.outer is not None
+        outer, (rows, cols) = scale.outer, (self.matrix.rows, self.matrix.cols)
+        blocks = load_block_scale(scale, rows, cols, self._grid(scale))
+        factor = np.frombuffer(self._bytes(outer.tensor, 4 * outer.index, 4), "<f4")[0]
+        return blocks, float(factor), outer.divides
+
     def _check_declared(self, declared: DeclaredShape) -> None:
         tensor = declared.tensor
         size = 8 if tensor.dtype == "I64" else 4

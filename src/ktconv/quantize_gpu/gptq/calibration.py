@@ -21,7 +21,7 @@ from typing import Any
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.model import load
-from ktconv.targets.pack_quantized.target import Calibration
+from ktconv.targets.encoded.target import Calibration
 
 _FILES = (".jsonl", ".txt")
 WITHOUT_MODEL = "--method rtn works on the checkpoint itself"

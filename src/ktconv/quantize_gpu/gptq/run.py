@@ -20,6 +20,9 @@ import numpy as np
 from ktconv.checkpoint import Checkpoint, Projection
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import LayerUnit, Unit
+from ktconv.encode.conversion import Encode
+from ktconv.encode.deviation import write_matrix
+from ktconv.encode.request import Preflight, Request
 from ktconv.errors import (
     CheckpointError,
     DiskFullError,
@@ -28,7 +31,7 @@ from ktconv.errors import (
     UsageError,
 )
 from ktconv.model.load import check_language_model, way_out
-from ktconv.quantize_gpu.common import Preflight, Request, device_of
+from ktconv.quantize_gpu.device import device_of
 from ktconv.quantize_gpu.gptq.calibration import (
     WITHOUT_MODEL,
     Samples,
@@ -37,15 +40,13 @@ from ktconv.quantize_gpu.gptq.calibration import (
     read_samples,
 )
 from ktconv.quantize_gpu.gptq.coverage import LayerCoverage
-from ktconv.quantize_gpu.matrices import write_matrix
-from ktconv.quantize_gpu.rtn import Rtn
 from ktconv.system.arrays import Array
 from ktconv.system.files import make_directory
 from ktconv.system.text import Notify, silent
-from ktconv.targets.pack_quantized.module_classes import class_of
-from ktconv.targets.pack_quantized.names import module_name
-from ktconv.targets.pack_quantized.scheme import PARTS
-from ktconv.targets.pack_quantized.target import Plan, weight_dtype
+from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
+from ktconv.targets.encoded.module_classes import class_of
+from ktconv.targets.encoded.names import module_name
+from ktconv.targets.encoded.target import Plan, weight_dtype
 from ktconv.writer.journal import Record
 from ktconv.writer.manifest import read_manifest
 
@@ -77,9 +78,9 @@ def _is_calibrated(unit: LayerUnit) -> bool:
     return not unit.layer.is_mtp and len(unit.experts) > 0
 
 
-class Gptq(Rtn):
+class Gptq(Encode):
     """One calibrated run, and the `runner.Events` of its layers. Layers that transformers does not
-    build, for multi-token prediction, are rounded to nearest as `Rtn` does."""
+    build, for multi-token prediction, are rounded to nearest as `Encode` does."""
 
     @staticmethod
     def check(request: Request, plan: Plan) -> int:
@@ -308,7 +309,7 @@ class _Finished:
         return {
             projection: {
                 part: self._shards[name].get_tensor(name)
-                for part in PARTS
+                for part in PACK_QUANTIZED.parts
                 for name in [f"{module_name(layer, expert, projection)}.{part}"]
             }
             for projection in layer.projections

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
-from ktconv.checkpoint import Projection
+from ktconv.checkpoint import Projection, TensorRef
 from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.errors import UsageError
 from ktconv.families.family import USUAL
@@ -24,9 +24,10 @@ from ktconv.placement.parallel import (
     expert_parallel,
     tensor_parallel,
 )
-from ktconv.targets.pack_quantized.scheme import PARTS
+from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.verify.findings import Facts, Findings
 from ktconv.verify.gpu.output import GpuOutput, Module
+from ktconv.verify.gpu.quantization import Group
 from ktconv.verify.request import VerifyRequest
 
 LEVEL = "mapping"
@@ -96,7 +97,7 @@ class _Slots:
                 self._fail("slot", f"{module.name} is not in a numbered layer.", module)
                 continue
             self._known_as_packed(module)
-            for part in sorted(module.parts.keys() & set(PARTS)):
+            for part in sorted(module.parts.keys() & set(module.layout.parts)):
                 key = (module.layer, module.where.expert, module.where.proj, part)
                 first = self.filled.setdefault(key, module.name)
                 if first != module.name:
@@ -109,6 +110,8 @@ class _Slots:
         are, and has one group for a whole layer."""
         assert module.where is not None
         quantization = self._output.quantization
+        if module.layout is not PACK_QUANTIZED:
+            return  # config.json was compared as a whole
         usual = f"{module.where.source}.{module.where.expert}.{USUAL.of(module.where.proj)}"
         assert module.layer is not None
         proj, *_ = self._projections(module.layer)
@@ -122,9 +125,10 @@ class _Slots:
 
     def look_for_gaps(self) -> None:
         for layer, experts in self._output.layers.items():
+            parts = self._output.layout.parts
             for expert in experts:
                 for proj in self._projections(layer):
-                    missing = [p for p in PARTS if (layer, expert, proj, p) not in self.filled]
+                    missing = [p for p in parts if (layer, expert, proj, p) not in self.filled]
                     if missing:
                         words = f"nothing fills {self._slot(layer, proj)} ({', '.join(missing)})."
                         message = f"layer {layer}, expert {expert}: {words}"
@@ -146,15 +150,30 @@ def _shapes(output: GpuOutput) -> Iterator[LayerShape]:
     """Shapes of layers by the columns of down, without damaged layers."""
     layers, seen = output.layers, set()
     for module in output.modules.values():
-        packed = module.parts.get(PARTS[0])
+        packed = module.parts.get(module.layout.parts[0])
         if module.where is None or module.layer in seen or module.where.proj != "down":
             continue
         group = output.quantization.group_of(module.name)
         if module.layer is None or packed is None or len(packed.shape) != 2 or group is None:
             continue
         seen.add(module.layer)
-        word = 32 // group.bits
-        grains = [Grain(word, f"the {word} weights of an int32 word")]
-        if group.group_size is not None:
+        grains = _grains(output, group)
+        if group.group_size:
             grains.insert(0, Grain(group.group_size, f"the group size {group.group_size}"))
-        yield LayerShape(layers[module.layer], packed.shape[1] * word, grains)
+        yield LayerShape(layers[module.layer], _columns(output, packed, group), grains)
+
+
+def _grains(output: GpuOutput, group: Group) -> list[Grain]:
+    """What the columns of a part must be a multiple of, but for groups."""
+    if output.scheme is None or output.scheme.row.is_int:
+        word = 32 // group.bits
+        return [Grain(word, f"the {word} weights of an int32 word")]
+    return [Grain(2, "the 2 weights of a byte")] if group.bits == 4 else []
+
+
+def _columns(output: GpuOutput, packed: TensorRef, group: Group) -> int:
+    """Of down, by its codes."""
+    if not output.layout.streamed:
+        return packed.shape[0] * (32 // group.bits)
+    unit = {"I32": 32, "BF16": 16}.get(packed.dtype, 8)
+    return packed.shape[1] * unit // group.bits

@@ -49,13 +49,15 @@ class GpuModelCheck(ModelCheck):
 
     @property
     def _bits(self) -> int:
-        return min(group.bits for group in self._output.quantization.groups)
+        return min(8, *(group.bits for group in self._output.quantization.groups))
 
     @cached_property
     def _swapped(self) -> bool:
-        from ktconv.targets.pack_quantized.loading import transformers_reads_packed
+        from ktconv.targets.encoded.loading import transformers_reads_packed
 
-        output = self._output
+        output, target = self._output, self._output.source_target
+        if target is not None and not target.read_by_transformers(output.source_layers.values()):
+            return True
         return output.is_partial or not transformers_reads_packed(output.source)
 
     @property

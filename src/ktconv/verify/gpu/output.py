@@ -1,4 +1,4 @@
-"""A compressed-tensors checkpoint on disk: which modules are packed, and by which tool."""
+"""A checkpoint with encoded experts on disk: which modules are encoded, and by which tool."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ktconv.checkpoint import (
     Checkpoint,
@@ -23,12 +23,14 @@ from ktconv.errors import CheckpointError, KtconvError, UsageError
 from ktconv.families.family import PROJECTIONS, UNGATED
 from ktconv.families.names import ExpertModule, expert_module, layer_number
 from ktconv.packed.weights import PackedWeights, open_packed
+from ktconv.placement.expert_sets import others as left
 from ktconv.placement.expert_sets import set_of_record
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
-from ktconv.targets.pack_quantized.scheme import BITS, CHANNEL, PARTS
-from ktconv.targets.pack_quantized.target import RECIPE, Options, PackQuantizedTarget
+from ktconv.targets.encoded.layouts.base import Layout
+from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
+from ktconv.targets.encoded.scheme import CHANNEL, FORMATS, SCHEMES, Scheme
+from ktconv.targets.encoded.target import RECIPE, EncodedTarget, Options
 from ktconv.verify.gpu.quantization import (
-    FORMAT,
     Group,
     Quantization,
     quantization_section_of,
@@ -41,7 +43,7 @@ from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
 _OTHER_PARTS = ("weight_zero_point", "weight_g_idx")  # of schemes that experts do not have
 # Observers with which the scale follows from the largest weight.
 _TAKING_LARGEST = ("", "minmax", "memoryless_minmax", "static_minmax")
-_PART = re.compile(rf"(.+)\.({'|'.join((*PARTS, *_OTHER_PARTS))})")
+_BLK = re.compile(r"(blk\.[0-9]+)\.ffn_(gate|up|down)_exps\.([0-9]+)")  # of KTransformers' AWQ
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,11 @@ class Module:
     parts: Mapping[str, TensorRef]
     where: ExpertModule | None  # None: no routed expert
     layer: int | None
+    layout: Layout = PACK_QUANTIZED
 
     @property
     def whole(self) -> bool:
-        return all(part in self.parts for part in PARTS)
+        return all(part in self.parts for part in self.layout.parts)
 
     @property
     def nbytes(self) -> int:
@@ -77,12 +80,26 @@ class GpuOutput(OpenedOutput):
     layers: Mapping[int, Sequence[int]]  # ids of experts with at least one tensor
     method: str  # rtn, gptq or unknown
     config: Mapping[str, Any]
+    scheme: Scheme | None  # by our manifest
+
+    @property
+    def layout(self) -> Layout:
+        return PACK_QUANTIZED if self.scheme is None else self.scheme.layout
 
     @property
     def described(self) -> dict[str, Any]:
+        if self.scheme is not None and self.scheme.row.command == "quantize-cpu":
+            about = {"method": self.scheme.name, "numa": None}
+            return {**about, "group_size": self.scheme.group_size}
         groups = {(group.scheme, group.group_size) for group in self.quantization.groups}
         scheme, size = next(iter(groups)) if len(groups) == 1 else ("mixed", None)
         return {"method": self.method, "numa": None, "scheme": scheme, "group_size": size}
+
+    @property
+    def source_target(self) -> EncodedTarget | None:
+        """As which the source would be converted."""
+        target = None if self.plan is None else self.plan.target
+        return target if isinstance(target, EncodedTarget) else None
 
     def experts_in(self, layer: int) -> Sequence[int]:
         return self.layers.get(layer, ())
@@ -96,9 +113,10 @@ class GpuOutput(OpenedOutput):
         recorded = self.manifest.layers if self.manifest else {}
         rows: dict[int, dict[str, int]] = {}
         for (layer, _, proj), module in self.experts.items():
-            packed = module.parts.get(PARTS[0])
+            packed = module.parts.get(self.layout.parts[0])
             if layer is not None and packed and packed.shape:
-                rows.setdefault(layer, {}).setdefault(proj, packed.shape[0])
+                count = packed.shape[0 if self.layout.streamed else -1]
+                rows.setdefault(layer, {}).setdefault(proj, count)
         whole = {
             layer: found for layer, found in sorted(rows.items()) if found.keys() >= {*UNGATED}
         }
@@ -135,20 +153,21 @@ class GpuOutput(OpenedOutput):
         if self.plan is None:
             return {}
         target = self.plan.target
-        assert isinstance(target, PackQuantizedTarget)
+        assert isinstance(target, EncodedTarget)
         return {target.output_name(name): one.matrix for name, one in target.decoded.items()}
 
 
 def is_gpu_output(directory: Path) -> bool:
-    """Whether it is a compressed-tensors checkpoint: by its manifest, else by config.json or names
-    of tensors, unless it has experts for KTransformers, which keep their source's config.json."""
+    """Whether it is a checkpoint with encoded experts: by its manifest, else by config.json or
+    names of tensors, unless it has experts for KTransformers, which keep their source's
+    config.json."""
     manifest = read_manifest(directory)
     if manifest is not None:
-        return bool(manifest.options.get("format") == FORMAT)
+        return manifest.options.get("format") in FORMATS
     packed = open_packed(directory)
     if packed.tensors:
         return False
-    if any(name.endswith(f".{PARTS[0]}") for name in packed.others):
+    if any(name.endswith(f".{PACK_QUANTIZED.parts[0]}") for name in packed.others):
         return True
     try:
         return quantization_section_of(read_config(directory).content) is not None
@@ -170,11 +189,12 @@ def open_gpu_output(
     """
     packed = open_packed(output)
     manifest = _usable(read_manifest(output))
-    quantization, why_not, config = _quantization(output, manifest)
+    scheme = _scheme(manifest)
+    quantization, why_not, config = _quantization(output, manifest, scheme)
     checkpoint = open_checkpoint(source, side_files, naming, tower) if source else None
-    plan = _plan(checkpoint, manifest) if checkpoint else None
+    plan = _plan(checkpoint, manifest, scheme) if checkpoint else None
     numbers = _numbers(checkpoint, manifest)
-    modules, others = _sort(packed, numbers)
+    modules, others = _sort(packed, numbers, PACK_QUANTIZED if scheme is None else scheme.layout)
     if not modules and not packed.damaged and manifest is None:
         raise UsageError(f"{output} contains no packed modules", "give an OUTPUT of quantize-gpu")
     return GpuOutput(
@@ -189,6 +209,7 @@ def open_gpu_output(
         others=others,
         method=_method(output, manifest, quantization),
         config=config,
+        scheme=scheme,
     )
 
 
@@ -197,18 +218,27 @@ def _usable(manifest: Manifest | None) -> Manifest | None:
     if manifest is None or not manifest.has_source:
         return None
     options = manifest.options
-    size, scheme = options.get("group_size"), options.get("scheme")
-    sound = scheme in BITS and type(size) is int and isinstance(options.get("method"), str)
+    size, row = options.get("group_size"), SCHEMES.get(str(options.get("scheme")))
+    sound = row is not None and type(size) is int and isinstance(options.get("method"), str)
     return manifest if sound else None
 
 
+def _scheme(manifest: Manifest | None) -> Scheme | None:
+    if manifest is None:
+        return None
+    return Scheme(manifest.options["scheme"], manifest.options["group_size"])
+
+
 def _quantization(
-    output: Path, manifest: Manifest | None
+    output: Path, manifest: Manifest | None, scheme: Scheme | None
 ) -> tuple[Quantization, str | None, Mapping[str, Any]]:
-    """By config.json; by our manifest where config.json cannot be used, with the reason."""
+    """By config.json; by our manifest where config.json cannot be used, with the reason, or has a
+    form that is compared as a whole."""
     config: Mapping[str, Any] = {}
     try:
         config = read_config(output).content
+        if scheme is not None and scheme.layout is not PACK_QUANTIZED:
+            return _by_manifest(scheme), None, config
         section = quantization_section_of(config)
         if section is None:
             raise CheckpointError(f"{CONFIG_NAME} has no quantization_config of compressed-tensors")
@@ -218,24 +248,46 @@ def _quantization(
             raise CheckpointError(
                 f"{output} is incomplete", "run the same quantize-gpu command again, then verify"
             ) from error
-        if manifest is None:
+        if scheme is None:
             raise
-        options = manifest.options
-        size = None if options["group_size"] == CHANNEL else options["group_size"]
-        group = Group("manifest", [r"re:.*\.experts\.[0-9]+\."], BITS[options["scheme"]], size, "")
-        return Quantization([group], []), str(error), config
+        return _by_manifest(scheme), str(error), config
 
 
-def _plan(checkpoint: Checkpoint, manifest: Manifest | None) -> Any:
-    """The planned copies, side files and experts. Scheme and group size are not those of the
-    output: they are checked elsewhere."""
+def _by_manifest(scheme: Scheme) -> Quantization:
+    size = None if scheme.group_size == CHANNEL else scheme.group_size
+    target = r"re:.*(\.experts\.[0-9]+\.|_exps\.[0-9]+$)"
+    return Quantization([Group("manifest", [target], scheme.bits, size, "")], [])
+
+
+def _plan(checkpoint: Checkpoint, manifest: Manifest | None, scheme: Scheme | None) -> Any:
+    """The planned copies, side files and experts. A group size is not that of the output: it is
+    checked elsewhere."""
     options = manifest.options if manifest else {}
     selection = None
+    counts = {layer.index: len(layer.experts) for layer in checkpoint.layers}
     if options.get("experts"):
         chosen = set_of_record(options["experts"], MANIFEST)
-        selection = {layer.index: chosen.of(layer.index) for layer in checkpoint.layers}
-    ours = Options(group_size=CHANNEL, mtp=options.get("mtp", True), max_shard_size=NO_LIMIT)
-    return plan_checkpoint(checkpoint, PackQuantizedTarget(ours, checkpoint), selection)
+        selection = {index: chosen.of(index) for index in counts}
+    elif options.get("exclude_experts"):
+        excluded = set_of_record(options["exclude_experts"], MANIFEST)
+        remaining = left(excluded, {index: counts.get(index, 0) for index in excluded.layers})
+        selection = {
+            index: remaining[index] if index in remaining else tuple(range(count))
+            for index, count in counts.items()
+        }
+    known = scheme or Scheme("W4A16", CHANNEL)
+    if len(known.row.groups) > 1:  # any size will do
+        known = Scheme(known.name, CHANNEL)
+    ours = Options(
+        scheme=known.name,
+        group_size=known.group_size,
+        mtp=options.get("mtp", True),
+        max_shard_size=NO_LIMIT,
+        experts_only=bool(options.get("experts_only")),
+        requantize=bool(options.get("requantize")),
+        allow_activation_mismatch=True,
+    )
+    return plan_checkpoint(checkpoint, EncodedTarget(ours, checkpoint), selection)
 
 
 def _numbers(checkpoint: Checkpoint | None, manifest: Manifest | None) -> dict[str, int]:
@@ -250,23 +302,41 @@ def _numbers(checkpoint: Checkpoint | None, manifest: Manifest | None) -> dict[s
 
 
 def _sort(
-    packed: PackedWeights, numbers: Mapping[str, int]
+    packed: PackedWeights, numbers: Mapping[str, int], layout: Layout
 ) -> tuple[dict[str, Module], dict[str, TensorRef]]:
-    """Packed modules and all other tensors."""
+    """Encoded modules and all other tensors. Parts that plain weights have too, as `weight`, make a
+    module only of an expert."""
+    telling = layout is PACK_QUANTIZED
+    ends = re.compile(rf"(.+)\.({'|'.join((*layout.parts, *(_OTHER_PARTS if telling else ())))})")
     parts: dict[str, dict[str, TensorRef]] = {}
     others = {}
     for name, tensor in packed.others.items():
-        found = _PART.fullmatch(name)
-        if found:
+        found = ends.fullmatch(name)
+        if found and (telling or _where(found[1]) is not None):
             parts.setdefault(found[1], {})[found[2]] = tensor
         else:
             others[name] = tensor
     modules = {}
     for name, tensors in parts.items():
-        where = expert_module(name)
-        layer = numbers.get(where.source, layer_number(where.source)) if where else None
-        modules[name] = Module(name, tensors, where, layer)
+        where = _where(name)
+        layer = numbers.get(where.source, _number_of(where.source)) if where else None
+        modules[name] = Module(name, tensors, where, layer, layout)
     return modules, others
+
+
+def is_expert(module: str) -> bool:
+    """Whether a module of that name is a matrix of a routed expert."""
+    return _where(module) is not None
+
+
+def _where(module: str) -> ExpertModule | None:
+    if found := _BLK.fullmatch(module):
+        return ExpertModule(found[1], int(found[3]), cast("Projection", found[2]))
+    return expert_module(module)
+
+
+def _number_of(source: str) -> int | None:
+    return int(source[4:]) if re.fullmatch(r"blk\.[0-9]+", source) else layer_number(source)
 
 
 def _experts_by_layer(modules: Mapping[str, Module]) -> dict[int, list[int]]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktconv.errors import CheckpointError
-from ktconv.targets.pack_quantized.names import LINEAR
+from ktconv.targets.encoded.names import LINEAR
+from ktconv.targets.encoded.sections import IGNORED_KEYS
 from ktconv.verify.side_content import QUANTIZATION_KEYS, differences, flat, shown
 
 QUANT_METHOD = "compressed-tensors"
@@ -102,20 +103,22 @@ def quantization_section_of(config: Mapping[str, Any]) -> Mapping[str, Any] | No
 
 def unlike_ours(section: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """How a quantization_config of ktconv differs from `ours`, which it writes for this output."""
-    here, there = dict(section), dict(ours)
-    found = _ignored_otherwise(here.pop("ignore", None), there.pop("ignore"))
+    here, there, found = dict(section), dict(ours), []
+    for key in IGNORED_KEYS:
+        if key in there:
+            found += _ignored_otherwise(key, here.pop(key, None), there.pop(key))
     return [*differences(flat(here), flat(there), _WRITTEN), *found]
 
 
-def _ignored_otherwise(here: Any, there: Sequence[str]) -> list[str]:
-    """Differences of the ignore list, apart from its order."""
+def _ignored_otherwise(key: str, here: Any, there: Sequence[str]) -> list[str]:
+    """Differences of the list of modules that are not quantized, apart from its order."""
     if not _is_texts(here):
-        return []  # refused by `read_quantization`
+        return [] if key == "ignore" else [f"{key} is not a list of names"]  # else refused
     more, fewer = sorted(set(here) - set(there)), sorted(set(there) - set(here))
-    found = [f"ignore names {shown(name)}, which is not a non-expert module" for name in more]
+    found = [f"{key} names {shown(name)}, which is not a non-expert module" for name in more]
     if fewer:
         others = f" and {len(fewer) - 1} more" if fewer[1:] else ""
-        found.append(f"ignore does not name {fewer[0]}{others}")
+        found.append(f"{key} does not name {fewer[0]}{others}")
     return found
 
 

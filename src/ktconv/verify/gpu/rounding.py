@@ -80,6 +80,8 @@ class RoundingCheck:
     module: str
     where: str  # "layer 3, expert 5, up": for messages
     report: Callable[[Violation], None]
+    codes: str = "weight_packed"  # last components of the tensors' names
+    scales: str = "weight_scale"
     sums: ErrorStats = field(default_factory=ErrorStats)
     squared_steps: float = 0.0
 
@@ -228,7 +230,7 @@ class RoundingCheck:
         **values: float,
     ) -> None:
         """Reports a Violation of a tensor: of its scales if that is what was checked."""
-        name = f"{self.module}.{'weight_scale' if check == 'scale' else 'weight_packed'}"
+        name = f"{self.module}.{self.scales if check == 'scale' else self.codes}"
         message = f"{name} ({self.where}) {words}"
         self.report(Violation(check, message, name, row, column, **values))
 

@@ -3,17 +3,18 @@ everything else is as in the source."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ktconv.checkpoint import ExpertMatrix, TensorRef
 from ktconv.checkpoint.config import CONFIG_NAME
-from ktconv.targets.pack_quantized.config import quantization_section
-from ktconv.targets.pack_quantized.module_classes import class_of
-from ktconv.targets.pack_quantized.names import module_name, pattern_of, target_pattern
-from ktconv.targets.pack_quantized.scheme import CHANNEL, PARTS, Scheme
-from ktconv.targets.pack_quantized.target import RENAMED, weight_dtype
-from ktconv.verify.gpu.output import GpuOutput, Module
+from ktconv.targets.encoded.config import quantization_section
+from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
+from ktconv.targets.encoded.module_classes import class_of
+from ktconv.targets.encoded.names import target_pattern
+from ktconv.targets.encoded.scheme import CHANNEL, Scheme
+from ktconv.targets.encoded.target import RENAMED, weight_dtype
+from ktconv.verify.gpu.output import GpuOutput, Module, is_expert
 from ktconv.verify.gpu.quantization import Group, quantization_elsewhere, unlike_ours, unusual
 from ktconv.verify.gpu.unpack import SCALE_DTYPES
 from ktconv.verify.side_content import QUANTIZATION_KEYS, config_differences, differences, flat
@@ -40,12 +41,16 @@ class GpuStructureCheck(StructureCheck):
             if name not in planned:
                 self._stray(module, known=bool(self._output.plan))
         self._plain_weights()
-        checked = {f"{name}.{part}" for name in planned for part in PARTS}
+        checked = {f"{name}.{part}" for name in planned for part in self._parts}
         if self._output.plan is not None:
             return self._check_planned(self._output.plan.others, checked)
         if self._output.manifest is not None:
             return len(checked) + self._check_names(self._output.records.keys() - checked)
         return len(checked) + len(self._output.others)
+
+    @property
+    def _parts(self) -> Sequence[str]:
+        return self._output.layout.parts
 
     # ---- config.json ----
 
@@ -56,7 +61,8 @@ class GpuStructureCheck(StructureCheck):
             return
         if output.manifest is not None:
             options = output.manifest.options
-            recorded = f"{options['scheme']} with group size {options['group_size']}"
+            scheme = Scheme(options["scheme"], options["group_size"])
+            recorded = f"W{scheme.bits}A16 with group size {scheme.group_size}"
             for group in output.quantization.groups:
                 if _words(group) != recorded:
                     self._wrong_config(
@@ -69,14 +75,23 @@ class GpuStructureCheck(StructureCheck):
     def _quantization(self) -> None:
         """Checks all of quantization_config, since engines use keys that are not read elsewhere."""
         output = self._output
-        section = output.config["quantization_config"]
-        found = unlike_ours(section, self._written()) if output.ours else unusual(section)
+        section, ours = output.config.get("quantization_config"), None
+        if output.ours and (ours := self._written()) is None:
+            if section is not None:
+                self._wrong_config(
+                    f"{CONFIG_NAME} has a quantization_config, but nothing is quantized."
+                )
+            return
+        if not isinstance(section, Mapping):
+            self._wrong_config(f"{CONFIG_NAME} has no quantization_config.")
+            return
+        found = unusual(section) if ours is None else unlike_ours(section, ours)
         for difference in found:
             self._wrong_config(f"{CONFIG_NAME}: quantization_config.{difference}.")
         for path in quantization_elsewhere(output.config):
             self._wrong_config(f"{CONFIG_NAME} also describes quantization in {path}.")
 
-    def _written(self) -> dict[str, Any]:
+    def _written(self) -> dict[str, Any] | None:
         """The quantization_config that ktconv writes for these experts and other tensors."""
         output = self._output
         assert output.manifest is not None
@@ -86,8 +101,9 @@ class GpuStructureCheck(StructureCheck):
         if output.plan is not None:
             layers = list(output.source_layers.values())
             others: Any = (tensor for unit in output.plan.others for tensor in unit.tensors())
-            return quantization_section(scheme, target_pattern(layers), others, renamed)
-        pattern = pattern_of(name for name, one in output.modules.items() if one.where)
+            target = target_pattern(output.plan.target.modules(layers))
+            return quantization_section(scheme, target, others, renamed)
+        pattern = target_pattern(name for name, one in output.modules.items() if one.where)
         return quantization_section(scheme, pattern, output.others.values(), renamed)
 
     def _unlike(self, source: Mapping[str, Any]) -> None:
@@ -118,22 +134,23 @@ class GpuStructureCheck(StructureCheck):
                 for expert in unit.experts:
                     for proj in unit.layer.projections:
                         yield (
-                            module_name(unit.layer, expert, proj),
+                            output.plan.target.module(unit.layer, expert, proj),
                             unit.layer.experts[expert][proj],
                         )
         elif output.manifest is not None:
             for name in sorted(self._output.records):
-                if name.endswith(f".{PARTS[0]}"):
-                    yield name.removesuffix(f".{PARTS[0]}"), None
+                module, _, part = name.rpartition(".")
+                if part == self._parts[0] and is_expert(module):
+                    yield module, None
         else:
             yield from ((name, None) for name, module in output.modules.items() if module.where)
 
     def _expert(self, name: str, matrix: ExpertMatrix | None) -> None:
         module = self._output.modules.get(name, Module(name, {}, None, None))
-        missing_parts = [f"{name}.{part}" for part in PARTS if part not in module.parts]
+        missing_parts = [f"{name}.{part}" for part in self._parts if part not in module.parts]
         for missing in missing_parts:
             self._fail("missing tensor", f"{missing} is missing.", tensor=missing, **module.at)
-        for part in sorted(module.parts.keys() - set(PARTS)):
+        for part in sorted(module.parts.keys() - set(self._parts)):
             tensor = module.parts[part]
             self._unexpected_tensor(tensor.name, tensor.file, **module.at)
         if not missing_parts:
@@ -157,7 +174,10 @@ class GpuStructureCheck(StructureCheck):
         return group
 
     def _shapes(self, module: Module, group: Group, matrix: ExpertMatrix | None) -> None:
-        packed, scale, shape = (module.parts[part] for part in PARTS)
+        if self._output.layout is not PACK_QUANTIZED:
+            self._shapes_of_layout(module, matrix)
+            return
+        packed, scale, shape = (module.parts[part] for part in self._parts)
         rows = matrix.rows if matrix else (packed.shape[0] if packed.shape else 0)
         # Without a source, columns follow from the number of words, which groups fill.
         cols = matrix.cols if matrix else packed.shape[-1] * 32 // group.bits if packed.shape else 0
@@ -169,10 +189,26 @@ class GpuStructureCheck(StructureCheck):
                 **module.at,
             )
             return
-        dtypes = (weight_dtype(matrix),) if matrix and self._output.ours else SCALE_DTYPES
+        dtypes: tuple[str, ...] = SCALE_DTYPES
+        if matrix and self._output.ours and self._output.scheme is not None:
+            half = self._output.scheme.is_half(weight_dtype(matrix) == "F16")
+            dtypes = ("F16" if half else "BF16",)
         self._as_expected(packed, ("I32",), (rows, group.words(cols)), module)
         self._as_expected(scale, dtypes, (rows, per_row), module)
         self._as_expected(shape, ("I64", "I32"), (2,), module)
+
+    def _shapes_of_layout(self, module: Module, matrix: ExpertMatrix | None) -> None:
+        """Of layouts that only our manifest tells."""
+        scheme = self._output.scheme
+        assert scheme is not None
+        if matrix is None:
+            return  # checksums and sizes of files are what there is
+        half = weight_dtype(matrix) == "F16"
+        for tensor in scheme.layout.tensors(
+            module.name, scheme.sizes(matrix.rows, matrix.cols, half)
+        ):
+            found = module.parts[tensor.name.rpartition(".")[2]]
+            self._as_expected(found, (tensor.dtype,), tensor.shape, module)
 
     def _as_expected(
         self, tensor: TensorRef, dtypes: tuple[str, ...], shape: tuple[int, ...], module: Module
@@ -197,6 +233,8 @@ class GpuStructureCheck(StructureCheck):
     def _plain_weights(self) -> None:
         """Reports weights that engines would take for packed, or would not know."""
         quantization, unnamed = self._output.quantization, []
+        if self._output.layout is not PACK_QUANTIZED:
+            return  # the whole section was compared
         for name, tensor in self._output.others.items():
             if not name.endswith(".weight") or len(tensor.shape) != 2:
                 continue

@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from math import prod
 
 from ktconv.checkpoint import ExpertMatrix, TensorRef
+from ktconv.encode.passing import is_kept
 from ktconv.errors import UsageError
 from ktconv.reading.buffers import BufferSizes
 from ktconv.reading.matrices import buffer_bytes, chunk_rows
+from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
+from ktconv.targets.encoded.target import weight_dtype
 from ktconv.verify.findings import Facts
+from ktconv.verify.gpu.encoded import EncodedCheck
 from ktconv.verify.gpu.layers import GpuLayersCheck
 from ktconv.verify.gpu.mapping import LEVEL as MAPPING
 from ktconv.verify.gpu.mapping import check_mapping, check_sizes
@@ -80,7 +84,7 @@ class GpuVerifier(OutputVerifier):
 
     def expert_checks(
         self, context: Context, share: float, rng: random.Random
-    ) -> Iterator[ModuleCheck]:
+    ) -> Iterator[ModuleCheck | EncodedCheck]:
         """Also of packed modules that are not routed experts."""
         output = self.output
         chosen = {
@@ -99,7 +103,29 @@ class GpuVerifier(OutputVerifier):
                 layer = sources.get(module.layer)
                 if layer is not None and module.where.expert < len(layer.experts):
                     matrix = layer.experts[module.where.expert][module.where.proj]
-            yield ModuleCheck(context, module, group, rules, matrix, layer)
+            if self._is_encoded(matrix):
+                assert output.scheme is not None
+                again = self.requantized
+                yield EncodedCheck(context, module, output.scheme, again, matrix, layer)
+            else:
+                yield ModuleCheck(context, module, group, rules, matrix, layer)
+
+    @property
+    def requantized(self) -> bool:
+        """Whether codes that the source has already were not kept; GPTQ keeps none."""
+        manifest = self.output.manifest
+        if manifest is None or self.output.method != "rtn":
+            return True
+        return bool(manifest.options.get("requantize"))
+
+    def _is_encoded(self, matrix: ExpertMatrix | None) -> bool:
+        """Whether a matrix is checked as its scheme says; else as config.json does."""
+        scheme = self.output.scheme
+        if scheme is None or scheme.layout is not PACK_QUANTIZED:
+            return scheme is not None
+        if matrix is None or self.requantized:
+            return False
+        return is_kept(scheme, matrix, weight_dtype(matrix) == "F16")
 
     def copy_checks(
         self, context: Context, tensor: TensorRef, origin: TensorRef | None

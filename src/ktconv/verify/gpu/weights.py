@@ -16,16 +16,18 @@ from ktconv.reading.buffers import Buffers
 from ktconv.reading.matrices import MatrixReader, spans_of
 from ktconv.reading.reader import Span
 from ktconv.reading.streamed import Piece, Streamed, piece_rows
-from ktconv.targets.pack_quantized.scheme import PARTS
+from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.verify.gpu.output import GpuOutput, Module
 from ktconv.verify.gpu.quantization import Group
 from ktconv.verify.gpu.rounding import RoundingCheck, Rules, bound_steps, rules_of
+from ktconv.verify.gpu.stored import stored_parts
 from ktconv.verify.gpu.unpack import SCALE_DTYPES, levels, scales, values
 from ktconv.verify.reading import Context, TensorStream, check_claims, read_tensor
 from ktconv.verify.reading_check import ReadingCheck, expert_check, module_check
 from ktconv.verify.runner import OTHER, Advance, unit_of
 from ktconv.verify.totals import ItemResult
 
+PARTS = PACK_QUANTIZED.parts
 LEVEL = "weights"
 WHOLE = 32  # rows, columns and groups that the C library compares are multiples of this
 
@@ -107,7 +109,7 @@ class ModuleCheck:
             self.group, self.rules, scaled.dtype, self.module.name, where, self._fail
         )
         source = MatrixReader(self.context.reader, matrix, round_to_bf16=scaled.dtype == "BF16")
-        reading = self._reading(source)
+        reading = reading_of(self.context, self.module, self.source, source)
         encoding = self._encoding(matrix, scaled.dtype)
         stored = data.view(np.uint16).reshape(matrix.rows, -1) if encoding else None
         for chunk, view in source.views(buffers.source, buffers.bounce):
@@ -137,20 +139,21 @@ class ModuleCheck:
             return None
         return native.Encoding(f"int{self.group.bits}", group, dtype == "F16")
 
-    def _reading(self, source: MatrixReader) -> ReadingCheck | None:
-        """The check of how the source is read."""
-        where = self.module.where
-        assert where is not None and self.source is not None and self.context.second is not None
-        reading = expert_check(
-            self.context.second, self.context.findings, self.source, where.expert, where.proj
-        )
-        if reading:
-            reading.scales(source.load_scales())
-        return reading
-
     def _fail(self, violation: Violation) -> None:
         file = self.module.parts[PARTS[0]].file.name
         self.context.findings.fail(LEVEL, **asdict(violation), file=file, **self.module.at)
+
+
+def reading_of(
+    context: Context, module: Module, layer: MoELayer | None, source: MatrixReader
+) -> ReadingCheck | None:
+    """The check of how the source is read."""
+    where = module.where
+    assert where is not None and layer is not None and context.second is not None
+    reading = expert_check(context.second, context.findings, layer, where.expert, where.proj)
+    if reading:
+        reading.scales(source.load_scales())
+    return reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +210,10 @@ def _is_sound(module: Module, group: Group, matrix: ExpertMatrix) -> bool:
 
 def dequantized(output: GpuOutput, module: Module, matrix: ExpertMatrix) -> Streamed:
     """The values [rows, cols] of a packed module that passed level structure."""
+    if output.layout is not PACK_QUANTIZED:
+        assert output.scheme is not None
+        stored = stored_parts(output.scheme, module, matrix)
+        return Streamed(matrix.rows, matrix.cols, stored.pieces)
     group = output.quantization.group_of(module.name)
     assert group is not None and _is_sound(module, group, matrix)
     return Streamed(matrix.rows, matrix.cols, lambda: _pieces(module, matrix, group))
@@ -226,7 +233,7 @@ def _pieces(module: Module, matrix: ExpertMatrix, group: Group) -> Iterator[Piec
 
 def largest_error(output: GpuOutput) -> float | None:
     """The largest error of rounding to nearest, in steps; None for other methods."""
-    if not rules_of(output.method, output.ours).elements:
+    if not rules_of(output.method, output.ours).elements or output.layout is not PACK_QUANTIZED:
         return None
     scales = (module.parts.get(PARTS[1]) for module in output.modules.values())
     found = {scale.dtype for scale in scales if scale is not None}

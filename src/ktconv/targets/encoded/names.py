@@ -1,9 +1,9 @@
-"""Names of expert modules in a compressed-tensors checkpoint: those of the unfused model."""
+"""Models' own names of expert modules: those of the unfused model."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from ktconv.checkpoint import MoELayer, Projection
 from ktconv.families import table
@@ -39,16 +39,12 @@ def _spelling(layer: MoELayer, proj: Projection) -> str:
     return table.FAMILIES.unfused.get(down, USUAL).of(proj)
 
 
-def target_pattern(layers: Sequence[MoELayer]) -> str:
-    """The pattern by which engines find the quantized modules; it never fits a shared expert.
+def target_pattern(modules: Iterable[str]) -> str:
+    """The pattern by which engines find the encoded modules, of which these are some; it never
+    fits a shared expert.
 
     The usual names are always in it: vLLM asks for them whatever the model calls its own.
     """
-    return pattern_of(module_name(layer, 0, proj) for layer in layers for proj in layer.projections)
-
-
-def pattern_of(modules: Iterable[str]) -> str:
-    """`target_pattern` for modules of these names."""
     parts = {tuple(module.split(".")[-3::2]) for module in modules}  # (experts, gate_proj)
     containers = "|".join(sorted({where for where, _ in parts})) or "experts"
     spelled = "|".join(sorted({word for _, word in parts} | USUAL.projections.keys()))

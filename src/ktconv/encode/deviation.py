@@ -10,17 +10,20 @@ import numpy as np
 
 from ktconv import native
 from ktconv.conversion.tasks import four_digits, write_tensor
+from ktconv.encode.proof import audit
+from ktconv.encode.stored import stored_matrix, tensor_scale
 from ktconv.errors import VerificationError
 from ktconv.formats.decode import bf16_to_f32, f16_to_f32
 from ktconv.system.arrays import F32, U8, U16, Array
-from ktconv.targets.pack_quantized.scheme import PARTS, Scheme
+from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
+from ktconv.targets.encoded.scheme import Scheme
 from ktconv.writer.staging import Staging
 
 # Largest error allowed, in quantization steps. Rounding to the nearest level is off by half a step;
 # scales and quotients in bf16 add to that. GPTQ moves weights on purpose: only values that are not
 # finite are refused.
 MOST_STEPS = {"rtn": 1.5, "gptq": float("inf")}
-WHOLE = 32  # rows, columns and groups of what the C library compares are multiples of this
+_KEPT_ERROR = 1e-12  # relative, of squares: a second scale may be turned into its reciprocal
 TINY = 1e-30  # sums of squares below may lack some
 SMALLEST_BF16, SMALLEST_HALF = 2.0**-126, 2.0**-14  # of normal numbers
 _WAYS_OUT = {
@@ -32,27 +35,37 @@ _WAYS_OUT = {
 class Deviation:
     """The error of a matrix, some rows after the other."""
 
-    def __init__(self, scheme: Scheme, method: str, name: str, dtype: str) -> None:
-        """`name`: of the tensor, for messages; `dtype`: of weights and scales, BF16 or F16."""
+    def __init__(
+        self,
+        scheme: Scheme,
+        method: str,
+        name: str,
+        half: bool,
+        factor: float = 0.0,
+        keeps: bool = False,
+    ) -> None:
+        """`name`: of the tensor, for messages; `half`: whether the source's weights are f16;
+        `factor`: the second scale as it is stored; `keeps`: codes and scales are the source's."""
         self._scheme, self._method, self._name = scheme, method, name
-        self._half = dtype == "F16"
+        self._half, self._factor, self._keeps = half, factor, keeps
         self._squared_error = self._squared_source = 0.0
         self._most_steps, self._zeros, self._elements = 0.0, 0, 0
 
-    def add(self, source: native.Matrix, codes: U8, scales: U16) -> None:
-        """The next rows: their source, codes as bytes, and scales [rows, groups].
+    def add(self, source: native.Matrix, codes: U8, scales: Array) -> None:
+        """The next rows: their source, codes as bytes, and scales as kt_encode leaves them.
 
         Raises VerificationError where they cannot be a rounding of it.
         """
-        encoding = self._scheme.encoding(self._half)
+        scheme = self._scheme
         rows, cols = source.rows, source.cols
         found = None
-        if not (rows % WHOLE or cols % WHOLE or (encoding.group or cols) % WHOLE):
-            found = native.audit_encoded(encoding, source, codes, scales)
+        if scheme.encodes and not self._keeps:
+            factor = tensor_scale(scheme, self._factor)
+            found = audit(scheme.encoding(self._half), source, codes, scales, factor)
         if found is not None and self._method == "rtn":
             self._check_rounding(found)
         if found is None or not TINY < found.squared_source < math.inf:
-            found = compared(self._scheme, source, codes, scales, self._half)
+            found = self._compared(source, codes, scales)
         self._most_steps = max(self._most_steps, found.max_steps)
         self._squared_error += found.squared_error
         self._squared_source += found.squared_source
@@ -64,6 +77,21 @@ class Deviation:
                 f"it is up to {self._most_steps:.4g} steps off its source, more than the {most} "
                 "allowed"
             )
+        if self._keeps and self._squared_error > _KEPT_ERROR * self._squared_source:
+            self._refuse("it is not what its source is, although its codes are kept")
+
+    def _compared(self, source: native.Matrix, codes: U8, scales: Array) -> native.EncodedAudit:
+        """Errors in NumPy: of shapes that the C library does not take, kinds of numbers that it
+        does not compare, and weights whose squares are no binary32."""
+        scheme, codes = self._scheme, codes.reshape(source.rows, -1)
+        if scheme.row.is_int and not self._keeps:
+            return compared(scheme, source, codes, scales, scheme.is_half(self._half))
+        stored = stored_matrix(scheme, codes, scales, source.cols, self._half, self._factor)
+        found, wanted = native.decode(stored), native.decode(source)
+        off = (found - wanted).astype(np.float64)
+        zeros = int(np.count_nonzero(found == 0))
+        wanted_squares = float(np.vdot(wanted.astype(np.float64), wanted))
+        return native.EncodedAudit(wanted_squares, float(np.vdot(off, off)), 0.0, 0.0, zeros, 0, 0)
 
     def _check_rounding(self, found: native.EncodedAudit) -> None:
         for wrong, what in (
@@ -140,7 +168,9 @@ def write_matrix(
     records: dict[str, Any] = {}
     written: dict[str, U8] = {}
     rows, cols = weight.shape
-    for tensor, part in zip(scheme.tensors(module, rows, cols, dtype), PARTS, strict=True):
+    for tensor, part in zip(
+        scheme.tensors(module, rows, cols, dtype), PACK_QUANTIZED.parts, strict=True
+    ):
         array = arrays.get(part)
         if array is None or array.shape != tensor.shape or array.nbytes != tensor.nbytes:
             found = "is missing" if array is None else f"has shape {list(array.shape)}"
@@ -152,7 +182,7 @@ def write_matrix(
         written[part] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         records[tensor.name] = write_tensor(tensor.name, [written[part]], staging, verify)
     name = f"{module}.weight_packed"
-    deviation = Deviation(scheme, method, name, dtype)
+    deviation = Deviation(scheme, method, name, dtype == "F16")
     source = native.Matrix(
         np.ascontiguousarray(weight).reshape(-1).view(np.uint8), dtype, rows, cols
     )

@@ -1,4 +1,4 @@
-"""config.json, recipe.yaml and README.md of a compressed-tensors checkpoint."""
+"""config.json, recipe.yaml and README.md of a checkpoint with encoded experts."""
 
 from __future__ import annotations
 
@@ -13,53 +13,38 @@ from ktconv.conversion.records import ErrorSummary
 from ktconv.system.units import format_ranges, format_size
 from ktconv.targets.card import errors_line, header, model_name
 from ktconv.targets.consumers import mismatch_of, model_types
-from ktconv.targets.pack_quantized.ignored import Stored, ignored_modules
-from ktconv.targets.pack_quantized.names import LINEAR, module_name, target_pattern
-from ktconv.targets.pack_quantized.scheme import CHANNEL, Scheme
-from ktconv.targets.pack_quantized.target import FORMAT, Options, Plan
+from ktconv.targets.encoded.ignored import Stored, ignored_modules
+from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
+from ktconv.targets.encoded.names import target_pattern
+from ktconv.targets.encoded.naming import BLK, V4
+from ktconv.targets.encoded.scheme import SCHEMES, Scheme
+from ktconv.targets.encoded.sections import compressed_tensors
+from ktconv.targets.encoded.target import Options, Plan
 
 RAWINT4_GROUP = 32  # kt-kernel 0.7.2 takes any group size, and computes only this one right
 
 
-def quantization_config(plan: Plan, renamed: Iterable[str] = ()) -> dict[str, Any]:
-    """Which modules are packed, and how, for inference engines. `renamed`: see `ignored_modules`.
-
-    The class Linear is a target because sglang-kt 0.7.2 and vLLM before 0.11 look up the scheme of
-    experts by that name alone; so every other linear layer must be on the list `ignore`.
-    """
+def quantization_config(plan: Plan, renamed: Iterable[str] = ()) -> dict[str, Any] | None:
+    """What engines read of how modules are encoded; None where there is nothing to say. `renamed`:
+    see `ignored_modules`."""
     others = (tensor for unit in plan.others for tensor in unit.tensors())
-    target = target_pattern(plan.moe_layers)
+    target = target_pattern(plan.target.modules(plan.moe_layers))
     return quantization_section(plan.target.scheme, target, others, renamed)
 
 
 def quantization_section(
     scheme: Scheme, target: str, others: Iterable[Stored], renamed: Iterable[str] = ()
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """`quantization_config` for experts that `target` finds, beside the tensors `others`."""
-    return {
-        "quant_method": "compressed-tensors",
-        "format": FORMAT,
-        "quantization_status": "compressed",
-        "config_groups": {
-            "experts": {
-                "targets": [target, LINEAR],
-                "weights": scheme.weight_arguments(),
-                "input_activations": None,
-                "output_activations": None,
-                "format": FORMAT,
-            }
-        },
-        "ignore": ignored_modules(others, renamed),
-        "transform_config": {},
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
-    }
+    return scheme.row.section(scheme, target, ignored_modules(others, renamed))
 
 
 def config_json(plan: Plan, renamed: Iterable[str] = ()) -> bytes:
     """The source's config.json, with our quantization_config in place of any other."""
     content = _without_quantization(dict(plan.checkpoint.whole_config or plan.checkpoint.config))
-    content["quantization_config"] = quantization_config(plan, renamed)
+    section = quantization_config(plan, renamed)
+    if section is not None:
+        content["quantization_config"] = section
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -73,11 +58,13 @@ def _without_quantization(section: dict[str, Any]) -> dict[str, Any]:
 
 def recipe_yaml(plan: Plan) -> bytes:
     """What llm-compressor was asked for. JSON is YAML, so values are written as JSON."""
-    options = plan.target.options
+    options, scheme = plan.target.options, plan.target.scheme
     group = {
-        "targets": [target_pattern(plan.moe_layers)],
-        "weights": plan.target.scheme.weight_arguments(),
+        "targets": [target_pattern(plan.target.modules(plan.moe_layers))],
+        "weights": scheme.weight_arguments(),
     }
+    if (activations := scheme.input_arguments()) is not None:
+        group["input_activations"] = activations
     values: dict[str, Any] = {"config_groups": {"experts": group}, "ignore": []}
     name = "QuantizationModifier"
     if options.method == "gptq":
@@ -88,19 +75,24 @@ def recipe_yaml(plan: Plan) -> bytes:
     return ("\n".join(lines) + "\n").encode()
 
 
-_TAGS = ("ktconv", "compressed-tensors", "mixture-of-experts")
+_TAGS = ("ktconv", "mixture-of-experts")
 
 
 def card(plan: Plan, source: SourceCard, errors: ErrorSummary) -> str:
     """README.md of the output."""
-    name, options = source.name or model_name(plan.checkpoint.path), plan.target.options
+    name, options, scheme = (
+        source.name or model_name(plan.checkpoint.path),
+        plan.target.options,
+        plan.target.scheme,
+    )
     counts = sorted({len(unit.experts) for unit in plan.layers})
     activations = {layer.index: layer.activation for layer in plan.moe_layers}
     chosen = any(unit.omitted for unit in plan.layers)
-    size = options.group_size
-    groups = "one scale per row" if size == CHANNEL else f"groups of {size}"
     how = "GPTQ, calibrated" if options.method == "gptq" else "rounded to nearest"
+    what = f"{how}, {scheme.grouping}" if scheme.encodes else "decoded"
     others = "in bf16" if plan.checkpoint.is_gguf else "as it was"
+    if options.experts_only:
+        others = "left out"
     command = command_line(source.argument or name, options)
     if plan.checkpoint.side_directory not in (None, plan.checkpoint.path):
         command += " --config DIR"
@@ -108,14 +100,17 @@ def card(plan: Plan, source: SourceCard, errors: ErrorSummary) -> str:
         command += " --map FILE.toml"
     tool = " and llm-compressor" if options.method == "gptq" else ""
     note = "\nThe other experts of these layers are not in this checkpoint.\n" if chosen else ""
+    compressed = scheme.row.section is compressed_tensors
+    tags = [_TAGS[0], *(["compressed-tensors"] if compressed else []), *_TAGS[1:], options.scheme]
+    form = f"in the {'compressed-tensors' if compressed else scheme.layout.name} format"
     return f"""---
-{header(source, "transformers", [*_TAGS, options.scheme])}
+{header(source, "transformers" if compressed else "ktransformers", tags)}
 ---
 
 # {name}: experts in {options.scheme}
 
-{name} with its routed experts in {options.scheme} ({how}, {groups}), everything else {others}:
-{format_size(plan.output_bytes)} in the compressed-tensors format.
+{name} with its routed experts in {options.scheme} ({what}), everything else {others}:
+{format_size(plan.output_bytes)} {form}.
 
 - MoE layers: {format_ranges([layer.index for layer in plan.moe_layers])}
 - Experts per layer: {", ".join(map(str, counts))}
@@ -137,29 +132,64 @@ def _use(plan: Plan, chosen: bool) -> str:
             "No engine loads it by itself: sglang-kt chooses GPU experts by a placement strategy\n"
             "and would leave those that are absent uninitialised."
         )
-    text = (
-        "vLLM, SGLang and transformers read it; with KTransformers it is what `--model` names,\n"
-        "beside `--kt-weight-path` of a CPU conversion."
-    )
-    named = all(".mlp.experts" in module_name(layer, 0, "up") for layer in plan.moe_layers)
-    fits = (
-        plan.target.options.scheme == "W4A16"
-        and plan.target.options.group_size == RAWINT4_GROUP
-        and named
-    )
+    return "\n".join([*_engines(plan), *_ktransformers(plan)])
+
+
+def _engines(plan: Plan) -> list[str]:
+    """Engines that read the whole checkpoint by its config.json."""
+    target = plan.target
+    own = all(target.row.naming.keeps(layer) for layer in plan.moe_layers)
+    if not own or target.options.experts_only:
+        return ["Other engines than KTransformers do not know these names of experts."]
+    if target.row.naming is BLK:
+        return ["It is what KTransformers' converter makes of AWQ; no released loader reads it."]
+    if target.row.naming is V4:
+        return ["Engines read it that know DeepSeek-V4's FP4 experts."]
+    text = "vLLM, SGLang and transformers read it"
+    if not target.row.transformers:
+        text = "vLLM and SGLang read it, transformers (5.17) does not"
+    if target.command == "quantize-gpu":
+        text += (
+            "; with KTransformers it is what `--model` names,\n"
+            "beside `--kt-weight-path` of a CPU conversion"
+        )
+    return [f"{text}."]
+
+
+def _ktransformers(plan: Plan) -> list[str]:
+    """Whether it can be the weights that KTransformers' CPU kernels compute."""
+    target = plan.target
+    if target.row.kt_method:
+        if target.mismatch is not None:
+            sentences = target.mismatch.sentence, target.mismatch.consequence
+            return [" ".join(f"{one[0].upper()}{one[1:]}." for one in sentences)]
+        return ["KTransformers loads the experts:", "", f"    {target.serving()} OUTPUT"]
+    scheme = target.scheme
+    named = all(".mlp.experts" in module for module in target.modules(plan.moe_layers))
+    fits = scheme.row.kind == "int4" and scheme.group_size == RAWINT4_GROUP and named
+    fits = fits and scheme.row.layout is PACK_QUANTIZED
     mismatch = mismatch_of(plan.moe_layers, "RAWINT4", model_types(plan.checkpoint))
     usable = "can" if fits and mismatch is None else "cannot"
     why = f":\n{mismatch.sentence}" if mismatch else ""
-    return f"{text} It {usable} be the weights of `--kt-method RAWINT4` itself{why}."
+    return [f"It {usable} be the weights of `--kt-method RAWINT4` itself{why}."]
 
 
 def command_line(name: str, options: Options) -> str:
     """The command that gives the same checkpoint again."""
-    words = ["ktconv quantize-gpu", name, "OUTPUT", f"--method {options.method}"]
-    words += [f"--scheme {options.scheme}", f"--group-size {options.group_size}"]
+    row = SCHEMES[options.scheme]
+    words = [f"ktconv {row.command}", name, "OUTPUT"]
+    if row.command == "quantize-gpu":
+        words += [f"--method {options.method}", f"--scheme {options.scheme}"]
+        words += [f"--group-size {options.group_size}"] if len(row.groups) > 1 else []
+    else:
+        words += [f"--method {options.scheme}"]
     words.append(f"--max-shard-size {options.max_shard_size}")
     words += [] if options.mtp else ["--no-mtp"]
     words += ["--experts FILE"] if options.experts else []
+    words += ["--exclude-experts FILE --allow-partial"] if options.exclude_experts else []
+    words += ["--experts-only"] if options.experts_only else []
+    words += ["--requantize"] if options.requantize else []
+    words += ["--allow-activation-mismatch"] if options.allow_activation_mismatch else []
     if options.calibration is not None:
         used = options.calibration
         words += [f"--dataset {used.dataset}", f"--split {used.split}"]

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from ktconv.checkpoint import TensorRef
-from ktconv.targets.pack_quantized.module_classes import class_of
+from ktconv.targets.encoded.module_classes import class_of
 from ktconv.writer.shards import Tensor
 
 HEAD = "lm_head"

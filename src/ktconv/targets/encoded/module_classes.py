@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 from ktconv.conversion.plan import Copy, LayerUnit
 from ktconv.errors import CheckpointError
@@ -13,7 +14,11 @@ from ktconv.families import table
 from ktconv.families.names import is_in_experts
 from ktconv.families.table import Families, one_of
 from ktconv.system.units import format_size
-from ktconv.targets.pack_quantized.names import fits, module_name, target_pattern
+from ktconv.targets.encoded.names import fits, target_pattern
+from ktconv.targets.encoded.naming import BLK
+
+if TYPE_CHECKING:
+    from ktconv.targets.encoded.target import EncodedTarget
 
 ROUTED = "routed experts"
 _OTHER = "other"
@@ -79,19 +84,21 @@ def class_lines(classes: Sequence[ClassCount]) -> list[str]:
     return lines
 
 
-def count_classes(units: Sequence[LayerUnit], others: Iterable[Copy]) -> list[ClassCount]:
+def count_classes(
+    target: EncodedTarget, units: Sequence[LayerUnit], others: Iterable[Copy]
+) -> list[ClassCount]:
     """All classes that there are, routed experts first.
 
     Raises CheckpointError for an expert that would stay unquantized, and where the pattern in
     config.json would not find exactly the experts.
     """
-    pattern = target_pattern([unit.layer for unit in units])
+    pattern = target_pattern(target.modules([unit.layer for unit in units]))
     experts = ClassCount(ROUTED, quantized=True)
     for unit in units:
         for expert in unit.experts:
             for proj in unit.layer.projections:
-                name = module_name(unit.layer, expert, proj)
-                if not fits(pattern, name):
+                name = target.module(unit.layer, expert, proj)
+                if not fits(pattern, name) and target.row.naming is not BLK:
                     raise CheckpointError(f"{name} would stay unquantized: {pattern} misses it")
                 experts.modules += 1
                 experts.example = experts.example or name

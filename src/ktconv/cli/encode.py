@@ -1,0 +1,81 @@
+"""The formats of quantize-cpu that are checkpoints: options, turned into a request of `encode`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import typer
+
+from ktconv.cli import options as common
+from ktconv.cli.output import given_options
+from ktconv.cli.ray import on_cluster
+from ktconv.errors import UsageError
+
+# As encoded.scheme.names_of; a test compares them.
+EncodedMethod = Literal[
+    "rawint4", "int4-g64", "int4-g128", "int8-g128", "fp8", "fp8-channel", "mxfp4", "mxfp8",
+    "nvfp4", "gptq-int4", "awq", "bf16",
+]  # fmt: skip
+
+# Options of packed experts, and why others have none.
+_OF_PACKED = {
+    "--numa": "KTransformers cuts these weights into NUMA parts when it loads them",
+    "--layout": "these weights are shards with an index",
+    "--scale": "its scales follow from the largest weights",
+    "--importance": "its scales follow from the largest weights",
+    "--calibrate": "its codes are the nearest",
+    "--fold": "its weights are the model's own",
+    "--save-backward": "KTransformers trains on int4 and int8 alone",
+    "--compat": "the reference converter does not write it",
+    "--estimate": "only errors of int4 and int8 are predicted",
+}
+
+
+def refuse_options_of_packed(context: typer.Context, method: str) -> None:
+    """UsageError for an option of the methods int4 and int8."""
+    for name in sorted(given_options(context) & _OF_PACKED.keys()):
+        raise UsageError(
+            f"{name} does not apply to --method {method}: {_OF_PACKED[name]}",
+            "omit it, or use --method int4 or int8",
+        )
+
+
+def encode_experts(
+    method: str,
+    request: Mapping[str, Any],
+    options: Mapping[str, Any],
+    experts: Path | None,
+    allow_partial: bool,
+    cluster: tuple[str | None, Path | None, Path | None],
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Run or plan it. `request` and `options`: fields of those; `cluster`: --ray, --ray-scratch
+    and --cache-dir."""
+    from dataclasses import asdict
+    from functools import partial
+
+    from ktconv.cli.output import notify
+    from ktconv.encode.request import Request
+    from ktconv.encode.run import encode, prepare
+    from ktconv.targets.encoded.module_classes import class_lines
+    from ktconv.targets.encoded.scheme import group_size_of
+    from ktconv.targets.encoded.target import Options
+
+    if (experts or request["exclude_experts"]) and not allow_partial:
+        named = "--experts" if experts else "--exclude-experts"
+        raise UsageError(
+            "engines cannot load an output without all experts",
+            f"omit {named}; or add --allow-partial to convert for ktconv's own runtime",
+        )
+    chosen = Options(scheme=method, group_size=group_size_of(method), **options)
+    wanted = Request(options=chosen, experts=experts, **request)
+    address, scratch, cache = cluster
+    with on_cluster(address, scratch, wanted, cache, encode, "quantize_gpu_on") as (wanted, job):
+        preflight = prepare(wanted)
+        facts = {"classes": [asdict(count) for count in preflight.classes]}
+        lines = class_lines(preflight.classes)
+        job = partial(job, notify=notify)
+        common.convert(wanted, preflight, job, dry_run, as_json, facts=facts, lines=lines)

@@ -1,0 +1,161 @@
+"""Plans and runs an encoding of a checkpoint's experts, in bounded memory.
+
+The steps are those of every conversion (`ktconv.conversion`): plan from headers; check output,
+memory and disk; convert layer by layer; write config, index and manifest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ktconv import native
+from ktconv.checkpoint import Checkpoint, open_checkpoint, read_map
+from ktconv.conversion.pipeline import Observer
+from ktconv.conversion.plan import Selection, plan_checkpoint
+from ktconv.conversion.run import Report, check_output, fit_memory, refuse_nested
+from ktconv.encode.conversion import Encode
+from ktconv.encode.passing import is_kept
+from ktconv.encode.request import Preflight, Request, buffer_sizes
+from ktconv.encode.task import encoding_buffers, encoding_memory
+from ktconv.errors import CheckpointError, UsageError
+from ktconv.placement.expert_sets import check_expert_set, others, read_expert_set
+from ktconv.system import machine
+from ktconv.system.text import Notify, silent
+from ktconv.targets.encoded.loading import transformers_reads_packed
+from ktconv.targets.encoded.module_classes import count_classes
+from ktconv.targets.encoded.naming import OWN
+from ktconv.targets.encoded.scheme import Scheme
+from ktconv.targets.encoded.target import EncodedTarget, Options, Plan, weight_dtype
+
+
+def prepare(request: Request, job: type[Encode] = Encode, libraries: int = 0) -> Preflight:
+    """Open the checkpoint and plan. Reads headers only, writes nothing. `libraries`: bytes that
+    those of the job take."""
+    if request.overwrite and request.finalize:
+        raise UsageError(
+            "--overwrite and --finalize cannot be combined: the first removes what "
+            "the second completes",
+            "use one of them",
+        )
+    native.isa()  # reports an unusable KTCONV_ISA before an hour of work
+    checkpoint = open_checkpoint(
+        request.model, request.config, read_map(request.map), request.tower
+    )
+    _check_tower(request, checkpoint)
+    refuse_nested(checkpoint.path, request.output)
+    options, selection = _choose_experts(request, checkpoint)
+    plan = plan_checkpoint(checkpoint, EncodedTarget(options, checkpoint), selection)
+    plan = replace(
+        plan,
+        notes=[*plan.notes, *plan.target.notes, *_loading_notes(plan), *_kept_notes(plan)],
+        skipped=[*plan.skipped, *_left_out(plan)],
+    )
+    copies = [copy for unit in plan.others for copy in unit.copies]
+    classes = count_classes(plan.target, plan.layers, copies)
+    check_output(plan, request.output)
+    units = plan.layer_units(request.layers)
+    beside = job.check(request, plan)
+    threads, peak = fit_memory(request, _per_thread(plan), libraries)
+    peak = max(peak, beside)
+    free = machine.disk_free(request.output)
+    return Preflight(request, plan, units, threads, peak, free, classes)
+
+
+def encode(
+    request: Request,
+    observer: Observer | None = None,
+    preflight: Preflight | None = None,
+    notify: Notify = silent,
+) -> Report:
+    """Encode; see `Request`. `notify` gets what happens around the layers. Raises KtconvError, or
+    KeyboardInterrupt with all state kept."""
+    return Encode(preflight or prepare(request), observer or Observer(), notify).run()
+
+
+def _check_tower(request: Request, checkpoint: Checkpoint) -> None:
+    row = Scheme(request.options.scheme).row
+    if checkpoint.tower is not None and row.naming is OWN:
+        raise CheckpointError(
+            f"{checkpoint.path} has experts in several towers, of which only those of "
+            f"{checkpoint.tower} would be quantized: engines find quantized experts by one "
+            "pattern, which fits those of all towers",
+            "Convert the experts for CPUs, with quantize-cpu, or serve the original model.",
+        )
+
+
+def _choose_experts(request: Request, checkpoint: Checkpoint) -> tuple[Options, Selection | None]:
+    """The experts of --experts, or all but those of --exclude-experts."""
+    options = request.options
+    if request.experts is None and request.exclude_experts is None:
+        return options, None
+    if request.experts is not None and request.exclude_experts is not None:
+        raise UsageError("--experts and --exclude-experts cannot be combined", "give one of them")
+    counts = {
+        layer.index: len(layer.experts)
+        for layer in checkpoint.layers
+        if options.mtp or not layer.is_mtp
+    }
+    if request.experts is not None:
+        chosen = read_expert_set(request.experts)
+        counts = {layer.index: len(layer.experts) for layer in checkpoint.layers}
+        check_expert_set(chosen, counts, request.experts)
+        return replace(options, experts=chosen), {index: chosen.of(index) for index in counts}
+    path = request.exclude_experts
+    assert path is not None
+    excluded = read_expert_set(path, "--exclude-experts")
+    check_expert_set(excluded, counts, path)
+    remaining = others(excluded, {layer: counts[layer] for layer in excluded.layers})
+    selection = {
+        index: remaining[index] if index in remaining else tuple(range(count))
+        for index, count in counts.items()
+    }
+    return replace(options, exclude_experts=excluded), selection
+
+
+def _left_out(plan: Plan) -> list[str]:
+    """Experts that were not chosen."""
+    left = [unit.omitted for unit in plan.layers if unit.omitted]
+    if not left:
+        return []
+    why = "not in --experts" if plan.target.options.experts else "--exclude-experts"
+    return [f"{sum(left)} experts of {len(left)} layers: {why}"]
+
+
+def _loading_notes(plan: Plan) -> list[str]:
+    """A note if transformers cannot load the output."""
+    checkpoint, target = plan.checkpoint, plan.target
+    own = all(target.row.naming.keeps(layer) for layer in plan.moe_layers)
+    if not own:
+        example = next(iter(target.modules(plan.moe_layers)))
+        return [
+            f"experts are named as KTransformers' {target.row.kt_method or 'converter'} wants it, "
+            f"{example}, which engines that load the whole model do not know"
+        ]
+    if not target.row.transformers:
+        return [f"transformers does not read {target.name}, which vLLM does; see the model card"]
+    if transformers_reads_packed(checkpoint):
+        return []
+    name = checkpoint.config.get("model_type", "this model")
+    return [
+        f"transformers reads the experts of {name} only in fused form: it cannot load this "
+        "output, which is for engines that read them one by one, as vLLM does"
+    ]
+
+
+def _kept_notes(plan: Plan) -> list[str]:
+    """A note about matrices that have the format already."""
+    if plan.target.options.requantize or not plan.target.scheme.encodes:
+        return []
+    kinds = [matrix for layer in plan.moe_layers for matrix in layer.kinds]
+    kept = sum(is_kept(plan.target.scheme, one, weight_dtype(one) == "F16") for one in kinds)
+    if not kept:
+        return []
+    which = "all matrices have" if kept == len(kinds) else "some matrices have"
+    return [f"{which} this format in the source: their codes and scales are kept"]
+
+
+def _per_thread(plan: Plan) -> int:
+    """Bytes that a worker needs."""
+    encoding = encoding_buffers(plan.moe_layers, plan.target.scheme)
+    more = encoding_memory(plan.moe_layers, plan.target.scheme)
+    return encoding.with_those_of(buffer_sizes(plan)).nbytes + more

@@ -1,0 +1,1 @@
+"""Which tensors an encoded matrix becomes, by file format."""

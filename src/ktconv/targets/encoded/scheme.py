@@ -1,0 +1,311 @@
+"""The formats that experts of a checkpoint can be encoded in: one row each.
+
+A format is a kind of number (kt_encode), the tensors that a matrix becomes (`layouts`), what
+modules are called (`naming`), and what config.json says (`sections`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from ktconv.checkpoint import MoELayer
+from ktconv.errors import UsageError
+from ktconv.targets.encoded import naming as names
+from ktconv.targets.encoded import sections
+from ktconv.targets.encoded.layouts import plain
+from ktconv.targets.encoded.layouts.base import Layout, Sizes
+from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
+from ktconv.targets.encoded.layouts.words import AWQ, GPTQ
+from ktconv.targets.encoded.naming import OWN, Naming
+from ktconv.targets.encoded.sections import Section
+from ktconv.writer.shards import Tensor
+
+if TYPE_CHECKING:
+    from ktconv.native import Encoding
+
+CHANNEL = -1  # a group size: one scale per row
+Command = Literal["quantize-cpu", "quantize-gpu"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One format. `groups`: columns that can share a scale, the default first; (0,): no scales."""
+
+    name: str  # of --scheme of quantize-gpu or --method of quantize-cpu
+    command: Command
+    kind: str  # of native.ENCODINGS; "": bf16
+    groups: tuple[int, ...]
+    layout: Layout
+    section: Section
+    naming: Naming = OWN
+    kt_method: str = ""  # of KTransformers, which loads it
+    half: bool | None = None  # whether scales of integers are f16; None: as the weights are
+    bits: int = 4
+    activations: Mapping[str, Any] | None = None  # input_activations of compressed-tensors
+    block: int = 1  # rows that share a scale
+    # Whether transformers 5.17 reads it. It fails on blocks of compressed-tensors, leaves NVFP4's
+    # second scales out without an error, and knows no others of these.
+    transformers: bool = True
+
+    @property
+    def is_int(self) -> bool:
+        return self.kind.startswith("int")
+
+
+_INT = (128, 32, 64, CHANNEL)  # what engines have kernels for
+_DYNAMIC = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True}
+_PER_TOKEN = {**_DYNAMIC, "strategy": "token", "group_size": None}
+_PER_GROUP = {**_DYNAMIC, "strategy": "group", "group_size": 128}
+
+
+def _gpu(name: str, kind: str, groups: tuple[int, ...], layout: Layout, **more: Any) -> Row:
+    return Row(name, "quantize-gpu", kind, groups, layout, sections.compressed_tensors, **more)
+
+
+def _ints(name: str, bits: int, group: int, **more: Any) -> Row:
+    section = sections.compressed_tensors
+    about = {"half": False, "bits": bits, **more}
+    return Row(name, "quantize-cpu", f"int{bits}", (group,), PACK_QUANTIZED, section, **about)
+
+
+def _cpu(
+    name: str, kind: str, group: int, layout: Layout, section: Section, naming: Naming, **more: Any
+) -> Row:
+    return Row(name, "quantize-cpu", kind, (group,), layout, section, naming, **more)
+
+
+ROWS = (
+    _gpu("W4A16", "int4", _INT, PACK_QUANTIZED),
+    _gpu("W8A16", "int8", _INT, PACK_QUANTIZED, bits=8),
+    _gpu(
+        "FP8_BLOCK",
+        "fp8",
+        (128,),
+        plain.FLOAT_QUANTIZED,
+        bits=8,
+        activations=_PER_GROUP,
+        block=128,
+        transformers=False,
+    ),
+    _gpu("FP8_DYNAMIC", "fp8", (CHANNEL,), plain.FLOAT_QUANTIZED, bits=8, activations=_PER_TOKEN),
+    _gpu("MXFP4A16", "mxfp4", (32,), plain.MXFP4_PACK_QUANTIZED),
+    _gpu("NVFP4A16", "nvfp4", (16,), plain.NVFP4_PACK_QUANTIZED, transformers=False),
+    _ints("rawint4", 4, 32, naming=names.MLP, kt_method="RAWINT4"),
+    _ints("int4-g64", 4, 64),
+    _ints("int4-g128", 4, 128),
+    _ints("int8-g128", 8, 128),
+    _cpu(
+        "fp8", "fp8", 128, plain.FP8_BLOCK, sections.fine_grained_fp8, names.THREE,
+        kt_method="FP8", bits=8, block=128,
+    ),
+    _cpu(
+        "fp8-channel", "fp8", CHANNEL, plain.FLOAT_QUANTIZED, sections.compressed_tensors,
+        names.THREE, kt_method="FP8_PERCHANNEL", bits=8, activations=_PER_TOKEN,
+    ),
+    _cpu(
+        "mxfp4", "mxfp4", 32, plain.MXFP4_V4, sections.deepseek_v4, names.V4, kt_method="MXFP4",
+        transformers=False
+    ),
+    _cpu(
+        "mxfp8", "mxfp8", 32, plain.MXFP8_M3, sections.mxfp8, names.M3, kt_method="MXFP8", bits=8,
+        transformers=False
+    ),
+    _cpu(
+        "nvfp4", "nvfp4", 16, plain.NVFP4_MODELOPT, sections.modelopt_nvfp4, names.MLP,
+        kt_method="NVFP4", transformers=False,
+    ),
+    _cpu(
+        "gptq-int4", "int4", 128, GPTQ, sections.gptq, names.THREE, kt_method="GPTQ_INT4",
+        half=True, transformers=False,
+    ),
+    _cpu("awq", "int4", 128, AWQ, sections.no_section, names.BLK, half=True, transformers=False),
+    _cpu(
+        "bf16", "", 0, plain.BF16, sections.no_section, names.THREE, kt_method="BF16", bits=16
+    ),
+)  # fmt: skip
+SCHEMES = {row.name: row for row in ROWS}
+FORMATS = frozenset(row.layout.name for row in ROWS)  # of manifests
+
+
+def names_of(command: Command) -> list[str]:
+    """The formats that a command writes."""
+    return [row.name for row in ROWS if row.command == command]
+
+
+def group_size_of(name: str) -> int:
+    """The usual group size of a format."""
+    return Scheme(name).row.groups[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A format with its group size."""
+
+    name: str = "W4A16"
+    group_size: int = 128
+
+    @property
+    def row(self) -> Row:
+        if self.name not in SCHEMES:
+            available = ", ".join(names_of("quantize-gpu"))
+            raise UsageError(f"--scheme {self.name} is unknown", f"available: {available}")
+        return SCHEMES[self.name]
+
+    @property
+    def bits(self) -> int:
+        return self.row.bits
+
+    @property
+    def layout(self) -> Layout:
+        return self.row.layout
+
+    @property
+    def parts(self) -> Sequence[str]:
+        return self.row.layout.parts
+
+    def check(self, layers: Sequence[MoELayer]) -> None:
+        """UsageError for a group size that does not divide every matrix."""
+        row = self.row
+        if self.group_size not in row.groups:
+            raise _unknown_group(row, self.group_size)
+        for layer in layers:
+            wide = "gate and up" if layer.gated else "up"
+            hidden, inner = layer.hidden_size, layer.intermediate_size
+            for matrix, rows, cols in ((wide, inner, hidden), ("down", hidden, inner)):
+                if self.group_size > 0 and cols % self.group_size:
+                    raise self._unfit(layers, f"the {cols} columns of {matrix}", layer)
+                if rows % row.block:
+                    raise self._unfit(layers, f"the {rows} rows of {matrix}", layer)
+                if row.layout in (GPTQ, AWQ) and (rows % 8 or cols % 8):
+                    raise UsageError(
+                        f"{self.name} has words of 8 weights, which do not divide the {rows} x "
+                        f"{cols} weights of {matrix} in layer {layer.index}",
+                        "choose another format",
+                    )
+
+    def _unfit(self, layers: Sequence[MoELayer], what: str, layer: MoELayer) -> UsageError:
+        if len(self.row.groups) > 1:
+            return UsageError(
+                f"--group-size {self.group_size} does not divide {what} in layer {layer.index}",
+                _fitting(layers, self.row.groups),
+            )
+        return UsageError(
+            f"{self.name} has groups of {self.group_size}, which do not divide {what} in layer "
+            f"{layer.index}",
+            _others(layers, self.row.command),
+        )
+
+    def tensors(self, module: str, rows: int, cols: int, scale_dtype: str) -> list[Tensor]:
+        """What a matrix becomes; `module` is its name without ".weight", `scale_dtype` that of the
+        weights, BF16 or F16."""
+        return self.layout.tensors(module, self.sizes(rows, cols, scale_dtype == "F16"))
+
+    def sizes(self, rows: int, cols: int, half: bool) -> Sizes:
+        return _sizes(self, rows, cols, self.is_half(half))
+
+    def is_half(self, half: bool) -> bool:
+        """Whether weights are rounded to f16 and have such scales, where `half` of the source's
+        are f16."""
+        own = self.row.half
+        return self.row.is_int and (half if own is None else own)
+
+    def groups(self, cols: int) -> int:
+        return cols // self.group_size if self.group_size > 0 else 1
+
+    @property
+    def encodes(self) -> bool:
+        """Whether there are codes; else weights are bf16."""
+        return bool(self.row.kind)
+
+    def encoding(self, half: bool) -> Encoding:
+        """What the C library calls it; `half`: weights and scales are binary16, not bf16."""
+        from ktconv.native import Encoding
+
+        return Encoding(self.row.kind, max(self.group_size, 0), self.is_half(half))
+
+    def weight_arguments(self) -> dict[str, Any]:
+        """compressed-tensors' QuantizationArgs, as in config.json."""
+        row, channel = self.row, self.group_size == CHANNEL
+        strategy = "channel" if channel else "group"
+        more: dict[str, Any] = {}
+        if row.block > 1:
+            strategy, more = "block", {"block_structure": [row.block, self.group_size]}
+        elif row.kind == "nvfp4":
+            strategy, more = "tensor_group", {"scale_dtype": "torch.float8_e4m3fn"}
+        elif row.kind == "mxfp4":
+            more = {"scale_dtype": "torch.uint8"}
+        return {
+            "num_bits": self.bits,
+            "type": "int" if row.is_int else "float",
+            "symmetric": True,
+            "strategy": strategy,
+            "group_size": None if channel or row.block > 1 else self.group_size,
+            "dynamic": False,
+            **more,
+        }
+
+    def input_arguments(self) -> dict[str, Any] | None:
+        """The same of activations; None: they stay as they are."""
+        return dict(self.row.activations) if self.row.activations else None
+
+    @property
+    def grouping(self) -> str:
+        """In words."""
+        if not self.encodes:
+            return "no scales"
+        if self.row.block > 1:
+            return f"blocks of {self.row.block} x {self.group_size}"
+        return "one scale per row" if self.group_size == CHANNEL else f"groups of {self.group_size}"
+
+
+@lru_cache(256)
+def _sizes(scheme: Scheme, rows: int, cols: int, half: bool) -> Sizes:
+    if not scheme.encodes:
+        return Sizes(rows, cols, 2 * cols, (0, 0), "", 0)
+    found = scheme.encoding(half)
+    scale_bytes = found.scale_array(rows, cols)().itemsize
+    dtype = {4: "F32", 2: "F16" if half else "BF16"}.get(scale_bytes, "")
+    shape = found.scale_shape(rows, cols)
+    return Sizes(rows, cols, found.code_shape(rows, cols)[1], shape, dtype, scale_bytes)
+
+
+def _unknown_group(row: Row, size: int) -> UsageError:
+    if len(row.groups) == 1:
+        return UsageError(
+            f"--group-size {size} is not that of {row.name}, which has {_grouping(row)}", "omit it"
+        )
+    sizes = ", ".join(str(one) for one in sorted(row.groups) if one > 0)
+    return UsageError(
+        f"--group-size {size} is not supported by inference engines",
+        f"use {sizes}, or {CHANNEL} for one scale per row",
+    )
+
+
+def _grouping(row: Row) -> str:
+    return Scheme(row.name, row.groups[0]).grouping
+
+
+def _fitting(layers: Sequence[MoELayer], groups: Sequence[int]) -> str:
+    """A hint: the group sizes that these layers can have."""
+    cols = {size for layer in layers for size in (layer.hidden_size, layer.intermediate_size)}
+    fitting = [size for size in sorted(groups) if size > 0 and not any(n % size for n in cols)]
+    return (
+        "possible values of --group-size for this model: "
+        f"{', '.join(map(str, [*fitting, CHANNEL]))}"
+    )
+
+
+def _others(layers: Sequence[MoELayer], command: Command) -> str:
+    """A hint: the formats that these layers can have."""
+    sizes = {size for layer in layers for size in (layer.hidden_size, layer.intermediate_size)}
+
+    def fits(row: Row, group: int) -> bool:
+        return group <= 0 or not any(size % group or size % row.block for size in sizes)
+
+    rows = [row for row in ROWS if row.command == command]
+    fitting = [row.name for row in rows if any(fits(row, group) for group in row.groups)]
+    option = "--scheme" if command == "quantize-gpu" else "--method"
+    return f"possible values of {option} for this model: {', '.join(fitting)}"

@@ -1,0 +1,238 @@
+"""A checkpoint with encoded experts as the target of a conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import TypeAlias
+
+from ktconv import __version__
+from ktconv.checkpoint import Checkpoint, ExpertMatrix, MoELayer, Projection, TensorRef
+from ktconv.checkpoint.gguf.as_hub import hub_name, hub_names_of
+from ktconv.checkpoint.others import OtherWeight
+from ktconv.checkpoint.side_files import find_side_files
+from ktconv.conversion.plan import Plan as AnyPlan
+from ktconv.conversion.target import BaseOptions, Target
+from ktconv.errors import CheckpointError
+from ktconv.families.config import family_of
+from ktconv.placement.expert_sets import ExpertSet
+from ktconv.targets.biases import refuse_biases
+from ktconv.targets.consumers import Mismatch, mismatch_of, model_types
+from ktconv.targets.encoded.naming import BLK, OWN
+from ktconv.targets.encoded.other_tensors import decoded_others
+from ktconv.targets.encoded.scheme import SCHEMES, Scheme
+from ktconv.targets.renaming import rename_tensors
+from ktconv.writer.shards import Tensor
+
+CONFIG, RECIPE = "config.json", "recipe.yaml"
+RENAMED = "ignored_by_transformers"  # key in the manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Which text GPTQ sees, and how much of it."""
+
+    dataset: str  # FILE.jsonl, FILE.txt, or NAME[:CONFIG] of a dataset
+    split: str = "train"
+    samples: int = 512
+    max_seq_len: int = 2048
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Options(BaseOptions):
+    """The options that decide which bytes are written; a resumed run must have the same."""
+
+    method: str = "rtn"  # or "gptq"
+    scheme: str = "W4A16"  # of SCHEMES
+    group_size: int = 128
+    mtp: bool = True
+    max_shard_size: int = 5_000_000_000
+    experts: ExpertSet = field(default_factory=ExpertSet)  # empty: all
+    calibration: Calibration | None = None  # gptq
+    dampening: float | None = None  # gptq
+    exclude_experts: ExpertSet = field(default_factory=ExpertSet)
+    experts_only: bool = False
+    requantize: bool = False  # also what is in the format already
+    allow_activation_mismatch: bool = False  # experts of which KTransformers computes another thing
+
+    def as_dict(self) -> dict[str, object]:
+        """Only what the method has."""
+        sets = {
+            "experts": self.experts.as_record(),
+            "exclude_experts": self.exclude_experts.as_record(),
+        }
+        record = {"format": SCHEMES[self.scheme].layout.name} | asdict(self) | sets
+        return {
+            name: value
+            for name, value in record.items()
+            if value not in (None, {}) and not (value is False and name in _RARE)
+        }
+
+
+_RARE = ("experts_only", "requantize", "allow_activation_mismatch")
+
+
+class EncodedTarget(Target):
+    """Experts as codes and scales that engines load; everything else under its own name."""
+
+    options: Options
+    copies_gguf = True
+
+    def __init__(self, options: Options, checkpoint: Checkpoint) -> None:
+        self.options = options
+        self.scheme = Scheme(options.scheme, options.group_size)
+        self.row = self.scheme.row
+        self._is_gpu = self.row.command == "quantize-gpu"
+        self.made_files = (CONFIG, RECIPE) if self._is_gpu else (CONFIG,)
+        if self.row.naming is OWN:
+            _refuse_family(checkpoint)
+        self.mismatch: Mismatch | None = None
+        if self.row.kt_method:
+            layers = [one for one in checkpoint.layers if options.mtp or not one.is_mtp]
+            self.mismatch = mismatch_of(layers, self.row.kt_method, model_types(checkpoint))
+        if self.mismatch is None:
+            self.options = replace(options, allow_activation_mismatch=False)
+        self._hub_names = hub_names_of(checkpoint)
+        # Matrices that only the source's engine could read are written decoded, by tensor name.
+        self.decoded: Mapping[str, OtherWeight] = {}
+        self._dropped: frozenset[str] = frozenset()
+        if not options.experts_only:
+            self.decoded, self._dropped = decoded_others(checkpoint, self._hub_names)
+
+    @property
+    def name(self) -> str:
+        return self.options.scheme
+
+    @property
+    def command(self) -> str:
+        """That wrote or writes it."""
+        return self.row.command
+
+    @property
+    def description(self) -> str:
+        if not self._is_gpu:
+            return f"{self.name}, {self.scheme.grouping}"
+        return f"{self.name} by {self.options.method}, {self.scheme.grouping}"
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """About activations, for the plan."""
+        if self.mismatch is None:
+            return []
+        return [f"{self.mismatch.sentence}; {self.mismatch.consequence}"]
+
+    def facts(self) -> dict[str, object]:
+        options = self.options
+        if not self._is_gpu:
+            return {"method": options.scheme, "group_size": options.group_size}
+        return {
+            "method": options.method,
+            "scheme": options.scheme,
+            "group_size": options.group_size,
+        }
+
+    def serving(self) -> str | None:
+        """Of the loaders of KTransformers."""
+        options = self.options
+        subset = options.experts or options.exclude_experts
+        if not self.row.kt_method or subset or options.allow_activation_mismatch:
+            return None
+        return f"--kt-method {self.row.kt_method} --kt-weight-path"
+
+    def check(self, layers: Sequence[MoELayer]) -> None:
+        refuse_biases(
+            layers,
+            f"{self.command} {'' if self._is_gpu else f'--method {self.name} '}does not write them",
+            "Serve the original model on the GPU.",
+        )
+        self.scheme.check(layers)
+        refused = self.mismatch is not None and self.scheme.encodes
+        if refused and not self.options.allow_activation_mismatch:
+            assert self.mismatch is not None
+            raise CheckpointError(self.mismatch.sentence, self.mismatch.hint)
+
+    def sections(self, layer: MoELayer, experts: Sequence[int]) -> Sequence[Iterator[Tensor]]:
+        return [self._packed(layer, experts)]
+
+    def _packed(self, layer: MoELayer, experts: Sequence[int]) -> Iterator[Tensor]:
+        for expert in experts:
+            for proj in layer.projections:
+                matrix = layer.experts[expert][proj]
+                yield from self.scheme.tensors(
+                    self.module(layer, expert, proj), matrix.rows, matrix.cols, weight_dtype(matrix)
+                )
+
+    def module(self, layer: MoELayer, expert: int, proj: Projection) -> str:
+        """The name of a matrix without its last component."""
+        return self.row.naming.module(layer, expert, proj)
+
+    def modules(self, layers: Sequence[MoELayer]) -> Iterator[str]:
+        """Of expert 0 of each layer."""
+        for layer in layers:
+            for proj in layer.projections:
+                yield self.module(layer, 0, proj)
+
+    def read_by_transformers(self, layers: Iterable[MoELayer]) -> bool:
+        """Whether transformers knows the names and the numbers of the experts."""
+        known = self.row.transformers and not self.options.experts_only
+        return known and all(self.row.naming.keeps(layer) for layer in layers)
+
+    def left_out(self) -> str | None:
+        return "--experts-only" if self.options.experts_only else None
+
+    def metadata(self) -> dict[str, str]:
+        return {
+            "format": "pt",
+            "ktconv_version": __version__,
+            "ktconv_method": self.options.method if self._is_gpu else self.options.scheme,
+            **({"ktconv_scheme": self.options.scheme} if self._is_gpu else {}),
+        }
+
+    def rename(self, tensors: Sequence[TensorRef]) -> list[tuple[TensorRef, str]]:
+        kept = [tensor for tensor in tensors if tensor.name not in self._dropped]
+        if self.row.naming is BLK:
+            return rename_tensors(kept)
+        return [(tensor, self.output_name(tensor.name)) for tensor in kept]
+
+    def output_name(self, name: str) -> str:
+        """Of a non-expert tensor: what is decoded is a plain weight. CheckpointError for one of a
+        GGUF file that is not known."""
+        if self._hub_names is not None:
+            return hub_name(self._hub_names, name)
+        return name.rpartition(".")[0] + ".weight" if name in self.decoded else name
+
+    def copied(self, tensor: TensorRef, name: str) -> Tensor:
+        decoded, shape = self.decoded.get(tensor.name), tensor.shape
+        if self._hub_names is not None:
+            shape = self._hub_names.shape(tensor.name, shape)
+        elif decoded is not None:
+            shape = decoded.matrix.rows, decoded.matrix.cols
+        if decoded is None:
+            return Tensor(name, tensor.dtype, shape, tensor.nbytes)
+        return Tensor(name, "BF16", shape, 2 * prod(shape))
+
+    def sidecars(self, directory: Path) -> list[Path]:
+        return [path for path in find_side_files(directory) if str(path) not in self.made_files]
+
+
+def _refuse_family(checkpoint: Checkpoint) -> None:
+    """CheckpointError for a family whose experts no engine reads one by one."""
+    family = family_of(checkpoint.config)
+    if family is not None and family.no_gpu:
+        raise CheckpointError(
+            f"{checkpoint.path} is of type {family.types[0]}, whose experts inference engines read "
+            "only unquantized, all of a layer in one tensor",
+            "Serve the original model on the GPU.",
+        )
+
+
+def weight_dtype(matrix: ExpertMatrix) -> str:
+    """The dtype of the weights that are quantized, and so of their scales: half precision as the
+    model computes in it; everything else is rounded to bf16 first."""
+    return "F16" if matrix.tensor.dtype == "F16" else "BF16"
+
+
+Plan: TypeAlias = AnyPlan[EncodedTarget]
