@@ -316,6 +316,7 @@ kt_status kt_quantize_pack(const kt_layout *layout, const kt_matrix *matrix,
  *   KT_ENCODE_MXFP4   32        E2M1, the even column in the low  UE8M0
  *   KT_ENCODE_MXFP8   32        E4M3                              UE8M0
  *   KT_ENCODE_NVFP4   16        E2M1, as MXFP4                    E4M3, times 1 / tensor_scale
+ *   KT_ENCODE_BF16    0         bf16, infinite from 2^128 (1 - 2^-9)  none: scale_size is 0
  *
  * A group is so many columns, 0 all of a row; it divides the columns, except for FP8. Nibbles and
  * bytes of a word begin at the lowest bits; a row ends with a whole word, of codes that are 0.
@@ -327,7 +328,8 @@ typedef enum kt_encode_kind {
   KT_ENCODE_FP8 = 2,
   KT_ENCODE_MXFP4 = 3,
   KT_ENCODE_MXFP8 = 4,
-  KT_ENCODE_NVFP4 = 5
+  KT_ENCODE_NVFP4 = 5,
+  KT_ENCODE_BF16 = 6
 } kt_encode_kind;
 
 typedef struct kt_encoding {
@@ -353,6 +355,10 @@ kt_status kt_encoded_sizes(const kt_encoding *encoding, int64_t rows, int64_t co
 kt_status kt_encode(const kt_encoding *encoding, const kt_matrix *matrix, float tensor_scale,
                     void *codes, void *scales, void *scratch, size_t scratch_size,
                     kt_position *bad);
+
+/* The largest magnitude of a matrix. bad and scratch as in kt_encode. KT_ERR_NONFINITE. */
+kt_status kt_largest(const kt_matrix *matrix, float *largest, void *scratch, size_t scratch_size,
+                     kt_position *bad);
 
 /* ---- Error compensation ------------------------------------------------------ *
  *
@@ -419,11 +425,13 @@ typedef struct kt_encoded_audit {
   int64_t other_scales; /* scales that are not those of the rule */
 } kt_encoded_audit;
 
-/* Compares codes and scales of kt_encode with their source by code of its own. INT4 and INT8;
- * rows, cols and groups are multiples of 32. Squares are binary32: those beyond 2^-126 .. 2^128
- * vanish or are infinite. Same bits on every level. */
-kt_status kt_audit_encoded(const kt_encoding *encoding, const kt_matrix *source, const void *codes,
-                           const void *scales, kt_encoded_audit *audit);
+/* Compares codes and scales of kt_encode with their source by code of its own. cols and groups are
+ * multiples of 32, but for the groups of NVFP4; so are the rows of a source that is not stored row
+ * by row. Of FP8 with blocks, `source` begins with a block of rows. A step of a floating-point code
+ * is the distance to the next larger one, of the largest that to the next smaller one. Squares
+ * are binary32: those beyond 2^-126 .. 2^128 vanish or are infinite. Same bits on every level. */
+kt_status kt_audit_encoded(const kt_encoding *encoding, const kt_matrix *source, float tensor_scale,
+                           const void *codes, const void *scales, kt_encoded_audit *audit);
 
 /* ---- Threads --------------------------------------------------------------- */
 

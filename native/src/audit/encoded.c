@@ -1,4 +1,4 @@
-/* Public entry point of the comparison of encoded integers: check, pick the level, call. */
+/* Public entry point of the comparison of encoded weights: check, pick the level, call. */
 #include "encoded.h"
 
 #include "../cpu.h"
@@ -12,25 +12,32 @@ static kt_encoded_fn *const levels[KT_LEVELS] = {
 #endif
 };
 
-kt_status kt_audit_encoded(const kt_encoding *encoding, const kt_matrix *source, const void *codes,
-                           const void *scales, kt_encoded_audit *audit) {
+kt_status kt_audit_encoded(const kt_encoding *encoding, const kt_matrix *source, float tensor_scale,
+                           const void *codes, const void *scales, kt_encoded_audit *audit) {
   kt_encoded sizes;
   kt_status status = kt_matrix_check(source);
   if (!status) status = kt_encoded_sizes(encoding, source->rows, source->cols, &sizes);
   if (status) return status;
-  if (!codes || !scales || !audit) return KT_ERR_ARGUMENT;
-  if (encoding->kind != KT_ENCODE_INT4 && encoding->kind != KT_ENCODE_INT8)
-    return KT_ERR_UNSUPPORTED;
+  if (!codes || (!scales && sizes.scale_size) || !audit) return KT_ERR_ARGUMENT;
+  const int kind = encoding->kind;
+  if (kind == KT_ENCODE_NVFP4 && !(tensor_scale > 0 && tensor_scale <= 3.402823466e38f))
+    return KT_ERR_SCALE;
   const int64_t group = encoding->group ? encoding->group : source->cols;
-  if (source->rows % 32 || source->cols % 32 || group % 32) return KT_ERR_SHAPE;
+  const int tall = kind == KT_ENCODE_FP8 && encoding->group;
+  if (source->cols % 32 || (group % 32 && kind != KT_ENCODE_NVFP4)) return KT_ERR_SHAPE;
+  if (source->rows % 32 && source->col_stride != 1) return KT_ERR_SHAPE;
   *audit = (kt_encoded_audit){0};
-  const kt_encoded_job job = {.source = source,
-                              .bits = encoding->kind == KT_ENCODE_INT4 ? 4 : 8,
-                              .half = encoding->half,
-                              .group = group,
-                              .groups = sizes.scale_cols,
-                              .codes = codes,
-                              .scales = scales};
+  const kt_encoded_job job = {
+      .source = source,
+      .kind = kind,
+      .bits = kind == KT_ENCODE_INT8 || kind == KT_ENCODE_FP8 || kind == KT_ENCODE_MXFP8 ? 8 : 4,
+      .tall = tall,
+      .tensor_scale = tensor_scale,
+      .half = encoding->half,
+      .group = group,
+      .groups = sizes.scale_cols,
+      .codes = codes,
+      .scales = scales};
   const uint64_t mode = kt_float_mode_enter();
   KT_CELL(levels)(&job, audit);
   kt_float_mode_leave(mode);

@@ -1,4 +1,4 @@
-/* encoded.h - the comparison of encoded integers with their source (kt_audit_encoded): a second
+/* encoded.h - the comparison of encoded weights with their source (kt_audit_encoded): a second
  * opinion on what encode/ does, without its code. As audit.h: one loop, one file per level. */
 #ifndef KT_AUDIT_ENCODED_H
 #define KT_AUDIT_ENCODED_H
@@ -7,10 +7,12 @@
 
 typedef struct kt_encoded_job {
   const kt_matrix *source;
-  int bits, half;        /* of codes: 4 or 8; scales are binary16, not bf16 */
+  int kind, bits, half;  /* kt_encode_kind; of codes: 4 or 8; scales are binary16, not bf16 */
+  int tall;              /* FP8: blocks of 128 rows and columns share a scale */
   int64_t group, groups; /* columns that share a scale, and how many such groups a row has */
+  float tensor_scale;    /* NVFP4 */
   const uint8_t *codes;  /* [rows][cols * bits / 8] */
-  const uint16_t *scales;
+  const void *scales;
 } kt_encoded_job;
 
 typedef void kt_encoded_fn(const kt_encoded_job *job, kt_encoded_audit *audit);

@@ -9,10 +9,15 @@
 
 enum { LANES = 16, PIECE = KT_AUDIT_GROUP_COLS };
 
-/* What is known so far of a row's present group. */
+/* What is known so far of a row's present group: bits of its largest magnitude. */
 typedef struct group_state {
-  float most_error[LANES], most_source[LANES];
+  int32_t most;
 } group_state;
+
+/* Sums of some columns of a row. */
+typedef struct row_sums {
+  float source[LANES], error[LANES], value[LANES], most_steps[LANES];
+} row_sums;
 
 /* Sums over everything, in lanes that are added up at the end. */
 typedef struct sums {
@@ -21,7 +26,8 @@ typedef struct sums {
 } sums;
 
 INLINE float scale_value(const kt_encoded_job *job, int64_t at) {
-  const uint16_t found = job->scales[at];
+  uint16_t found;
+  memcpy(&found, (const uint8_t *)job->scales + 2 * at, sizeof found);
   return job->half ? f16_value(found) : from_bits((uint32_t)found << 16);
 }
 
@@ -69,35 +75,46 @@ INLINE float narrowed(float quotient, const int half) {
   return from_bits((bits + below + odd) >> last << last);
 }
 
-/* Adds PIECE columns of a group; of each lane two squares, which are added in binary32. The code of
- * a weight w is w / scale, narrowed and rounded to an integer of `bits`, halves to the even one. */
-INLINE void compare_piece(const float *w, const int8_t *codes, float scale, const int bits,
-                          const int half, group_state *group, sums *all) {
+/* Adds PIECE columns of a group. The code of a weight w is w / scale, narrowed and rounded to an
+ * integer of `bits`, halves to the even one. `precise`: whether steps count, 1 or 0. */
+INLINE void compare_piece(const float *restrict w, const int8_t *restrict codes, float scale,
+                          float precise, const int bits, const int half,
+                          group_state *restrict group, row_sums *restrict sum, sums *restrict all) {
   const int32_t top = (1 << (bits - 1)) - 1;
-  float error[PIECE], value[PIECE];
-  int32_t zeros = 0, others = 0;
+  float error[PIECE], value[PIECE], steps[PIECE];
+  int32_t zeros = 0, others = 0, most = group->most;
   for (int c = 0; c < PIECE; c++) {
-    const int32_t code = codes[c];
-    const float shifted = narrowed(w[c] / scale, half) + 0x1.8p23f; /* ends at the ones */
+    const int32_t code = codes[c], magnitude = (int32_t)(bits_of(w[c]) & 0x7fffffffu);
+    const float quotient = w[c] / scale;
+    const float shifted = narrowed(quotient, half) + 0x1.8p23f; /* ends at the ones */
     const int32_t nearest = (int32_t)(bits_of(shifted) - bits_of(0x1.8p23f));
     const int32_t upper = nearest < top ? nearest : top;
+    most = magnitude > most ? magnitude : most;
     value[c] = (float)code * scale;
     error[c] = w[c] - value[c];
+    steps[c] = fabsf(quotient - (float)code) * precise;
     zeros += code == 0;
     others += code != (upper > -top - 1 ? upper : -top - 1);
   }
+  group->most = most;
   all->zeros += zeros;
   all->others += others;
-  for (int i = 0; i < LANES; i++) {
-    all->source[i] += (double)(w[i] * w[i] + w[LANES + i] * w[LANES + i]);
-    all->error[i] += (double)(error[i] * error[i] + error[LANES + i] * error[LANES + i]);
-    all->value[i] += (double)(value[i] * value[i] + value[LANES + i] * value[LANES + i]);
-  }
   for (int side = 0; side < PIECE; side += LANES)
     for (int i = 0; i < LANES; i++) {
-      group->most_source[i] = larger(fabsf(w[side + i]), group->most_source[i]);
-      group->most_error[i] = larger(fabsf(error[side + i]), group->most_error[i]);
+      sum->source[i] += w[side + i] * w[side + i];
+      sum->error[i] += error[side + i] * error[side + i];
+      sum->value[i] += value[side + i] * value[side + i];
+      sum->most_steps[i] = larger(steps[side + i], sum->most_steps[i]);
     }
+}
+
+/* Sums of KT_AUDIT_BLOCK columns at most are binary32, of more binary64. */
+INLINE void add_sums(const row_sums *sum, sums *all) {
+  for (int i = 0; i < LANES; i++) {
+    all->source[i] += (double)sum->source[i];
+    all->error[i] += (double)sum->error[i];
+    all->value[i] += (double)sum->value[i];
+  }
 }
 
 INLINE float largest(const float *lane) {
@@ -107,16 +124,12 @@ INLINE float largest(const float *lane) {
   return larger(larger(four[0], four[1]), larger(four[2], four[3]));
 }
 
-/* Steps count only where scales are normal numbers: others are too coarse for any bound. */
-INLINE void finish_group(const kt_encoded_job *job, int64_t row, int64_t g, group_state *group,
+INLINE void finish_group(const kt_encoded_job *job, int64_t at, group_state *group,
                          kt_encoded_audit *found) {
-  const int64_t at = row * job->groups + g;
-  const float scale = scale_value(job, at), off = largest(group->most_error);
-  const double steps = (double)off / (double)scale;
-  if (scale >= (job->half ? 0x1p-14f : 0x1p-126f) && steps > found->max_steps)
-    found->max_steps = steps;
-  found->other_scales += job->scales[at] != rule_scale(job, largest(group->most_source));
-  *group = (group_state){{0}, {0}};
+  uint16_t stored;
+  memcpy(&stored, (const uint8_t *)job->scales + 2 * at, sizeof stored);
+  found->other_scales += stored != rule_scale(job, from_bits((uint32_t)group->most));
+  group->most = 0;
 }
 
 static double total(const double *lane) {
@@ -131,7 +144,9 @@ INLINE void audit_codes(const kt_encoded_job *job, const int bits, const int hal
   const int across = is_across(m);
   const int64_t at_once = across ? 2 * KT_AUDIT_ROWS : 1;
   const int64_t block = across ? KT_AUDIT_GATHERED : KT_AUDIT_BLOCK;
-  group_state groups[2 * KT_AUDIT_ROWS] = {{{0}, {0}}};
+  const float smallest = half ? 0x1p-14f : 0x1p-126f; /* of scales that are precise enough */
+  group_state groups[2 * KT_AUDIT_ROWS] = {{0}};
+  float most_steps = 0;
   sums all = {{0}, {0}, {0}, 0, 0};
   for (int64_t row = 0; row < m->rows; row += at_once)
     for (int64_t col = 0, width; col < m->cols; col += width) {
@@ -142,15 +157,19 @@ INLINE void audit_codes(const kt_encoded_job *job, const int bits, const int hal
         float w[KT_AUDIT_BLOCK];
         int8_t codes[KT_AUDIT_BLOCK];
         source_values(m, stored_on(s, r), row + r, col, width, w);
+        row_sums sum = {{0}, {0}, {0}, {0}};
         codes_of(job, row + r, col, width, codes);
         for (int64_t c = 0; c < width; c += PIECE) {
-          const int64_t g = (col + c) / job->group;
-          const float scale = scale_value(job, (row + r) * job->groups + g);
-          compare_piece(w + c, codes + c, scale, bits, half, groups + r, &all);
-          if ((col + c + PIECE) % job->group == 0) finish_group(job, row + r, g, groups + r, found);
+          const int64_t g = (col + c) / job->group, at = (row + r) * job->groups + g;
+          const float scale = scale_value(job, at), precise = scale >= smallest ? 1.0f : 0.0f;
+          compare_piece(w + c, codes + c, scale, precise, bits, half, groups + r, &sum, &all);
+          if ((col + c + PIECE) % job->group == 0) finish_group(job, at, groups + r, found);
         }
+        add_sums(&sum, &all);
+        most_steps = larger(largest(sum.most_steps), most_steps);
       }
     }
+  found->max_steps = (double)most_steps;
   found->squared_source += total(all.source);
   found->squared_error += total(all.error);
   found->squared_value += total(all.value);
@@ -164,6 +183,12 @@ INLINE void audit_codes(const kt_encoded_job *job, const int bits, const int hal
     audit_codes(job, bits, half, found);                                                           \
   }
 
+/* ---- Floating-point codes ----------------------------------------------------- */
+
+#include "encoded_floats.h"
+
+/* ---- All ---------------------------------------------------------------------- */
+
 AUDIT(audit_int4, 4, 0)
 AUDIT(audit_int4_half, 4, 1)
 AUDIT(audit_int8, 8, 0)
@@ -171,10 +196,15 @@ AUDIT(audit_int8_half, 8, 1)
 #undef AUDIT
 
 static void audit_encoded(const kt_encoded_job *job, kt_encoded_audit *found) {
-  if (job->bits == 4)
-    (job->half ? audit_int4_half : audit_int4)(job, found);
-  else
-    (job->half ? audit_int8_half : audit_int8)(job, found);
+  switch (job->kind) {
+  case KT_ENCODE_INT4: (job->half ? audit_int4_half : audit_int4)(job, found); break;
+  case KT_ENCODE_INT8: (job->half ? audit_int8_half : audit_int8)(job, found); break;
+  case KT_ENCODE_MXFP4: audit_mxfp4(job, found); break;
+  case KT_ENCODE_MXFP8: audit_mxfp8(job, found); break;
+  case KT_ENCODE_NVFP4: audit_nvfp4(job, found); break;
+  case KT_ENCODE_BF16: audit_bf16(job, found); break;
+  default: (job->tall ? audit_fp8_blocks : audit_fp8_rows)(job, found);
+  }
 }
 
 #endif

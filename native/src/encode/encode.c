@@ -13,6 +13,7 @@ typedef struct kind_traits {
 static const kind_traits kinds[] = {
     [KT_ENCODE_INT4] = {4, 0, 2},   [KT_ENCODE_INT8] = {8, 0, 2},   [KT_ENCODE_FP8] = {8, 128, 4},
     [KT_ENCODE_MXFP4] = {4, 32, 1}, [KT_ENCODE_MXFP8] = {8, 32, 1}, [KT_ENCODE_NVFP4] = {4, 16, 1},
+    [KT_ENCODE_BF16] = {16, 0, 0},
 };
 
 static kt_encode_fn *const levels[KT_LEVELS] = {
@@ -36,6 +37,7 @@ static kt_status check(const kt_encoding *encoding, int64_t rows, int64_t cols) 
   const int32_t group = encoding->group, own = kinds[encoding->kind].group;
   if (group < 0 || (group == 0 && own && own != KT_ENCODE_BLOCK)) return KT_ERR_ARGUMENT;
   if (group && own && group != own) return KT_ERR_ARGUMENT;
+  if (group && encoding->kind == KT_ENCODE_BF16) return KT_ERR_ARGUMENT;
   if (encoding->kind == KT_ENCODE_FP8) return KT_OK; /* the last block may be cut */
   return group && cols % group ? KT_ERR_SHAPE : KT_OK;
 }
@@ -52,7 +54,7 @@ kt_status kt_encoded_sizes(const kt_encoding *encoding, int64_t rows, int64_t co
   *sizes =
       (kt_encoded){.row_size = words * word / 8,
                    .scale_rows = blocks ? (rows + KT_ENCODE_BLOCK - 1) / KT_ENCODE_BLOCK : rows,
-                   .scale_cols = (cols + group - 1) / group,
+                   .scale_cols = kind->scale_size ? (cols + group - 1) / group : 0,
                    .scale_size = kind->scale_size};
   return KT_OK;
 }
@@ -64,7 +66,7 @@ kt_status kt_encode(const kt_encoding *encoding, const kt_matrix *matrix, float 
   kt_status status = kt_matrix_check(matrix);
   if (!status) status = kt_encoded_sizes(encoding, matrix->rows, matrix->cols, &sizes);
   if (status) return status;
-  if (!codes || !scales) return KT_ERR_ARGUMENT;
+  if (!codes || (!scales && sizes.scale_size)) return KT_ERR_ARGUMENT;
   if (encoding->kind == KT_ENCODE_NVFP4 && !(tensor_scale > 0 && tensor_scale <= 3.402823466e38f))
     return KT_ERR_SCALE;
   if (!scratch || scratch_size < kt_scratch_size(matrix->cols)) return KT_ERR_SCRATCH;
@@ -78,6 +80,21 @@ kt_status kt_encode(const kt_encoding *encoding, const kt_matrix *matrix, float 
                              .scales = scales,
                              .scratch = scratch,
                              .decode = kt_decode_rows_best()};
+  const uint64_t mode = kt_float_mode_enter();
+  status = KT_CELL(levels)(&job);
+  if (status == KT_ERR_NONFINITE) status = kt_matrix_find_nonfinite(matrix, scratch, bad);
+  kt_float_mode_leave(mode);
+  return status;
+}
+
+kt_status kt_largest(const kt_matrix *matrix, float *largest, void *scratch, size_t scratch_size,
+                     kt_position *bad) {
+  kt_status status = kt_matrix_check(matrix);
+  if (status) return status;
+  if (!largest) return KT_ERR_ARGUMENT;
+  if (!scratch || scratch_size < kt_scratch_size(matrix->cols)) return KT_ERR_SCRATCH;
+  const kt_encode_job job = {
+      .source = matrix, .scratch = scratch, .largest = largest, .decode = kt_decode_rows_best()};
   const uint64_t mode = kt_float_mode_enter();
   status = KT_CELL(levels)(&job);
   if (status == KT_ERR_NONFINITE) status = kt_matrix_find_nonfinite(matrix, scratch, bad);

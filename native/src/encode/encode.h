@@ -17,6 +17,7 @@ typedef struct kt_encode_job {
   uint8_t *codes;
   void *scales;
   float *scratch;
+  float *largest; /* not NULL: only the largest magnitude is wanted, without an encoding */
   kt_decode_rows_fn *decode;
 } kt_encode_job;
 

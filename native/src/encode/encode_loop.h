@@ -253,6 +253,37 @@ INLINE kt_status encode_blocks(const kt_encode_job *job) {
   return KT_OK;
 }
 
+/* bf16: weights beyond it become infinite. */
+static __attribute__((noinline)) kt_status plain_rows(const kt_encode_job *job) {
+  const int64_t cols = job->source->cols;
+  for (int64_t n = 0, count; n < job->source->rows; n += count) {
+    count = decode_some(job, n, job->source->rows);
+    for (int64_t r = 0; r < count; r++) {
+      const float *const x = row_of(job, r);
+      uint8_t *const codes = job->codes + (n + r) * job->row_size;
+      if (largest_bits(x, cols) >= KT_NONFINITE_BITS) return KT_ERR_NONFINITE;
+      for (int64_t k = 0; k < cols; k++) {
+        const uint16_t code = (uint16_t)(rounded_bits(kt_bits(x[k]), 0) >> 16);
+        memcpy(codes + 2 * k, &code, sizeof code);
+      }
+    }
+  }
+  return KT_OK;
+}
+
+static __attribute__((noinline)) kt_status largest_of_all(const kt_encode_job *job) {
+  uint32_t most = 0;
+  for (int64_t n = 0, count; n < job->source->rows; n += count) {
+    count = decode_some(job, n, job->source->rows);
+    for (int64_t r = 0; r < count; r++) {
+      const uint32_t here = largest_bits(row_of(job, r), job->source->cols);
+      most = here > most ? here : most;
+    }
+  }
+  *job->largest = kt_float(most);
+  return most < KT_NONFINITE_BITS ? KT_OK : KT_ERR_NONFINITE;
+}
+
 /* Functions of their own, in which all but the job is a constant. */
 #define ENCODE(name, kind, half, fixed)                                                            \
   static __attribute__((noinline)) kt_status name(const kt_encode_job *job) {                      \
@@ -271,6 +302,7 @@ ENCODE(nvfp4, KT_ENCODE_NVFP4, 0, 16)
 #undef ENCODE
 
 static kt_status encode_any(const kt_encode_job *job) {
+  if (job->largest) return largest_of_all(job);
   const int half = job->encoding->half, group = job->encoding->group;
   switch (job->encoding->kind) {
   case KT_ENCODE_INT4:
@@ -280,6 +312,7 @@ static kt_status encode_any(const kt_encode_job *job) {
   case KT_ENCODE_MXFP4: return mxfp4(job);
   case KT_ENCODE_MXFP8: return mxfp8(job);
   case KT_ENCODE_NVFP4: return nvfp4(job);
+  case KT_ENCODE_BF16: return plain_rows(job);
   default: return group ? encode_blocks(job) : fp8_rows(job);
   }
 }

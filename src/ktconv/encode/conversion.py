@@ -64,6 +64,8 @@ class Encode(Conversion):
         """Linear layers of transformers' model that have other names in the output; none where
         transformers is not installed or does not have the model, or nothing names them."""
         section = config.quantization_config(self.plan)
+        if not self.plan.target.read_by_transformers(self.plan.moe_layers):
+            return []
         if section is None or not (named := set(ignored_in(section))):
             return []
         if find_spec("torch") is None or find_spec("transformers") is None:

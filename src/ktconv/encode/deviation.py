@@ -59,7 +59,7 @@ class Deviation:
         scheme = self._scheme
         rows, cols = source.rows, source.cols
         found = None
-        if scheme.encodes and not self._keeps:
+        if not self._keeps:
             factor = tensor_scale(scheme, self._factor)
             found = audit(scheme.encoding(self._half), source, codes, scales, factor)
         if found is not None and self._method == "rtn":

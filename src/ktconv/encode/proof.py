@@ -5,15 +5,15 @@ from __future__ import annotations
 from ktconv import native
 from ktconv.system.arrays import U8, Array
 
-WHOLE = 32  # rows, columns and groups of what it compares are multiples of this
-_KINDS = ("int4", "int8")
+_WHOLE = 32  # columns and groups, and rows of sources [in, out], are multiples of this
 
 
 def audit(
     encoding: native.Encoding, source: native.Matrix, codes: U8, scales: Array, tensor_scale: float
 ) -> native.EncodedAudit | None:
-    """None for a shape or a kind of number that it does not compare."""
-    group = encoding.group or source.cols
-    if encoding.kind not in _KINDS or source.rows % WHOLE or source.cols % WHOLE or group % WHOLE:
+    """None for a shape that it does not compare."""
+    grouped = encoding.group % _WHOLE and encoding.kind != "nvfp4"
+    across = source.rows % _WHOLE and source.c.col_stride != 1
+    if source.cols % _WHOLE or grouped or across:
         return None
-    return native.audit_encoded(encoding, source, codes, scales)
+    return native.audit_encoded(encoding, source, codes, scales, tensor_scale)

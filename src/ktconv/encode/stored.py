@@ -17,7 +17,7 @@ _ELEMENTS = {
     "mxfp4": ("F4_E2M1", None),
     "mxfp8": ("F8_E4M3", None),
     "nvfp4": ("F4_E2M1", None),
-    "": ("BF16", None),
+    "bf16": ("BF16", None),
 }
 
 

@@ -17,7 +17,6 @@ from ktconv.encode.deviation import Deviation
 from ktconv.encode.passing import is_kept, kept_codes, kept_scales
 from ktconv.encode.stored import second_scale, tensor_scale
 from ktconv.errors import CheckpointError
-from ktconv.formats.decode import f32_to_bf16
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.matrices import MatrixReader, buffer_bytes, chunk_rows, chunks
 from ktconv.reading.reader import BOUNCE_BYTES, SourceReader
@@ -44,7 +43,7 @@ def encoding_buffers(layers: Sequence[MoELayer], scheme: Scheme) -> BufferSizes:
 
 def encoding_memory(layers: Sequence[MoELayer], scheme: Scheme) -> int:
     """Bytes of a worker beside its buffers: all scales of a matrix, its codes where they are not
-    written row by row, and rows as float32 where they are decoded in NumPy."""
+    written row by row, and a second buffer where it is read twice."""
     most = 0
     for layer in layers:
         for matrix in layer.kinds:
@@ -52,8 +51,8 @@ def encoding_memory(layers: Sequence[MoELayer], scheme: Scheme) -> int:
             need = sizes.scale_shape[0] * sizes.scale_shape[1] * sizes.scale_bytes
             if not scheme.layout.streamed:
                 need += 3 * sizes.rows * sizes.row_bytes
-            if scheme.row.kind in ("", "nvfp4"):
-                need += 12 * min(chunk_rows(matrix), matrix.rows) * matrix.cols
+            if scheme.row.kind == "nvfp4":
+                need += buffer_bytes(matrix, min(chunk_rows(matrix), matrix.rows)) + BOUNCE_BYTES
             most = max(most, need)
     return most
 
@@ -170,6 +169,16 @@ class _Rounded(_Encoder):
                 f"{chunk.start + row} of its matrix",
                 "use a format with bf16 or float32 scales",
             )
+        if self._encoding.kind == "bf16" and self._task.matrix.element.name not in ("BF16", "F16"):
+            wrong = np.flatnonzero(codes.view(np.uint16) & 0x7F80 == 0x7F80)
+            if wrong.size:
+                row, col = divmod(int(wrong[0]), self._task.matrix.cols)
+                tensor = self._task.matrix.tensor.name
+                raise CheckpointError(
+                    f"{tensor} has a weight that is beyond bf16, at [{chunk.start + row}, {col}] "
+                    "of its matrix",
+                    "use a format with scales, such as --method fp8",
+                )
         return codes
 
 
@@ -193,29 +202,7 @@ class _Kept(_Encoder):
         return codes
 
 
-class _Plain(_Encoder):
-    """bf16."""
-
-    def __init__(self, task: EncodeTask, sizes: Sizes, half: bool) -> None:
-        super().__init__(task, sizes, half)
-        self.scales = np.empty((sizes.rows, 0), np.uint8)
-
-    def _codes(self, chunk: range, view: native.Matrix, buffers: Buffers, scales: Array) -> U8:
-        matrix = self._task.matrix
-        if matrix.element.name == "BF16" and matrix.scale is None and matrix.col_stride == 1:
-            codes = buffers.source[: matrix.nbytes(len(chunk))]
-        else:
-            codes = f32_to_bf16(native.decode(view)).reshape(-1).view(np.uint8)
-        wrong = np.flatnonzero(codes.view(np.uint16) & 0x7F80 == 0x7F80)
-        if wrong.size:
-            row, col = divmod(int(wrong[0]), matrix.cols)
-            raise self.source.not_finite(chunk.start + row, col)
-        return codes
-
-
 def _encoder(task: EncodeTask, sizes: Sizes, half: bool) -> _Encoder:
-    if not task.scheme.encodes:
-        return _Plain(task, sizes, half)
     if not task.target.options.requantize and is_kept(task.scheme, task.matrix, half):
         return _Kept(task, sizes, half)
     return _Rounded(task, sizes, half)
@@ -234,10 +221,9 @@ def largest_of(reader: SourceReader, matrix: ExpertMatrix) -> float:
     source, most = MatrixReader(reader, matrix), 0.0
     rows = min(chunk_rows(matrix), matrix.rows)
     buffer, bounce = (np.empty(n, np.uint8) for n in (buffer_bytes(matrix, rows), BOUNCE_BYTES))
-    for chunk, values in source.decoded(buffer, bounce):
-        here = float(max(values.max(), -values.min()))
-        if not np.isfinite(here):
-            row, col = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
-            raise source.not_finite(chunk.start + row, col)
-        most = max(most, here)
+    for chunk, view in source.views(buffer, bounce):
+        try:
+            most = max(most, native.largest(view))
+        except native.NonFiniteError as error:
+            raise source.not_finite(chunk.start + error.row, error.col) from error
     return most

@@ -20,7 +20,14 @@ from ktconv.native.arrays import (
 )
 from ktconv.native.auditing import Audit, audit, audit_codes
 from ktconv.native.compensation import BLOCK_COLS, compensate
-from ktconv.native.encoding import ENCODINGS, EncodedAudit, Encoding, audit_encoded, encode
+from ktconv.native.encoding import (
+    ENCODINGS,
+    EncodedAudit,
+    Encoding,
+    audit_encoded,
+    encode,
+    largest,
+)
 from ktconv.native.layouts import FORMATS, SCALE_DTYPES, Layout, packed_size, stored_scale
 from ktconv.native.levels import ISA_NAMES, cpu_features, isa, isa_available, use_isa
 from ktconv.native.limits import UNITS, limit_dot, limit_ops, limit_read

@@ -16,7 +16,7 @@ from ktconv.native.packing import new_scratch
 from ktconv.native.source import Matrix
 
 ENCODINGS = _names("kt_encode_kind", "KT_ENCODE_")
-_SCALES: dict[int, type[np.generic]] = {4: np.float32, 2: np.uint16, 1: np.uint8}
+_SCALES: dict[int, type[np.generic]] = {4: np.float32, 2: np.uint16, 1: np.uint8, 0: np.uint8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,15 @@ def encode(
     return codes, scales
 
 
+def largest(matrix: Matrix, scratch: Array | None = None) -> float:
+    """The largest magnitude. Raises NonFiniteError with the first NaN or Inf."""
+    scratch = new_scratch(matrix.cols) if scratch is None else scratch
+    bad, found = ffi.new("kt_position *"), ffi.new("float *")
+    memory = ffi.from_buffer(scratch, require_writable=True)
+    check(lib.kt_largest(matrix.c, found, memory, scratch.nbytes, bad), bad)
+    return float(found[0])
+
+
 class EncodedAudit(NamedTuple):
     """struct kt_encoded_audit; ktconv.h explains the fields."""
 
@@ -100,10 +109,12 @@ class EncodedAudit(NamedTuple):
     other_scales: int
 
 
-def audit_encoded(encoding: Encoding, source: Matrix, codes: Array, scales: Array) -> EncodedAudit:
-    """Compares codes and scales of integers with their source; shares no code with `encode`.
+def audit_encoded(
+    encoding: Encoding, source: Matrix, codes: Array, scales: Array, tensor_scale: float = 0.0
+) -> EncodedAudit:
+    """Compares codes and scales with their source; shares no code with `encode`.
 
-    ValueError for other kinds, and unless rows, columns and groups are multiples of 32.
+    ValueError for shapes that it does not take, see kt_audit_encoded.
     """
     shape = source.rows, source.cols
     dtype = encoding.scale_array(*shape)
@@ -111,7 +122,7 @@ def audit_encoded(encoding: Encoding, source: Matrix, codes: Array, scales: Arra
     expect_bytes("scales", scales, math.prod(encoding.scale_shape(*shape)) * dtype().itemsize)
     found = ffi.new("kt_encoded_audit *")
     status = lib.kt_audit_encoded(
-        _struct(encoding), source.c, byte_pointer(codes), byte_pointer(scales), found
+        _struct(encoding), source.c, tensor_scale, byte_pointer(codes), byte_pointer(scales), found
     )
     check(status)
     return EncodedAudit(*(getattr(found, name) for name in EncodedAudit._fields))

@@ -36,7 +36,7 @@ class Row:
 
     name: str  # of --scheme of quantize-gpu or --method of quantize-cpu
     command: Command
-    kind: str  # of native.ENCODINGS; "": bf16
+    kind: str  # of native.ENCODINGS
     groups: tuple[int, ...]
     layout: Layout
     section: Section
@@ -123,7 +123,7 @@ ROWS = (
     ),
     _cpu("awq", "int4", 128, AWQ, sections.no_section, names.BLK, half=True, transformers=False),
     _cpu(
-        "bf16", "", 0, plain.BF16, sections.no_section, names.THREE, kt_method="BF16", bits=16
+        "bf16", "bf16", 0, plain.BF16, sections.no_section, names.THREE, kt_method="BF16", bits=16
     ),
 )  # fmt: skip
 SCHEMES = {row.name: row for row in ROWS}
@@ -217,8 +217,8 @@ class Scheme:
 
     @property
     def encodes(self) -> bool:
-        """Whether there are codes; else weights are bf16."""
-        return bool(self.row.kind)
+        """Whether there are codes and scales; else weights are bf16."""
+        return self.row.kind != "bf16"
 
     def encoding(self, half: bool) -> Encoding:
         """What the C library calls it; `half`: weights and scales are binary16, not bf16."""
@@ -263,8 +263,6 @@ class Scheme:
 
 @lru_cache(256)
 def _sizes(scheme: Scheme, rows: int, cols: int, half: bool) -> Sizes:
-    if not scheme.encodes:
-        return Sizes(rows, cols, 2 * cols, (0, 0), "", 0)
     found = scheme.encoding(half)
     scale_bytes = found.scale_array(rows, cols)().itemsize
     dtype = {4: "F32", 2: "F16" if half else "BF16"}.get(scale_bytes, "")

@@ -155,13 +155,13 @@ class EncodedCheck:
         self, stored: StoredParts, chunk: range, view: native.Matrix, codes: U8, kept: bool
     ) -> ErrorStats:
         """Compares some rows."""
-        if not self.scheme.encodes:
-            return self._plain(chunk, native.decode(view), codes)
         if kept:
             return self._kept(stored, chunk, native.decode(view), codes)
         proved = self._proved(stored, chunk, view, codes)
         if proved is not None:
             return proved
+        if not self.scheme.encodes:
+            return self._plain(chunk, native.decode(view), codes)
         return self._named(stored, chunk, native.decode(view), codes)
 
     def _proved(
@@ -174,9 +174,7 @@ class EncodedCheck:
         found = audit(encoding, view, codes, scales.reshape(-1), second)
         if found is None or found.other_codes or found.other_scales:
             return None
-        elements = view.rows * view.cols
-        steps = found.max_steps if scheme.row.is_int else 0.0
-        return ErrorStats(*found[:3], steps, found.zeros, elements)
+        return ErrorStats(*found[:5], view.rows * view.cols)
 
     def _plain(self, chunk: range, weights: F32, codes: U8) -> ErrorStats:
         bits = f32_to_bf16(weights)

@@ -88,7 +88,7 @@ def compare(kind: str, source: F32, data: U8, divisor: F32) -> Compared:
         magnitude = levels.values[np.minimum(place, len(levels.values) - 1)]
         value = np.where(negative, -magnitude, magnitude) * divisor
         error = source - value
-    wrong = ~known | (place != wanted) | (negative != np.signbit(source))
+    wrong = ~known | (place != wanted) | ((negative != np.signbit(source)) & (source != 0))
     sums = ErrorStats(
         _squares(source), _squares(error), _squares(value), 0.0,
         int(np.count_nonzero(place == 0)), source.size,
