@@ -1,0 +1,243 @@
+/* encoded_floats.h - the comparison of codes that are floating-point numbers, included by
+ * encoded_loop.h: E4M3 (FP8, MXFP8) and E2M1 (MXFP4, NVFP4), by their definitions. */
+#ifndef KT_AUDIT_ENCODED_FLOATS_H
+#define KT_AUDIT_ENCODED_FLOATS_H
+
+/* Magnitudes by place. Places below `normal` are multiples of `least`; others have the fields of
+ * binary32 from bit `shift` on, with a bias smaller by `bias`. */
+typedef struct number {
+  int32_t top, normal, bias; /* top: the place of the largest magnitude */
+  int shift, sign;           /* sign: the bit of a code that is its sign */
+  float least;
+} number;
+
+static const number e4m3 = {126, 8, 120, 20, 7, 0x1p-9f}, e2m1 = {7, 2, 126, 22, 3, 0x1p-1f};
+
+/* Bits of the magnitude of a place, or of the middle between it and the next one (halves 1). */
+INLINE int32_t magnitude_bits(const number n, int32_t place, const int halves) {
+  const uint32_t small = bits_of(((float)place + 0.5f * (float)halves) * n.least);
+  const uint32_t fields = ((uint32_t)place << n.shift) + ((uint32_t)n.bias << 23);
+  const uint32_t normal = fields + ((uint32_t)halves << (n.shift - 1));
+  return (int32_t)choose(place < n.normal, small, normal);
+}
+
+/* Whether a place is that of the magnitude nearest to q >= 0, in the order of bits, which is
+ * theirs: of the middle between two places, the even one has it. Beyond the largest magnitude all
+ * have its place, but not a NaN. */
+INLINE int is_nearest(const number n, float q, int32_t place) {
+  const int32_t bits = (int32_t)bits_of(q), odd = place & 1;
+  const int32_t first = magnitude_bits(n, place - 1, 1) + odd; /* negative for place 0 */
+  const int32_t last = magnitude_bits(n, place, 1) - odd;
+  const int32_t end = (int32_t)choose(place == n.top, 0x7f800000u, (uint32_t)last);
+  return (bits >= first) & (bits <= end) & (place <= n.top);
+}
+
+/* The reciprocal of the distance between magnitudes from this one on, a power of two. */
+INLINE float per_step(const number n, int32_t here) {
+  const int32_t power = (here & 0x7f800000) - ((23 - n.shift) << 23);
+  const int32_t smallest = (int32_t)bits_of(n.least);
+  return from_bits((254u << 23) - (uint32_t)(power > smallest ? power : smallest));
+}
+
+/* Adds `span` columns (LANES or twice as many) that share a scale. */
+INLINE void compare_floats(const number n, const float *restrict w, const uint8_t *restrict codes,
+                           float divisor, const int span, group_state *restrict group,
+                           row_sums *restrict sum, sums *restrict all) {
+  float error[PIECE], value[PIECE], steps[PIECE], q[PIECE];
+  int32_t place[PIECE], sign[PIECE];
+  int32_t zeros = 0, others = 0, most = group->most;
+  for (int c = 0; c < span; c++) {
+    place[c] = codes[c] & ((1 << n.sign) - 1);
+    sign[c] = codes[c] >> n.sign;
+  }
+  for (int c = 0; c < span; c++) {
+    const int32_t bits = (int32_t)(bits_of(w[c]) & 0x7fffffffu);
+    most = bits > most ? bits : most;
+    q[c] = from_bits((uint32_t)bits) / divisor;
+  }
+  for (int c = 0; c < span; c++) {
+    const int32_t here = magnitude_bits(n, place[c], 0);
+    const int32_t opposite = (int32_t)(bits_of(w[c]) ^ (uint32_t)sign[c] << 31) < 0;
+    const int32_t some = q[c] != 0.0f; /* zero may have either sign */
+    others += (is_nearest(n, q[c], place[c]) ^ 1) | (opposite & some);
+    zeros += place[c] == 0;
+    steps[c] = fabsf(q[c] - from_bits((uint32_t)here)) * per_step(n, here);
+    value[c] = from_bits(bits_of(from_bits((uint32_t)here) * divisor) | (uint32_t)sign[c] << 31);
+    error[c] = w[c] - value[c];
+  }
+  group->most = most;
+  all->zeros += zeros;
+  all->others += others;
+  for (int side = 0; side < span; side += LANES)
+    for (int i = 0; i < LANES; i++) {
+      sum->source[i] += w[side + i] * w[side + i];
+      sum->error[i] += error[side + i] * error[side + i];
+      sum->value[i] += value[side + i] * value[side + i];
+      sum->most_steps[i] = larger(steps[side + i], sum->most_steps[i]);
+    }
+}
+
+/* ---- Scales ------------------------------------------------------------------ */
+
+INLINE uint32_t stored_scale(const kt_encoded_job *job, int64_t at) {
+  if (job->kind != KT_ENCODE_FP8) return ((const uint8_t *)job->scales)[at];
+  uint32_t bits;
+  memcpy(&bits, (const uint8_t *)job->scales + 4 * at, sizeof bits);
+  return bits;
+}
+
+/* What weights of a group are divided by. */
+INLINE float divisor_of(const kt_encoded_job *job, int64_t at) {
+  const uint32_t stored = stored_scale(job, at);
+  switch (job->kind) {
+  case KT_ENCODE_FP8: return from_bits(stored);
+  case KT_ENCODE_NVFP4: return f8_value((uint8_t)stored) / job->tensor_scale;
+  default: return from_bits(choose(stored == 0, 1u << 22, stored << 23)); /* 255: infinity */
+  }
+}
+
+/* The exponent of MX scales: that of the largest magnitude, from 7/4 of a power of two on that of
+ * the next one, less that of the largest level. */
+static uint32_t power_of_rule(float amax, int32_t top) {
+  const int32_t exponent = (int32_t)(bits_of(amax) >> 23), fraction = bits_of(amax) & 0x7fffff;
+  const int32_t stored = exponent + (fraction >= 0x600000) - top;
+  if (!exponent || stored < 0) return 0;
+  return stored < 254 ? (uint32_t)stored : 254;
+}
+
+static int is_rule_scale(const kt_encoded_job *job, float amax, int64_t at) {
+  const uint32_t stored = stored_scale(job, at);
+  switch (job->kind) {
+  case KT_ENCODE_FP8: return stored == bits_of((amax > 1e-30f ? amax : 1e-30f) / 448.0f);
+  case KT_ENCODE_MXFP4: return stored == power_of_rule(amax, 2);
+  case KT_ENCODE_MXFP8: return stored == power_of_rule(amax, 8);
+  default: break;
+  }
+  const float wanted = job->tensor_scale * (amax / 6.0f);
+  if (is_nearest(e4m3, wanted, 0)) return stored == 0x20; /* 1/8 where it would be 0 */
+  return is_nearest(e4m3, wanted, (int32_t)stored);
+}
+
+INLINE void finish_floats(const kt_encoded_job *job, int64_t at, group_state *group,
+                          kt_encoded_audit *found) {
+  found->other_scales += !is_rule_scale(job, from_bits((uint32_t)group->most), at);
+  group->most = 0;
+}
+
+/* ---- Matrices ---------------------------------------------------------------- */
+
+/* The codes of some columns, in a byte each. */
+INLINE const uint8_t *float_codes(const kt_encoded_job *job, int64_t row, int64_t col, int64_t cols,
+                                  const int nibbles, uint8_t *room) {
+  const int64_t at = row * job->source->cols + col;
+  if (!nibbles) return job->codes + at;
+  halves_of_bytes(job->codes + at / 2, cols, room);
+  return room;
+}
+
+enum { TALL = 128 }; /* rows of a block of FP8 */
+
+/* `fixed`: the columns of a group, if it is a constant, else 0: a row's, or TALL of `tall` rows. */
+INLINE void audit_floats(const kt_encoded_job *job, const number n, const int64_t fixed,
+                         const int tall, kt_encoded_audit *found) {
+  const kt_matrix *const m = job->source;
+  const int across = is_across(m), nibbles = n.sign == 3;
+  const int64_t at_once = across ? 2 * KT_AUDIT_ROWS : 1, high = tall ? TALL : at_once;
+  const int64_t block = across ? KT_AUDIT_GATHERED : KT_AUDIT_BLOCK;
+  const int span = fixed == LANES ? LANES : PIECE;
+  group_state of_row[2 * KT_AUDIT_ROWS] = {{0}}, of_block[KT_AUDIT_BLOCK / TALL] = {{0}};
+  float most_steps = 0;
+  sums all = {{0}, {0}, {0}, 0, 0};
+  for (int64_t first = 0; first < m->rows; first += high)
+    for (int64_t col = 0, width; col < m->cols; col += width) {
+      const int64_t end = least(first + high, m->rows);
+      width = least(block, m->cols - col);
+      for (int64_t row = first; row < end; row += at_once) {
+        uint8_t room[ROOM_BYTES];
+        const stored s = stored_from(m, row, col, width, room);
+        for (int64_t r = 0; r < at_once; r++) {
+          float w[KT_AUDIT_BLOCK];
+          uint8_t unpacked[KT_AUDIT_BLOCK];
+          source_values(m, stored_on(s, r), row + r, col, width, w);
+          const uint8_t *const codes = float_codes(job, row + r, col, width, nibbles, unpacked);
+          row_sums sum = {{0}, {0}, {0}, {0}};
+          const int64_t line = (tall ? (row + r) / TALL : row + r) * job->groups;
+          for (int64_t c = 0; c < width; c += span) {
+            const int64_t g = fixed ? (col + c) / fixed : tall ? (col + c) / TALL : 0;
+            group_state *const group = tall ? of_block + c / TALL : of_row + r;
+            compare_floats(n, w + c, codes + c, divisor_of(job, line + g), span, group, &sum, &all);
+            if (!tall && (col + c + span) % job->group == 0)
+              finish_floats(job, line + g, group, found);
+          }
+          add_sums(&sum, &all);
+          most_steps = larger(largest(sum.most_steps), most_steps);
+        }
+      }
+      for (int64_t c = 0; tall && c < width; c += TALL)
+        finish_floats(job, first / TALL * job->groups + (col + c) / TALL, of_block + c / TALL,
+                      found);
+    }
+  found->max_steps = (double)most_steps;
+  found->squared_source += total(all.source);
+  found->squared_error += total(all.error);
+  found->squared_value += total(all.value);
+  found->zeros += all.zeros;
+  found->other_codes += all.others;
+}
+
+/* bf16: the nearest to a weight, of zeros either. */
+static __attribute__((noinline)) void audit_bf16(const kt_encoded_job *job,
+                                                 kt_encoded_audit *found) {
+  const kt_matrix *const m = job->source;
+  const int across = is_across(m);
+  const int64_t at_once = across ? 2 * KT_AUDIT_ROWS : 1;
+  const int64_t block = across ? KT_AUDIT_GATHERED : KT_AUDIT_BLOCK;
+  sums all = {{0}, {0}, {0}, 0, 0};
+  for (int64_t row = 0; row < m->rows; row += at_once)
+    for (int64_t col = 0, width; col < m->cols; col += width) {
+      uint8_t room[ROOM_BYTES];
+      width = least(block, m->cols - col);
+      const stored s = stored_from(m, row, col, width, room);
+      for (int64_t r = 0; r < at_once; r++) {
+        float w[KT_AUDIT_BLOCK];
+        row_sums sum = {{0}, {0}, {0}, {0}};
+        int32_t zeros = 0, others = 0;
+        source_values(m, stored_on(s, r), row + r, col, width, w);
+        const uint8_t *const codes = job->codes + 2 * ((row + r) * m->cols + col);
+        for (int64_t c = 0; c < width; c += LANES)
+          for (int i = 0; i < LANES; i++) {
+            const float x = w[c + i],
+                        value = from_bits((uint32_t)half_at(codes + 2 * (c + i)) << 16);
+            const uint32_t differ = bits_of(value) ^ bits_of(to_bf16(x));
+            others += (differ != 0) & ((differ != 0x80000000u) | (value != 0.0f));
+            zeros += value == 0.0f;
+            sum.source[i] += x * x;
+            sum.error[i] += (x - value) * (x - value);
+            sum.value[i] += value * value;
+          }
+        all.zeros += zeros;
+        all.others += others;
+        add_sums(&sum, &all);
+      }
+    }
+  found->squared_source += total(all.source);
+  found->squared_error += total(all.error);
+  found->squared_value += total(all.value);
+  found->zeros += all.zeros;
+  found->other_codes += all.others;
+}
+
+/* Functions of their own, in which all but the job is a constant. */
+#define FLOATS(name, numbers, fixed, tall)                                                         \
+  static __attribute__((noinline)) void name(const kt_encoded_job *job, kt_encoded_audit *found) { \
+    audit_floats(job, numbers, fixed, tall, found);                                                \
+  }
+
+FLOATS(audit_fp8_rows, e4m3, 0, 0)
+FLOATS(audit_fp8_blocks, e4m3, 0, 1)
+FLOATS(audit_mxfp8, e4m3, 32, 0)
+FLOATS(audit_mxfp4, e2m1, 32, 0)
+FLOATS(audit_nvfp4, e2m1, 16, 0)
+#undef FLOATS
+
+#endif
