@@ -44,6 +44,45 @@ def guarded(size: int) -> Iterator[U8]:
     LIBC.mprotect(last, ctypes.c_size_t(page), mmap.PROT_READ | mmap.PROT_WRITE)
 
 
+ENCODED = [
+    native.Encoding(kind, group)
+    for kind, groups in (
+        ("int4", (0, 32)), ("int8", (0, 64)), ("fp8", (0, 128)), ("mxfp4", (32,)), ("mxfp8", (32,)),
+        ("nvfp4", (16,)), ("bf16", (0,)),
+    )
+    for group in groups
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shape", [(96, 192), (129, 320), (1, 64)])
+@pytest.mark.parametrize("encoding", ENCODED, ids=str)
+def test_encodings_at_guard_pages(
+    isa: str, encoding: native.Encoding, shape: tuple[int, int], transposed: bool
+) -> None:
+    """Source, codes and scales end where unreadable pages begin; the audit reads no further."""
+    source = Source("int8", *shape, "BF16", transposed=transposed)
+    stored = source.stored(source.bits())
+    grid, dtype = encoding.scale_shape(*shape), encoding.scale_array(*shape)
+    size = int(np.prod(encoding.code_shape(*shape)))
+    with (
+        guarded(stored.nbytes) as buffer,
+        guarded(size) as codes,
+        guarded(max(1, int(np.prod(grid)) * dtype().itemsize)) as room,
+    ):
+        buffer[:] = stored
+        matrix = source.view(buffer, 0)
+        scales = room[: int(np.prod(grid)) * dtype().itemsize].view(dtype).reshape(grid)
+        native.encode(encoding, matrix, 1.0, codes, scales)
+        wanted = native.encode(encoding, source.matrix(), 1.0)
+        assert_same("codes", codes, wanted[0].reshape(-1))
+        assert_same("scales", np.array(scales), wanted[1])
+        if not (transposed and shape[0] % 32):
+            found = native.audit_encoded(encoding, matrix, codes, scales, 1.0)
+            assert (found.other_codes, found.other_scales) == (0, 0)
+        del matrix
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize("fmt", output_formats())
