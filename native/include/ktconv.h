@@ -333,9 +333,10 @@ typedef enum kt_encode_kind {
 } kt_encode_kind;
 
 typedef struct kt_encoding {
-  int32_t kind;  /* kt_encode_kind */
-  int32_t group; /* columns that share a scale, 0: all of a row */
-  int32_t half;  /* INT4, INT8: 1 if weights and scales are f16, not bf16 */
+  int32_t kind;   /* kt_encode_kind */
+  int32_t group;  /* columns that share a scale, 0: all of a row */
+  int32_t half;   /* INT4, INT8: 1 if weights and scales are f16, not bf16 */
+  int32_t search; /* INT4, INT8: 1 if scales are searched, 0 if they are those of the largest */
 } kt_encoding;
 
 typedef struct kt_encoded {

@@ -41,7 +41,7 @@ HIDDEN, INNER, EXPERTS = 256, 384, 3
 SOURCE = "model.layers.0.mlp.experts"
 ALL = list(SCHEMES)
 # Relative RMS errors of normally distributed weights.
-ERRORS = {"int4": (0.09, 0.125), "int8": (0.004, 0.009), "fp8": (0.02, 0.03), "": (0, 0.003)}
+ERRORS = {"int4": (0.09, 0.125), "int8": (0.004, 0.009), "fp8": (0.02, 0.03), "bf16": (0, 0.003)}
 ERRORS |= {"mxfp4": (0.1, 0.13), "mxfp8": (0.02, 0.03), "nvfp4": (0.08, 0.11)}
 
 
@@ -209,10 +209,39 @@ def test_bits_do_not_depend_on_the_instruction_set(
     monkeypatch.setenv("KTCONV_ISA", "scalar")
     words = ["--method", scheme] if SCHEMES[scheme].command == "quantize-cpu" else []
     words = words or ["--scheme", scheme]
+    words += ["--scale", "amax"] if SCHEMES[scheme].is_int else []
     command = SCHEMES[scheme].command
     done = ktconv(command, model, tmp_path / "out", *words, KTCONV_ISA="scalar")
     assert done.returncode == 0, done.stderr
     assert read_model(tmp_path / "out") == read_model(made(scheme))
+
+
+SEARCHED = [name for name in ALL if SCHEMES[name].is_int]
+
+
+@pytest.mark.parametrize("scheme", SEARCHED)
+def test_searched_scales_have_smaller_errors(
+    scheme: str, model: Path, made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """And the same tensors; verify proves them, and finds a wrong bit."""
+    encode(model, tmp_path / "out", scheme, scale="search")
+    usual, found = read_model(made(scheme)), read_model(tmp_path / "out")
+    assert {name: (raw.dtype, raw.shape) for name, raw in found.items()} == {
+        name: (raw.dtype, raw.shape) for name, raw in usual.items()
+    }
+    for module, wanted in places(model, scheme):
+        errors = [
+            np.linalg.norm(values_of(tensors, module, *wanted.shape) - wanted)
+            for tensors in (found, usual)
+        ]
+        assert errors[0] < 0.97 * errors[1]
+    assert check(tmp_path / "out", model).passed
+    assert check(tmp_path / "out").passed
+    for part in SCHEMES[scheme].layout.parts[:2]:
+        shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+        shutil.copytree(tmp_path / "out", tmp_path / "copy")
+        change_recorded(tmp_path / "copy", f"{module}.{part}", _flip)
+        assert not check(tmp_path / "copy", model).passed
 
 
 # ---- names and config.json -------------------------------------------------------------
@@ -521,6 +550,7 @@ def test_activations_of_the_loader_count(tmp_path: Path) -> None:
         (["--method", "mxfp4", "--calibrate", "x"], "--calibrate does not apply"),
         (["--method", "bf16", "--dry-run", "--estimate"], "--estimate does not apply"),
         (["--method", "int4", "--experts", "x"], "--experts does not apply to --method int4"),
+        (["--method", "fp8", "--scale", "search"], "--scale does not apply to --method fp8"),
         (["--method", "fp8", "--experts", "x"], "cannot load an output without all experts"),
         (["--method", "moe_int4"], "another order of bytes than int4"),
         (["--method=moe_int8"], "another order of bytes than int8"),

@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 
 from ktconv import native
 from ktconv.cli.app import app
-from ktconv.cli.quantize_gpu import GpuMethod, Scheme
+from ktconv.cli.quantize_gpu import GpuMethod, ScaleRule, Scheme
 
 SOURCE = "model.layers.0.mlp.experts"
 LAYERS = 12
@@ -123,8 +123,10 @@ def test_the_card_says_who_loads_it(model: Path, tmp_path: Path) -> None:
 def test_choices_of_quantize_gpu_are_those_of_the_library() -> None:
     from ktconv.quantize_gpu.run import METHODS
     from ktconv.targets.encoded.scheme import names_of
+    from ktconv.targets.encoded.target import ScaleRule as OfTarget
 
     assert get_args(GpuMethod) == tuple(METHODS)
+    assert get_args(ScaleRule) == get_args(OfTarget)
     assert get_args(Scheme) == tuple(names_of("quantize-gpu"))
 
 

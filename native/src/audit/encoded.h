@@ -8,6 +8,7 @@
 typedef struct kt_encoded_job {
   const kt_matrix *source;
   int kind, bits, half;  /* kt_encode_kind; of codes: 4 or 8; scales are binary16, not bf16 */
+  int search;            /* scales are searched, codes rounded once */
   int tall;              /* FP8: blocks of 128 rows and columns share a scale */
   int64_t group, groups; /* columns that share a scale, and how many such groups a row has */
   float tensor_scale;    /* NVFP4 */

@@ -78,7 +78,7 @@ INLINE float narrowed(float quotient, const int half) {
 /* Adds PIECE columns of a group. The code of a weight w is w / scale, narrowed and rounded to an
  * integer of `bits`, halves to the even one. `precise`: whether steps count, 1 or 0. */
 INLINE void compare_piece(const float *restrict w, const int8_t *restrict codes, float scale,
-                          float precise, const int bits, const int half,
+                          float precise, const int bits, const int half, const int search,
                           group_state *restrict group, row_sums *restrict sum, sums *restrict all) {
   const int32_t top = (1 << (bits - 1)) - 1;
   float error[PIECE], value[PIECE], steps[PIECE];
@@ -86,7 +86,9 @@ INLINE void compare_piece(const float *restrict w, const int8_t *restrict codes,
   for (int c = 0; c < PIECE; c++) {
     const int32_t code = codes[c], magnitude = (int32_t)(bits_of(w[c]) & 0x7fffffffu);
     const float quotient = w[c] / scale;
-    const float shifted = narrowed(quotient, half) + 0x1.8p23f; /* ends at the ones */
+    const float rounded = search ? quotient : narrowed(quotient, half);
+    const float below = from_bits(choose(rounded < 256.0f, bits_of(rounded), bits_of(256.0f)));
+    const float shifted = larger(below, -256.0f) + 0x1.8p23f; /* ends at the ones */
     const int32_t nearest = (int32_t)(bits_of(shifted) - bits_of(0x1.8p23f));
     const int32_t upper = nearest < top ? nearest : top;
     most = magnitude > most ? magnitude : most;
@@ -124,11 +126,22 @@ INLINE float largest(const float *lane) {
   return larger(larger(four[0], four[1]), larger(four[2], four[3]));
 }
 
+/* Whether a scale is one that the search tries: from 0.35 to 1.25 of that of the rule, rounded. */
+INLINE int is_searched(const kt_encoded_job *job, float amax, int64_t at) {
+  const uint16_t rule = rule_scale(job, amax);
+  const float scale = scale_value(job, at);
+  const float of_rule = job->half ? f16_value(rule) : from_bits((uint32_t)rule << 16);
+  if (!(amax >= 0x1p-60f && amax <= 0x1p60f)) return scale == of_rule;
+  return scale > 0.0f && scale >= 0.34f * of_rule && scale <= 1.26f * of_rule;
+}
+
 INLINE void finish_group(const kt_encoded_job *job, int64_t at, group_state *group,
                          kt_encoded_audit *found) {
   uint16_t stored;
   memcpy(&stored, (const uint8_t *)job->scales + 2 * at, sizeof stored);
-  found->other_scales += stored != rule_scale(job, from_bits((uint32_t)group->most));
+  const float amax = from_bits((uint32_t)group->most);
+  found->other_scales +=
+      job->search ? !is_searched(job, amax, at) : stored != rule_scale(job, amax);
   group->most = 0;
 }
 
@@ -138,7 +151,7 @@ static double total(const double *lane) {
   return sum;
 }
 
-INLINE void audit_codes(const kt_encoded_job *job, const int bits, const int half,
+INLINE void audit_codes(const kt_encoded_job *job, const int bits, const int half, const int search,
                         kt_encoded_audit *found) {
   const kt_matrix *const m = job->source;
   const int across = is_across(m);
@@ -162,7 +175,8 @@ INLINE void audit_codes(const kt_encoded_job *job, const int bits, const int hal
         for (int64_t c = 0; c < width; c += PIECE) {
           const int64_t g = (col + c) / job->group, at = (row + r) * job->groups + g;
           const float scale = scale_value(job, at), precise = scale >= smallest ? 1.0f : 0.0f;
-          compare_piece(w + c, codes + c, scale, precise, bits, half, groups + r, &sum, &all);
+          compare_piece(w + c, codes + c, scale, precise, bits, half, search, groups + r, &sum,
+                        &all);
           if ((col + c + PIECE) % job->group == 0) finish_group(job, at, groups + r, found);
         }
         add_sums(&sum, &all);
@@ -177,28 +191,40 @@ INLINE void audit_codes(const kt_encoded_job *job, const int bits, const int hal
   found->other_codes += all.others;
 }
 
-/* Functions of their own, in which all but the job is a constant. */
-#define AUDIT(name, bits, half)                                                                    \
-  static __attribute__((noinline)) void name(const kt_encoded_job *job, kt_encoded_audit *found) { \
-    audit_codes(job, bits, half, found);                                                           \
-  }
-
 /* ---- Floating-point codes ----------------------------------------------------- */
 
 #include "encoded_floats.h"
 
 /* ---- All ---------------------------------------------------------------------- */
 
-AUDIT(audit_int4, 4, 0)
-AUDIT(audit_int4_half, 4, 1)
-AUDIT(audit_int8, 8, 0)
-AUDIT(audit_int8_half, 8, 1)
+/* Functions of their own, in which all but the job is a constant. */
+#define AUDIT(name, bits, half, search)                                                            \
+  static __attribute__((noinline)) void name(const kt_encoded_job *job, kt_encoded_audit *found) { \
+    audit_codes(job, bits, half, search, found);                                                   \
+  }
+
+AUDIT(audit_int4, 4, 0, 0)
+AUDIT(audit_int4_half, 4, 1, 0)
+AUDIT(audit_int4_search, 4, 0, 1)
+AUDIT(audit_int4_half_search, 4, 1, 1)
+AUDIT(audit_int8, 8, 0, 0)
+AUDIT(audit_int8_half, 8, 1, 0)
+AUDIT(audit_int8_search, 8, 0, 1)
+AUDIT(audit_int8_half_search, 8, 1, 1)
 #undef AUDIT
+
+typedef void audit_fn(const kt_encoded_job *job, kt_encoded_audit *found);
+
+/* [binary16][search] */
+static audit_fn *const int4_audits[2][2] = {{audit_int4, audit_int4_search},
+                                            {audit_int4_half, audit_int4_half_search}};
+static audit_fn *const int8_audits[2][2] = {{audit_int8, audit_int8_search},
+                                            {audit_int8_half, audit_int8_half_search}};
 
 static void audit_encoded(const kt_encoded_job *job, kt_encoded_audit *found) {
   switch (job->kind) {
-  case KT_ENCODE_INT4: (job->half ? audit_int4_half : audit_int4)(job, found); break;
-  case KT_ENCODE_INT8: (job->half ? audit_int8_half : audit_int8)(job, found); break;
+  case KT_ENCODE_INT4: int4_audits[job->half][job->search](job, found); break;
+  case KT_ENCODE_INT8: int8_audits[job->half][job->search](job, found); break;
   case KT_ENCODE_MXFP4: audit_mxfp4(job, found); break;
   case KT_ENCODE_MXFP8: audit_mxfp8(job, found); break;
   case KT_ENCODE_NVFP4: audit_nvfp4(job, found); break;

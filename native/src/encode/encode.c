@@ -34,6 +34,7 @@ static kt_status check(const kt_encoding *encoding, int64_t rows, int64_t cols) 
     return KT_ERR_ARGUMENT;
   if (cols > INT64_MAX / 8 / rows - 32) return KT_ERR_SHAPE;
   if (encoding->half != 0 && (encoding->half != 1 || !is_int(encoding))) return KT_ERR_ARGUMENT;
+  if (encoding->search != 0 && (encoding->search != 1 || !is_int(encoding))) return KT_ERR_ARGUMENT;
   const int32_t group = encoding->group, own = kinds[encoding->kind].group;
   if (group < 0 || (group == 0 && own && own != KT_ENCODE_BLOCK)) return KT_ERR_ARGUMENT;
   if (group && own && group != own) return KT_ERR_ARGUMENT;

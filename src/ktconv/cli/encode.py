@@ -19,11 +19,12 @@ EncodedMethod = Literal[
     "nvfp4", "gptq-int4", "awq", "bf16",
 ]  # fmt: skip
 
+_INTEGERS = ("rawint4", "int4-g64", "int4-g128", "int8-g128", "gptq-int4", "awq")
+
 # Options of packed experts, and why others have none.
 _OF_PACKED = {
     "--numa": "KTransformers cuts these weights into NUMA parts when it loads them",
     "--layout": "these weights are shards with an index",
-    "--scale": "its scales follow from the largest weights",
     "--importance": "its scales follow from the largest weights",
     "--calibrate": "its codes are the nearest",
     "--fold": "its weights are the model's own",
@@ -35,7 +36,13 @@ _OF_PACKED = {
 
 def refuse_options_of_packed(context: typer.Context, method: str) -> None:
     """UsageError for an option of the methods int4 and int8."""
-    for name in sorted(given_options(context) & _OF_PACKED.keys()):
+    given = given_options(context)
+    if "--scale" in given and method not in _INTEGERS:
+        raise UsageError(
+            f"--scale does not apply to --method {method}, whose rule for scales is fixed",
+            "omit it",
+        )
+    for name in sorted(given & _OF_PACKED.keys()):
         raise UsageError(
             f"{name} does not apply to --method {method}: {_OF_PACKED[name]}",
             "omit it, or use --method int4 or int8",
@@ -44,6 +51,7 @@ def refuse_options_of_packed(context: typer.Context, method: str) -> None:
 
 def encode_experts(
     method: str,
+    scale: Literal["amax", "search"] | None,
     request: Mapping[str, Any],
     options: Mapping[str, Any],
     experts: Path | None,
@@ -70,7 +78,8 @@ def encode_experts(
             "engines cannot load an output without all experts",
             f"omit {named}; or add --allow-partial to convert for ktconv's own runtime",
         )
-    chosen = Options(scheme=method, group_size=group_size_of(method), **options)
+    rule = scale or ("search" if method in _INTEGERS else "amax")
+    chosen = Options(scheme=method, group_size=group_size_of(method), scale=rule, **options)
     wanted = Request(options=chosen, experts=experts, **request)
     address, scratch, cache = cluster
     with on_cluster(address, scratch, wanted, cache, encode, "quantize_gpu_on") as (wanted, job):

@@ -190,7 +190,9 @@ def quantize_cpu_command(
         }
         if encoded:
             cluster = ray, ray_scratch, cache_dir
-            encode_experts(method, wanted, kept, experts, allow_partial, cluster, dry_run, as_json)
+            encode_experts(
+                method, scale, wanted, kept, experts, allow_partial, cluster, dry_run, as_json
+            )
             return
         if experts is not None:
             raise UsageError(

@@ -18,6 +18,7 @@ from ktconv.cli.sources import CacheDirOption, DownloadOption, RevisionOption, s
 from ktconv.errors import UsageError
 from ktconv.system.units import parse_ranges, parse_size
 
+ScaleRule = Literal["amax", "search"]  # as in target.py; a test compares them
 GpuMethod = Literal["rtn", "gptq"]  # as quantize_gpu.run.METHODS
 # As encoded.scheme.names_of; a test compares them.
 Scheme = Literal["W4A16", "W8A16", "FP8_BLOCK", "FP8_DYNAMIC", "MXFP4A16", "NVFP4A16"]
@@ -42,6 +43,14 @@ def quantize_gpu_command(
             "N",
         ),
     ] = None,
+    scale: Annotated[
+        ScaleRule,
+        choice(
+            ScaleRule,
+            "W4A16, W8A16 by rtn: scales of the largest weights, as llm-compressor, or by a search "
+            "for the smallest squared error.",
+        ),
+    ] = "amax",
     experts: Annotated[
         Path | None, option("Quantize only the experts listed in this file.", "FILE")
     ] = None,
@@ -116,6 +125,7 @@ def quantize_gpu_command(
             group_size=group_size_of(scheme) if group_size is None else group_size,
             mtp=mtp,
             requantize=requantize,
+            scale=scale,
             max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
             calibration=calibration if calibrated else None,
             dampening=dampening if calibrated else None,
@@ -152,7 +162,7 @@ def quantize_gpu_command(
 
 
 _OPTIONS_OF: dict[GpuMethod, set[str]] = {
-    "rtn": {"--max-memory"},
+    "rtn": {"--max-memory", "--scale", "--requantize"},
     "gptq": {
         "--dataset", "--split", "--samples", "--max-seq-len", "--dampening", "--seed",
         "--self-test", "--max-gpu-memory", "--max-cpu-memory",

@@ -21,7 +21,7 @@ from ktconv.writer.staging import Staging
 
 # Largest error allowed, in quantization steps. Rounding to the nearest level is off by half a step;
 # scales and quotients in bf16 add to that. GPTQ moves weights on purpose: only values that are not
-# finite are refused.
+# finite are refused. So does a search, which cuts weights on purpose.
 MOST_STEPS = {"rtn": 1.5, "gptq": float("inf")}
 _KEPT_ERROR = 1e-12  # relative, of squares: a second scale may be turned into its reciprocal
 TINY = 1e-30  # sums of squares below may lack some
@@ -71,7 +71,7 @@ class Deviation:
         self._squared_source += found.squared_source
         self._zeros += found.zeros
         self._elements += rows * cols
-        most = MOST_STEPS[self._method]
+        most = math.inf if scheme.search else MOST_STEPS[self._method]
         if not self._most_steps <= most or not np.isfinite(self._squared_error):
             self._refuse(
                 f"it is up to {self._most_steps:.4g} steps off its source, more than the {most} "

@@ -22,11 +22,12 @@ _SCALES: dict[int, type[np.generic]] = {4: np.float32, 2: np.uint16, 1: np.uint8
 @dataclass(frozen=True, slots=True)
 class Encoding:
     """A kind of ENCODINGS, the columns that share a scale (0: all of a row) and, of integers,
-    whether weights and scales are binary16; see kt_encoding."""
+    whether weights and scales are binary16, and scales searched; see kt_encoding."""
 
     kind: str
     group: int = 0
     half: bool = False
+    search: bool = False
 
     def code_shape(self, rows: int, cols: int) -> tuple[int, int]:
         """Of codes as bytes. ValueError for a shape that the encoding does not have, as below."""
@@ -41,9 +42,13 @@ class Encoding:
         return _SCALES[int(_sizes(self, rows, cols).scale_size)]
 
 
+def _fields(encoding: Encoding) -> tuple[int, int, bool, bool]:
+    return ENCODINGS[encoding.kind], encoding.group, encoding.half, encoding.search
+
+
 @cache
 def _struct(encoding: Encoding) -> Any:
-    return ffi.new("kt_encoding *", [ENCODINGS[encoding.kind], encoding.group, encoding.half])
+    return ffi.new("kt_encoding *", list(_fields(encoding)))
 
 
 @cache

@@ -89,6 +89,7 @@ def card(plan: Plan, source: SourceCard, errors: ErrorSummary) -> str:
     activations = {layer.index: layer.activation for layer in plan.moe_layers}
     chosen = any(unit.omitted for unit in plan.layers)
     how = "GPTQ, calibrated" if options.method == "gptq" else "rounded to nearest"
+    how += ", scales searched" if scheme.search else ""
     what = f"{how}, {scheme.grouping}" if scheme.encodes else "decoded"
     others = "in bf16" if plan.checkpoint.is_gguf else "as it was"
     if options.experts_only:
@@ -189,6 +190,7 @@ def command_line(name: str, options: Options) -> str:
     words += ["--exclude-experts FILE --allow-partial"] if options.exclude_experts else []
     words += ["--experts-only"] if options.experts_only else []
     words += ["--requantize"] if options.requantize else []
+    words += [f"--scale {options.scale}"] if row.is_int else []
     words += ["--allow-activation-mismatch"] if options.allow_activation_mismatch else []
     if options.calibration is not None:
         used = options.calibration

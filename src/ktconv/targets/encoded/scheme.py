@@ -146,6 +146,7 @@ class Scheme:
 
     name: str = "W4A16"
     group_size: int = 128
+    search: bool = False  # of integers: scales with the smallest squared error
 
     @property
     def row(self) -> Row:
@@ -224,7 +225,8 @@ class Scheme:
         """What the C library calls it; `half`: weights and scales are binary16, not bf16."""
         from ktconv.native import Encoding
 
-        return Encoding(self.row.kind, max(self.group_size, 0), self.is_half(half))
+        searched = self.search and self.row.is_int
+        return Encoding(self.row.kind, max(self.group_size, 0), self.is_half(half), searched)
 
     def weight_arguments(self) -> dict[str, Any]:
         """compressed-tensors' QuantizationArgs, as in config.json."""

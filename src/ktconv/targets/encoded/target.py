@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from ktconv import __version__
 from ktconv.checkpoint import Checkpoint, ExpertMatrix, MoELayer, Projection, TensorRef
@@ -15,7 +15,7 @@ from ktconv.checkpoint.others import OtherWeight
 from ktconv.checkpoint.side_files import find_side_files
 from ktconv.conversion.plan import Plan as AnyPlan
 from ktconv.conversion.target import BaseOptions, Target
-from ktconv.errors import CheckpointError
+from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.config import family_of
 from ktconv.placement.expert_sets import ExpertSet
 from ktconv.targets.biases import refuse_biases
@@ -27,6 +27,7 @@ from ktconv.targets.renaming import rename_tensors
 from ktconv.writer.shards import Tensor
 
 CONFIG, RECIPE = "config.json", "recipe.yaml"
+ScaleRule = Literal["amax", "search"]
 RENAMED = "ignored_by_transformers"  # key in the manifest
 
 
@@ -56,6 +57,7 @@ class Options(BaseOptions):
     exclude_experts: ExpertSet = field(default_factory=ExpertSet)
     experts_only: bool = False
     requantize: bool = False  # also what is in the format already
+    scale: ScaleRule = "amax"  # of integers
     allow_activation_mismatch: bool = False  # experts of which KTransformers computes another thing
 
     def as_dict(self) -> dict[str, object]:
@@ -68,7 +70,9 @@ class Options(BaseOptions):
         return {
             name: value
             for name, value in record.items()
-            if value not in (None, {}) and not (value is False and name in _RARE)
+            if value not in (None, {})
+            and not (value is False and name in _RARE)
+            and (name, value) != ("scale", "amax")
         }
 
 
@@ -83,7 +87,7 @@ class EncodedTarget(Target):
 
     def __init__(self, options: Options, checkpoint: Checkpoint) -> None:
         self.options = options
-        self.scheme = Scheme(options.scheme, options.group_size)
+        self.scheme = Scheme(options.scheme, options.group_size, options.scale == "search")
         self.row = self.scheme.row
         self._is_gpu = self.row.command == "quantize-gpu"
         self.made_files = (CONFIG, RECIPE) if self._is_gpu else (CONFIG,)
@@ -143,6 +147,12 @@ class EncodedTarget(Target):
         return f"--kt-method {self.row.kt_method} --kt-weight-path"
 
     def check(self, layers: Sequence[MoELayer]) -> None:
+        if self.options.scale == "search" and not self.row.is_int:
+            raise UsageError(
+                f"--scale search does not apply to {self.name}, whose scales are those of its "
+                "definition",
+                "omit it",
+            )
         refuse_biases(
             layers,
             f"{self.command} {'' if self._is_gpu else f'--method {self.name} '}does not write them",

@@ -35,6 +35,8 @@ from ktconv.verify.totals import ItemResult
 
 LEVEL = "weights"
 NAMED = 3  # wrong codes and scales of some rows
+_LEAST, _MOST = 0.34, 1.26  # of the scale of the largest weight
+_SMALLEST = 2.0**-9 / 7.5  # below, scales of f16 are coarse
 _SLOP = 1e-6  # relative, of values whose second scale is a reciprocal
 
 
@@ -229,18 +231,30 @@ class EncodedCheck:
         size = scheme.group_size if scheme.group_size > 0 else None
         check = RoundingCheck(
             Group(scheme.name, [], scheme.bits, size, ""),
-            Rules(elements=True, scales=True),
+            Rules(elements=True, scales=not scheme.search),
             "F16" if half else "BF16",
             self.module.name,
             self._where,
             self._report,
             codes=layout.parts[0],
             scales=str(layout.scale_part),
+            quotients="F32" if scheme.search else "",
         )
         scale = scale_values(scheme, stored.scales_of(chunk), stored.half).reshape(len(chunk), -1)
         level = levels(codes.reshape(-1), len(chunk), weights.shape[1], scheme.bits)
         check.compare(weights, level, scale, chunk.start)
+        if scheme.search:
+            self._searched(chunk, weights, scale)
         return check.finish()
+
+    def _searched(self, chunk: range, weights: F32, scale: F32) -> None:
+        """Scales that the search does not try: it begins with that of the largest weight."""
+        half_range = 7.5 if self.scheme.bits == 4 else 127.5
+        first = np.abs(weights).reshape(*scale.shape, -1).max(axis=2) / half_range
+        tried = (scale >= _LEAST * first) & (scale <= _MOST * first)
+        for at in np.argwhere(~tried & (first > _SMALLEST))[:NAMED]:
+            words = f"is {scale[tuple(at)]:.9g} at {[int(i) for i in at]}, which no search tries"
+            self._violation("scale", words, chunk.start + int(at[0]), None, scales=True)
 
     # ---- reporting ----
 

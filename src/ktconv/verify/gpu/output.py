@@ -226,7 +226,8 @@ def _usable(manifest: Manifest | None) -> Manifest | None:
 def _scheme(manifest: Manifest | None) -> Scheme | None:
     if manifest is None:
         return None
-    return Scheme(manifest.options["scheme"], manifest.options["group_size"])
+    options = manifest.options
+    return Scheme(options["scheme"], options["group_size"], options.get("scale") == "search")
 
 
 def _quantization(
@@ -277,7 +278,7 @@ def _plan(checkpoint: Checkpoint, manifest: Manifest | None, scheme: Scheme | No
         }
     known = scheme or Scheme("W4A16", CHANNEL)
     if len(known.row.groups) > 1:  # any size will do
-        known = Scheme(known.name, CHANNEL)
+        known = Scheme(known.name, CHANNEL)  # a search changes no name or shape
     ours = Options(
         scheme=known.name,
         group_size=known.group_size,

@@ -82,6 +82,7 @@ class RoundingCheck:
     report: Callable[[Violation], None]
     codes: str = "weight_packed"  # last components of the tensors' names
     scales: str = "weight_scale"
+    quotients: str = ""  # the precision of quotients, if it is not that of scales
     sums: ErrorStats = field(default_factory=ErrorStats)
     squared_steps: float = 0.0
 
@@ -213,7 +214,8 @@ class RoundingCheck:
 
     def _level(self, exact: NDArray[np.float64]) -> F32:
         top = self.group.max_level
-        found: F32 = np.rint(np.clip(self._round(exact), -top - 1, top))
+        quotient = exact.astype(np.float32) if self.quotients == "F32" else self._round(exact)
+        found: F32 = np.rint(np.clip(quotient, -top - 1, top))
         return found
 
     def _name_source(self, source: F32, first: int) -> None:

@@ -123,6 +123,8 @@ class GpuVerifier(OutputVerifier):
         scheme = self.output.scheme
         if scheme is None or scheme.layout is not PACK_QUANTIZED:
             return scheme is not None
+        if scheme.search:
+            return True
         if matrix is None or self.requantized:
             return False
         return is_kept(scheme, matrix, weight_dtype(matrix) == "F16")
