@@ -35,8 +35,6 @@ from ktconv.verify.totals import ItemResult
 
 LEVEL = "weights"
 NAMED = 3  # wrong codes and scales of some rows
-_LEAST, _MOST = 0.34, 1.26  # of the scale of the largest weight
-_SMALLEST = 2.0**-9 / 7.5  # below, scales of f16 are coarse
 _SLOP = 1e-6  # relative, of values whose second scale is a reciprocal
 
 
@@ -159,6 +157,8 @@ class EncodedCheck:
         """Compares some rows."""
         if kept:
             return self._kept(stored, chunk, native.decode(view), codes)
+        if self.scheme.search:
+            self._searched(stored, chunk, view)
         proved = self._proved(stored, chunk, view, codes)
         if proved is not None:
             return proved
@@ -243,18 +243,18 @@ class EncodedCheck:
         scale = scale_values(scheme, stored.scales_of(chunk), stored.half).reshape(len(chunk), -1)
         level = levels(codes.reshape(-1), len(chunk), weights.shape[1], scheme.bits)
         check.compare(weights, level, scale, chunk.start)
-        if scheme.search:
-            self._searched(chunk, weights, scale)
         return check.finish()
 
-    def _searched(self, chunk: range, weights: F32, scale: F32) -> None:
-        """Scales that the search does not try: it begins with that of the largest weight."""
-        half_range = 7.5 if self.scheme.bits == 4 else 127.5
-        first = np.abs(weights).reshape(*scale.shape, -1).max(axis=2) / half_range
-        tried = (scale >= _LEAST * first) & (scale <= _MOST * first)
-        for at in np.argwhere(~tried & (first > _SMALLEST))[:NAMED]:
-            words = f"is {scale[tuple(at)]:.9g} at {[int(i) for i in at]}, which no search tries"
-            self._violation("scale", words, chunk.start + int(at[0]), None, scales=True)
+    def _searched(self, stored: StoredParts, chunk: range, view: native.Matrix) -> None:
+        """That scales are those that the search finds, which is done again: by the code that
+        wrote them, whose tests hold it against its specification."""
+        encoding = self.scheme.encoding(stored.half)
+        _, wanted = native.encode(encoding, view)
+        found = stored.scales_of(chunk).view(wanted.dtype).reshape(wanted.shape)
+        for row, group in np.argwhere(found != wanted)[:NAMED]:
+            at = chunk.start + int(row), int(group)
+            words = f"is not the scale at {list(at)} that the search finds"
+            self._violation("scale", words, at[0], None, scales=True)
 
     # ---- reporting ----
 
