@@ -51,8 +51,9 @@ class Deviation:
         self._squared_error = self._squared_source = 0.0
         self._most_steps, self._zeros, self._elements = 0.0, 0, 0
 
-    def add(self, source: native.Matrix, codes: U8, scales: Array) -> None:
-        """The next rows: their source, codes as bytes, and scales as kt_encode leaves them.
+    def add(self, source: native.Matrix, codes: U8, scales: Array, zeros: U8 | None = None) -> None:
+        """The next rows: their source, codes as bytes, scales as kt_encode leaves them, and codes
+        that mean 0, see `stored_matrix`.
 
         Raises VerificationError where they cannot be a rounding of it.
         """
@@ -65,7 +66,7 @@ class Deviation:
         if found is not None and self._method == "rtn":
             self._check_rounding(found)
         if found is None or not TINY < found.squared_source < math.inf:
-            found = self._compared(source, codes, scales)
+            found = self._compared(source, codes, scales, zeros)
         self._most_steps = max(self._most_steps, found.max_steps)
         self._squared_error += found.squared_error
         self._squared_source += found.squared_source
@@ -80,18 +81,22 @@ class Deviation:
         if self._keeps and self._squared_error > _KEPT_ERROR * self._squared_source:
             self._refuse("it is not what its source is, although its codes are kept")
 
-    def _compared(self, source: native.Matrix, codes: U8, scales: Array) -> native.EncodedAudit:
+    def _compared(
+        self, source: native.Matrix, codes: U8, scales: Array, zeros: U8 | None
+    ) -> native.EncodedAudit:
         """Errors in NumPy: of shapes that the C library does not take, kinds of numbers that it
         does not compare, and weights whose squares are no binary32."""
         scheme, codes = self._scheme, codes.reshape(source.rows, -1)
         if scheme.row.is_int and not self._keeps:
             return compared(scheme, source, codes, scales, scheme.is_half(self._half))
-        stored = stored_matrix(scheme, codes, scales, source.cols, self._half, self._factor)
+        stored = stored_matrix(scheme, codes, scales, source.cols, self._half, self._factor, zeros)
         found, wanted = native.decode(stored), native.decode(source)
         off = (found - wanted).astype(np.float64)
-        zeros = int(np.count_nonzero(found == 0))
+        nothing = int(np.count_nonzero(found == 0))
         wanted_squares = float(np.vdot(wanted.astype(np.float64), wanted))
-        return native.EncodedAudit(wanted_squares, float(np.vdot(off, off)), 0.0, 0.0, zeros, 0, 0)
+        return native.EncodedAudit(
+            wanted_squares, float(np.vdot(off, off)), 0.0, 0.0, nothing, 0, 0
+        )
 
     def _check_rounding(self, found: native.EncodedAudit) -> None:
         for wrong, what in (

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from ktconv.checkpoint import ExpertMatrix
-from ktconv.checkpoint.elements import F4_E2M1, F8_E4M3, I4, I8, STREAMS
+from ktconv import native
+from ktconv.checkpoint import BlockGrid, ExpertMatrix, MoELayer
+from ktconv.checkpoint.elements import F4_E2M1, F8_E4M3, I4, I8, STREAMS, U4_AWQ
 from ktconv.formats.decode import E4M3FN_VALUES, f32_to_bf16
-from ktconv.reading.matrices import MatrixReader
+from ktconv.reading.matrices import MatrixReader, Scales
 from ktconv.system.arrays import U8, Array
+from ktconv.targets.encoded.layouts.words import AWQ
 from ktconv.targets.encoded.scheme import Scheme
 
 # By kind of number: elements whose bytes are the codes, but for bits that are turned.
@@ -33,6 +37,8 @@ def is_kept(scheme: Scheme, matrix: ExpertMatrix, half: bool) -> bool:
     """Whether the codes and scales of the source can be those of the output. `half`: see
     `Scheme.encoding`."""
     found, row = matrix.quantization, scheme.row
+    if row.layout is AWQ:
+        return _awq_group(matrix) == scheme.group_size
     if found is None or found.groups is not None or matrix.col_stride != 1:
         return False
     if matrix.element not in _CODES.get(row.kind, {}):
@@ -54,6 +60,32 @@ def is_kept(scheme: Scheme, matrix: ExpertMatrix, half: bool) -> bool:
         and grid.block_rows == row.block
         and (grid.block_cols == width or grid.block_cols >= cols == width)
     )
+
+
+def awq_group(layers: Sequence[MoELayer]) -> int | None:
+    """The group size of experts that are all AWQ with float16 scales; None for others."""
+    sizes = {_awq_group(matrix) for layer in layers for matrix in layer.kinds}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _awq_group(matrix: ExpertMatrix) -> int | None:
+    found = matrix.quantization
+    if matrix.element != U4_AWQ or found is None or found.groups is not None:
+        return None
+    grid, zero = found.scale, found.zero_point
+    whole = not (grid.row_origin or grid.col_origin) and grid.block_rows == 1
+    sound = whole and grid.number == "F16" and isinstance(zero, BlockGrid)
+    return grid.block_cols if sound and grid.block_cols < matrix.cols else None
+
+
+def awq_codes(source: MatrixReader, chunk: range, stored: U8, groups: int) -> U8:
+    """Codes of AWQ, 0 to 15, as kt_encode leaves those of INT4: numbers without scales, which the
+    reader puts in order."""
+    cols = source.matrix.cols
+    ones = Scales(np.ones((source.matrix.rows, groups), np.float32))
+    levels = native.decode(source.view(chunk, ones, stored, 0, cols)).astype(np.uint8)
+    codes: U8 = (levels[:, 0::2] | levels[:, 1::2] << np.uint8(4)).reshape(-1)
+    return codes
 
 
 def kept_codes(scheme: Scheme, matrix: ExpertMatrix, stored: U8) -> U8:

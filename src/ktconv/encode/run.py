@@ -14,7 +14,7 @@ from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import Selection, plan_checkpoint
 from ktconv.conversion.run import Report, check_output, fit_memory, refuse_nested
 from ktconv.encode.conversion import Encode
-from ktconv.encode.passing import is_kept
+from ktconv.encode.passing import awq_group, is_kept
 from ktconv.encode.request import Preflight, Request, buffer_sizes
 from ktconv.encode.task import encoding_buffers, encoding_memory
 from ktconv.errors import CheckpointError, UsageError
@@ -43,6 +43,7 @@ def prepare(request: Request, job: type[Encode] = Encode, libraries: int = 0) ->
     )
     _check_tower(request, checkpoint)
     refuse_nested(checkpoint.path, request.output)
+    request = _with_groups_of_awq(request, checkpoint)
     options, selection = _choose_experts(request, checkpoint)
     plan = plan_checkpoint(checkpoint, EncodedTarget(options, checkpoint), selection)
     plan = replace(
@@ -81,6 +82,15 @@ def _check_tower(request: Request, checkpoint: Checkpoint) -> None:
             "pattern, which fits those of all towers",
             "Convert the experts for CPUs, with quantize-cpu, or serve the original model.",
         )
+
+
+def _with_groups_of_awq(request: Request, checkpoint: Checkpoint) -> Request:
+    """An AWQ source that is kept has its own group size."""
+    options = request.options
+    if options.scheme != "awq" or options.requantize:
+        return request
+    size = awq_group(checkpoint.layers)
+    return request if size is None else replace(request, options=replace(options, group_size=size))
 
 
 def _choose_experts(request: Request, checkpoint: Checkpoint) -> tuple[Options, Selection | None]:

@@ -57,9 +57,16 @@ def scale_values(scheme: Scheme, scales: Array, half: bool, factor: float = 0.0)
 
 
 def stored_matrix(
-    scheme: Scheme, codes: U8, scales: Array, cols: int, half: bool, factor: float = 0.0
+    scheme: Scheme,
+    codes: U8,
+    scales: Array,
+    cols: int,
+    half: bool,
+    factor: float = 0.0,
+    zeros: U8 | None = None,
 ) -> native.Matrix:
-    """`codes` [rows, bytes], the first of which begins a block of `scales`."""
+    """`codes` [rows, bytes], the first of which begins a block of `scales`; `zeros` [rows, groups]:
+    the codes that mean 0, if they are not the usual ones."""
     codes = codes.reshape(len(codes), -1)
     element, zero = _ELEMENTS[scheme.row.kind]
     flat = np.ascontiguousarray(codes).reshape(-1)
@@ -79,5 +86,11 @@ def stored_matrix(
         row_stride=width // unit_cols,
         block_scale=grid,
         block=(scheme.row.block, group),
-        zero_point=None if zero is None else np.full_like(grid, zero),
+        zero_point=_zero_points(grid, zero, zeros),
     )
+
+
+def _zero_points(grid: F32, usual: int | None, zeros: U8 | None) -> F32 | None:
+    if zeros is not None:
+        return np.ascontiguousarray(zeros, np.float32).reshape(grid.shape)
+    return None if usual is None else np.full_like(grid, usual)

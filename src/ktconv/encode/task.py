@@ -14,7 +14,7 @@ from ktconv import native
 from ktconv.checkpoint import ExpertMatrix, MoELayer, Projection
 from ktconv.conversion.tasks import Advance, ExpertTask, write_tensor
 from ktconv.encode.deviation import Deviation
-from ktconv.encode.passing import is_kept, kept_codes, kept_scales
+from ktconv.encode.passing import awq_codes, is_kept, kept_codes, kept_scales
 from ktconv.encode.stored import second_scale, tensor_scale
 from ktconv.errors import CheckpointError
 from ktconv.reading.buffers import Buffers, BufferSizes
@@ -22,6 +22,7 @@ from ktconv.reading.matrices import MatrixReader, buffer_bytes, chunk_rows, chun
 from ktconv.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.system.arrays import U8, Array
 from ktconv.targets.encoded.layouts.base import Sizes
+from ktconv.targets.encoded.layouts.words import AWQ
 from ktconv.targets.encoded.scheme import Scheme
 from ktconv.targets.encoded.target import EncodedTarget, weight_dtype
 from ktconv.writer.staging import Staging
@@ -87,7 +88,8 @@ class EncodeTask(ExpertTask):
                     staging.read(codes_of.name, written.data, done)
                     codes = written
                 digest.update(codes.data)
-            deviation.add(view, codes, scales)
+            zeros = None if encoder.zeros is None else encoder.zeros[chunk.start : chunk.stop]
+            deviation.add(view, codes, scales, zeros)
             done += codes.nbytes
             remaining -= count
             advance(count)
@@ -97,7 +99,7 @@ class EncodeTask(ExpertTask):
             stored = layout.whole(whole)
             record = write_tensor(codes_of.name, [stored], staging, self.verify)
         record |= deviation.finish()
-        arrays = layout.others(sizes, encoder.scales, encoder.factor)
+        arrays = layout.others(sizes, encoder.scales, encoder.factor, encoder.zeros)
         return {
             codes_of.name: record,
             **{
@@ -120,6 +122,7 @@ class _Encoder:
 
     scales: Array
     factor = 0.0
+    zeros: U8 | None = None
     keeps = False
 
     def __init__(self, task: EncodeTask, sizes: Sizes, half: bool) -> None:
@@ -182,6 +185,22 @@ class _Rounded(_Encoder):
         return codes
 
 
+class _KeptAwq(_Encoder):
+    """The source's own, with its zero points, in the order of INT4."""
+
+    keeps = True
+
+    def __init__(self, task: EncodeTask, sizes: Sizes, half: bool) -> None:
+        super().__init__(task, sizes, half)
+        found = self.source.load_scales()
+        assert found is not None and found.zero_point is not None
+        self.scales = found.scale.astype("<f2").view(np.uint16)
+        self.zeros = found.zero_point.astype(np.uint8)
+
+    def _codes(self, chunk: range, view: native.Matrix, buffers: Buffers, scales: Array) -> U8:
+        return awq_codes(self.source, chunk, buffers.source, scales.shape[1])
+
+
 class _Kept(_Encoder):
     """The source's own."""
 
@@ -204,7 +223,7 @@ class _Kept(_Encoder):
 
 def _encoder(task: EncodeTask, sizes: Sizes, half: bool) -> _Encoder:
     if not task.target.options.requantize and is_kept(task.scheme, task.matrix, half):
-        return _Kept(task, sizes, half)
+        return (_KeptAwq if task.scheme.layout is AWQ else _Kept)(task, sizes, half)
     return _Rounded(task, sizes, half)
 
 

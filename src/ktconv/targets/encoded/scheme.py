@@ -121,7 +121,10 @@ ROWS = (
         "gptq-int4", "int4", 128, GPTQ, sections.gptq, names.THREE, kt_method="GPTQ_INT4",
         half=True, transformers=False,
     ),
-    _cpu("awq", "int4", 128, AWQ, sections.no_section, names.BLK, half=True, transformers=False),
+    Row(
+        "awq", "quantize-cpu", "int4", (128, 32, 64), AWQ, sections.no_section, names.BLK,
+        half=True, transformers=False,
+    ),
     _cpu(
         "bf16", "bf16", 0, plain.BF16, sections.no_section, names.THREE, kt_method="BF16", bits=16
     ),

@@ -111,9 +111,10 @@ class EncodedCheck:
             for part in layout.parts[1:]
         }
         stored = stored_parts(scheme, self.module, matrix, read)
-        self._constant_parts(stored, read)
         kept = scheme.encodes and not self.requantized
         kept = kept and is_kept(scheme, matrix, stored.half)
+        if not (kept and stored.zeros is not None):  # else values show them
+            self._constant_parts(stored, read)
         rounded = scheme.row.is_int and not (stored.half and scheme.is_half(stored.half))
         source = MatrixReader(self.context.reader, matrix, round_to_bf16=rounded and not kept)
         reading = reading_of(self.context, self.module, self.source, source)

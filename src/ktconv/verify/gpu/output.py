@@ -277,7 +277,7 @@ def _plan(checkpoint: Checkpoint, manifest: Manifest | None, scheme: Scheme | No
             for index, count in counts.items()
         }
     known = scheme or Scheme("W4A16", CHANNEL)
-    if len(known.row.groups) > 1:  # any size will do
+    if CHANNEL in known.row.groups:  # any size will do, and this one fits
         known = Scheme(known.name, CHANNEL)  # a search changes no name or shape
     ours = Options(
         scheme=known.name,

@@ -31,12 +31,16 @@ class StoredParts:
     half: bool  # whether the source's weights are f16
     scales: U8  # [scale rows, bytes]
     factor: float
+    zeros: U8 | None  # [rows, groups]
 
     def matrix(self, rows: range, codes: U8) -> native.Matrix:
         """Rows that begin and end with a block of scales, for the C library."""
         here = self.scales_of(rows)
         codes = codes.reshape(len(rows), -1)
-        return stored_matrix(self.scheme, codes, here, self.sizes.cols, self.half, self.factor)
+        zeros = None if self.zeros is None else self.zeros[rows.start : rows.stop]
+        return stored_matrix(
+            self.scheme, codes, here, self.sizes.cols, self.half, self.factor, zeros
+        )
 
     def scales_of(self, rows: range) -> U8:
         block = self.scheme.row.block
@@ -72,4 +76,6 @@ def stored_parts(
     scales = np.empty((0, 0), np.uint8)
     if scheme.encodes:
         scales = scheme.layout.scales(read, sizes)
-    return StoredParts(scheme, module, sizes, half, scales, scheme.layout.factor(read))
+    layout = scheme.layout
+    factor, zeros = layout.factor(read), layout.zeros(read, sizes)
+    return StoredParts(scheme, module, sizes, half, scales, factor, zeros)

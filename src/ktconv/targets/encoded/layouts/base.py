@@ -27,7 +27,8 @@ class Sizes:
 
 class Layout(ABC):
     """How the codes and scales of kt_encode lie in a file. An array of scales has the bytes that
-    kt_encode leaves; `factor` is the second scale of a whole matrix as it is stored."""
+    kt_encode leaves; `factor` is the second scale of a whole matrix as it is stored, `zeros`
+    [rows, groups] are the codes that mean 0 where they are not those of kt_encode."""
 
     name: str  # in manifests and messages
     parts: Sequence[str]  # the last components of the tensors' names; the first one has the codes
@@ -39,7 +40,9 @@ class Layout(ABC):
         """dtype, shape and bytes of each part."""
 
     @abstractmethod
-    def others(self, sizes: Sizes, scales: Array, factor: float) -> Mapping[str, Array]:
+    def others(
+        self, sizes: Sizes, scales: Array, factor: float, zeros: U8 | None = None
+    ) -> Mapping[str, Array]:
         """The parts but for the codes."""
 
     def whole(self, codes: U8) -> U8:
@@ -64,6 +67,10 @@ class Layout(ABC):
     def factor(self, parts: Mapping[str, U8]) -> float:
         """The second scale, from the bytes of the parts; 0 where there is none."""
         return 0.0
+
+    def zeros(self, parts: Mapping[str, U8], sizes: Sizes) -> U8 | None:
+        """The codes that mean 0 [rows, groups], where the layout has any."""
+        return None
 
     def tensors(self, module: str, sizes: Sizes) -> list[Tensor]:
         """`module`: the name of the matrix without ".weight"."""

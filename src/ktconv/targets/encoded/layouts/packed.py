@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ktconv.targets.encoded.layouts.base import Layout, Sizes
 
 if TYPE_CHECKING:
-    from ktconv.system.arrays import Array
+    from ktconv.system.arrays import U8, Array
 
 
 class _PackQuantized(Layout):
@@ -29,7 +29,9 @@ class _PackQuantized(Layout):
             ("I64", (2,), 16),
         )
 
-    def others(self, sizes: Sizes, scales: Array, factor: float) -> Mapping[str, Array]:
+    def others(
+        self, sizes: Sizes, scales: Array, factor: float, zeros: U8 | None = None
+    ) -> Mapping[str, Array]:
         import numpy as np
 
         return {"weight_scale": scales, "weight_shape": np.array([sizes.rows, sizes.cols], "<i8")}

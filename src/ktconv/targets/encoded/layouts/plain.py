@@ -40,7 +40,9 @@ class Plain(Layout):
             return (*found, ("F32", shape, 4))
         return found
 
-    def others(self, sizes: Sizes, scales: Array, factor: float) -> Mapping[str, Array]:
+    def others(
+        self, sizes: Sizes, scales: Array, factor: float, zeros: U8 | None = None
+    ) -> Mapping[str, Array]:
         import numpy as np
 
         found: dict[str, Array] = {}

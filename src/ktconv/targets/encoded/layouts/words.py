@@ -2,7 +2,8 @@
 and what KTransformers' converter makes of AWQ (SPEC 7).
 
 Both have the words of kt_encode, q + 8 with the first input in the lowest bits; GPTQ's are
-transposed. Zero points are 8 everywhere. GPTQ's first version, the one that engines read without
+transposed. Zero points are 8 everywhere, but those of an AWQ
+source, which are kept. GPTQ's first version, the one that engines read without
 being told, stores them less one.
 """
 
@@ -36,7 +37,9 @@ class _Gptq(Layout):
             ("I32", (sizes.cols,), 4 * sizes.cols),
         )
 
-    def others(self, sizes: Sizes, scales: Array, factor: float) -> Mapping[str, Array]:
+    def others(
+        self, sizes: Sizes, scales: Array, factor: float, zeros: U8 | None = None
+    ) -> Mapping[str, Array]:
         import numpy as np
 
         groups = _groups(sizes)
@@ -78,13 +81,23 @@ class _Awq(Layout):
             (sizes.scale_dtype, (groups * sizes.rows,), 2 * groups * sizes.rows),
         )
 
-    def others(self, sizes: Sizes, scales: Array, factor: float) -> Mapping[str, Array]:
+    def others(
+        self, sizes: Sizes, scales: Array, factor: float, zeros: U8 | None = None
+    ) -> Mapping[str, Array]:
         import numpy as np
 
-        return {
-            "qzeros": np.full((_groups(sizes), sizes.rows // 8), 0x88888888, "<u4"),
-            "scale": np.ascontiguousarray(scales.T).reshape(-1),
-        }
+        stored = np.full((_groups(sizes), sizes.rows // 8), 0x88888888, "<u4")
+        if zeros is not None:  # eight outputs in a word, the first in the lowest bits
+            pairs = zeros.T[:, 0::2] | zeros.T[:, 1::2] << np.uint8(4)
+            stored = np.ascontiguousarray(pairs).view("<u4")
+        return {"qzeros": stored, "scale": np.ascontiguousarray(scales.T).reshape(-1)}
+
+    def zeros(self, parts: Mapping[str, U8], sizes: Sizes) -> U8 | None:
+        import numpy as np
+
+        stored = parts["qzeros"].reshape(_groups(sizes), -1)
+        found = np.stack([stored & 15, stored >> 4], -1).reshape(_groups(sizes), -1)
+        return np.ascontiguousarray(found.T)
 
     def scales(self, parts: Mapping[str, U8], sizes: Sizes) -> U8:
         import numpy as np
