@@ -618,3 +618,27 @@ def test_a_second_run_keeps_everything(model: Path, tmp_path: Path) -> None:
     assert not report.converted and report.complete
     with pytest.raises(Exception, match=r"other settings .* options.scheme"):
         encode(model, tmp_path / "out", "fp8")
+
+
+def test_inspect_tells_the_bytes_of_every_method(
+    model: Path, made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from ktconv.packed.choice import methods
+
+    found = methods(open_checkpoint(str(model)))
+    for scheme in names_of("quantize-cpu"):
+        modules = {place.module for place in places(model, scheme)}
+        tensors = read_model(made(scheme)).items()
+        wanted = sum(len(raw.data) for name, raw in tensors if name.rpartition(".")[0] in modules)
+        assert found[scheme]["expert_bytes"] == wanted
+    small = write_checkpoint(
+        tmp_path / "small",
+        numbered(SOURCE, random_weights(96, 96, 2)),
+        simple_config(hidden_size=96, moe_intermediate_size=96, num_experts=2),
+    )
+    found = methods(open_checkpoint(str(small)))
+    assert found["fp8"]["numbers"].startswith("not possible: fp8 has groups of 128")
+    assert found["mxfp4"]["expert_bytes"] == 6 * 96 * (48 + 3)
+    kept = encoded_model(tmp_path / "fp8", "fp8 block")[0]
+    found = methods(open_checkpoint(str(kept)))
+    assert found["fp8"]["numbers"] == "codes and scales of the source are kept"

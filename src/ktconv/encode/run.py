@@ -14,13 +14,13 @@ from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import Selection, plan_checkpoint
 from ktconv.conversion.run import Report, check_output, fit_memory, refuse_nested
 from ktconv.encode.conversion import Encode
-from ktconv.encode.passing import awq_group, is_kept
 from ktconv.encode.request import Preflight, Request, buffer_sizes
 from ktconv.encode.task import encoding_buffers, encoding_memory
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.placement.expert_sets import check_expert_set, others, read_expert_set
 from ktconv.system import machine
 from ktconv.system.text import Notify, silent
+from ktconv.targets.encoded.kept import awq_group, is_kept
 from ktconv.targets.encoded.loading import transformers_reads_packed
 from ktconv.targets.encoded.module_classes import count_classes
 from ktconv.targets.encoded.naming import OWN

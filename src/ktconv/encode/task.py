@@ -14,13 +14,14 @@ from ktconv import native
 from ktconv.checkpoint import ExpertMatrix, MoELayer, Projection
 from ktconv.conversion.tasks import Advance, ExpertTask, write_tensor
 from ktconv.encode.deviation import Deviation
-from ktconv.encode.passing import awq_codes, is_kept, kept_codes, kept_scales
+from ktconv.encode.passing import awq_codes, kept_codes, kept_scales
 from ktconv.encode.stored import second_scale, tensor_scale
 from ktconv.errors import CheckpointError
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.matrices import MatrixReader, buffer_bytes, chunk_rows, chunks
 from ktconv.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.system.arrays import U8, Array
+from ktconv.targets.encoded.kept import is_kept
 from ktconv.targets.encoded.layouts.base import Sizes
 from ktconv.targets.encoded.layouts.words import AWQ
 from ktconv.targets.encoded.scheme import Scheme

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ktconv.checkpoint import Checkpoint, ExpertMatrix
+from ktconv.checkpoint import Checkpoint, ExpertMatrix, MoELayer
+from ktconv.errors import KtconvError
 from ktconv.formats import FORMATS, output_formats
+from ktconv.targets.biases import refuse_biases
+from ktconv.targets.encoded.kept import awq_group, is_kept
+from ktconv.targets.encoded.scheme import Scheme, group_size_of, names_of
+from ktconv.targets.encoded.target import weight_dtype
 
 _SHORT = 5.0  # bits per weight: sources below it were quantized to 4 or 5 bits
 _INTEGER_BITS = {"int4": 4, "int8": 8}
@@ -15,7 +20,7 @@ _INTEGER_BITS = {"int4": 4, "int8": 8}
 def methods(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """By method: bytes of all experts, and in words what it does to the source's numbers."""
     bits = 8 * _source_bytes(checkpoint) / _weights(checkpoint)
-    return {
+    packed: dict[str, Any] = {
         method: {
             "expert_bytes": sum(
                 len(layer.experts)
@@ -28,6 +33,47 @@ def methods(checkpoint: Checkpoint) -> Mapping[str, Any]:
         }
         for method in output_formats()
     }
+    return {**packed, **_encoded(checkpoint)}
+
+
+def _encoded(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """The same of methods that write a checkpoint; why not, where the model cannot have them."""
+    found: dict[str, Any] = {}
+    for name in names_of("quantize-cpu"):
+        size = awq_group(checkpoint.layers) if name == "awq" else None
+        scheme = Scheme(name, size or group_size_of(name))
+        try:
+            refuse_biases(checkpoint.layers, "this method does not write them", "")
+            scheme.check(checkpoint.layers)
+        except KtconvError as error:
+            found[name] = {"expert_bytes": None, "numbers": f"not possible: {error}"}
+            continue
+        kinds = [matrix for layer in checkpoint.layers for matrix in layer.kinds]
+        kept = [is_kept(scheme, one, weight_dtype(one) == "F16") for one in kinds]
+        found[name] = {
+            "expert_bytes": sum(_expert_bytes(scheme, layer) for layer in checkpoint.layers),
+            "numbers": _of_format(scheme, kept),
+        }
+    return found
+
+
+def _expert_bytes(scheme: Scheme, layer: MoELayer) -> int:
+    one = layer.experts[0]
+    sizes = (
+        tensor.nbytes
+        for matrix in one.values()
+        for tensor in scheme.tensors("m", matrix.rows, matrix.cols, weight_dtype(matrix))
+    )
+    return len(layer.experts) * sum(sizes)
+
+
+def _of_format(scheme: Scheme, kept: Sequence[bool]) -> str:
+    if not scheme.encodes:
+        return "decoded to bf16"
+    if all(kept):
+        return "codes and scales of the source are kept"
+    some = "; some matrices have this format in the source and keep it" if any(kept) else ""
+    return f"rounded to {scheme.bits} bits, {scheme.grouping}{some}"
 
 
 def _numbers(checkpoint: Checkpoint, method: str, bits: float) -> str:

@@ -10,7 +10,6 @@ import numpy as np
 
 from ktconv import native
 from ktconv.checkpoint import ExpertMatrix, MoELayer
-from ktconv.encode.passing import is_kept
 from ktconv.encode.proof import audit
 from ktconv.encode.stored import scale_values, tensor_scale
 from ktconv.formats.decode import f32_to_bf16
@@ -19,6 +18,7 @@ from ktconv.reading.buffers import Buffers
 from ktconv.reading.matrices import MatrixReader, spans_of
 from ktconv.reading.reader import Span
 from ktconv.system.arrays import F32, U8, Bools
+from ktconv.targets.encoded.kept import is_kept
 from ktconv.targets.encoded.scheme import Scheme
 from ktconv.targets.encoded.target import weight_dtype
 from ktconv.verify.gpu import nearest

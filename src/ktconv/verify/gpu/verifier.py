@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from math import prod
 
 from ktconv.checkpoint import ExpertMatrix, TensorRef
-from ktconv.encode.passing import is_kept
 from ktconv.errors import UsageError
 from ktconv.reading.buffers import BufferSizes
 from ktconv.reading.matrices import buffer_bytes, chunk_rows
+from ktconv.targets.encoded.kept import is_kept
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.encoded.target import weight_dtype
 from ktconv.verify.findings import Facts
