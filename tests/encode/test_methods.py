@@ -620,6 +620,31 @@ def test_a_second_run_keeps_everything(model: Path, tmp_path: Path) -> None:
         encode(model, tmp_path / "out", "fp8")
 
 
+@pytest.mark.parametrize("scheme", ALL)
+def test_inspect_knows_an_output(scheme: str, made: Callable[[str], Path]) -> None:
+    from ktconv.packed.inspection import inspect_path
+
+    found = inspect_path(str(made(scheme)))
+    for_cpu = SCHEMES[scheme].command == "quantize-cpu"
+    assert found["kind"] == ("encoded experts" if for_cpu else "experts for a GPU")
+    assert found["method" if for_cpu else "scheme"] == scheme
+    assert (found["moe_layers"], found["experts"], found["experts_left_out"]) == ("0", [3], 0)
+    assert found["complete"] and found["hidden_size"] == [HIDDEN]
+
+
+def test_packed_experts_are_no_source(
+    model: Path, made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from helpers.convert import convert
+
+    convert(model, tmp_path / "int4", numa=1)
+    for source in (tmp_path / "int4", made("awq")):
+        with pytest.raises(CheckpointError, match="packed for KTransformers"):
+            encode(source, tmp_path / "out", "fp8")
+    encode(made("fp8"), tmp_path / "again", "bf16")  # what can be decoded is one
+    assert check(tmp_path / "again", made("fp8")).passed
+
+
 def test_inspect_tells_the_bytes_of_every_method(
     model: Path, made: Callable[[str], Path], tmp_path: Path
 ) -> None:

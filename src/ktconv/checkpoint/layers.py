@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from ktconv.checkpoint.config import ModelConfig
@@ -72,7 +73,18 @@ def _is_down(rest: str) -> bool:
     return table.FAMILIES.projections.get(rest.split(".")[1]) == "down"
 
 
+_PACKED = re.compile(r"blk\.[0-9]+\.ffn_[a-z_]+_exps\.[0-9]+\.")  # as KTransformers names them
+
+
 def _no_experts(split: Split, config: ModelConfig) -> CheckpointError:
+    packed = (one.name for one in split.others if _PACKED.match(one.name))
+    if (name := next(packed, None)) is not None:
+        return CheckpointError(
+            f"{name}: these experts were packed for KTransformers, by quantize-cpu or its own "
+            "converter, and are no source of a conversion",
+            "Convert the original model; of outputs, those of the methods in docs/methods.md but "
+            "awq can be read.",
+        )
     guess = guess_map(split.others, config, "this model")
     near = [f"{one.text} ({one.described})" for one in guess.likely[:_SHOWN]]
     near = near or nearest_keys(tensor.name for tensor in split.others)

@@ -29,11 +29,14 @@ from ktconv.packed.weights import (
 from ktconv.system.elsewhere import elsewhere_of, transfer
 from ktconv.system.units import format_ranges
 from ktconv.targets.card import codes_in_words
+from ktconv.targets.encoded.scheme import FORMATS as ENCODED
+from ktconv.targets.encoded.scheme import SCHEMES
 from ktconv.targets.ktransformers import options_of_record
 from ktconv.writer.journal import STATE_DIRECTORY, Journal, file_is_intact
 from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
 
-GPU_FORMAT = "pack-quantized"  # what the manifest of quantize-gpu names
+# Experts of the method awq: names that no model has.
+_REORDERED = re.compile(r"(blk\.[0-9]+)\.ffn_[a-z]+_exps\.([0-9]+)\.[a-z]+")
 
 
 def inspect_path(
@@ -55,7 +58,7 @@ def inspect_path(
         if manifest is None and not may_hold_packed(directory):
             return _opened(path, config, found_map, explained, tower)
         found = open_packed(directory)
-        if manifest is not None and manifest.options.get("format") == GPU_FORMAT:
+        if manifest is not None and manifest.options.get("format") in ENCODED:
             return _quantized(directory, found, manifest)
         if found.tensors or manifest is not None:
             return _converted(directory, found, manifest)
@@ -143,22 +146,23 @@ def _unfinished(directory: Path) -> dict[str, Any]:
 
 
 def _quantized(directory: Path, found: PackedWeights, manifest: Manifest) -> dict[str, Any]:
-    """What quantize-gpu wrote."""
+    """Experts encoded in a checkpoint."""
     options, layers = manifest.options, manifest.layers
     missing = sorted(manifest.tensors.keys() - found.others.keys())
-    inside = filter(is_in_experts, found.others)
-    names = {name: parts for name in inside if (parts := split_name(name))}
+    names = {name: parts for name in found.others if (parts := _expert_of(name))}
     experts = [found.others[name] for name in names]
-    here = {(source, rest.partition(".")[0]) for source, rest in names.values()}
+    here = set(names.values())
+    row = SCHEMES.get(str(options.get("scheme")))
+    for_cpu = row is not None and row.command == "quantize-cpu"
+    chosen = {"method": options.get("method"), "scheme": options.get("scheme")}
     damaged = sorted({*found.damaged, *_damaged(directory, manifest)})
     return {
         "schema": 1,
-        "kind": "experts for a GPU",
+        "kind": "encoded experts" if for_cpu else "experts for a GPU",
         "path": str(directory),
         "made_by": f"ktconv {manifest.version}",
         "family": manifest.model_type,
-        "method": options.get("method"),
-        "scheme": options.get("scheme"),
+        **({"method": options.get("scheme")} if for_cpu else chosen),
         "group_size": options.get("group_size"),
         "moe_layers": format_ranges(list(layers)) or "none",
         "experts": sorted({layer["experts"] for layer in layers.values()}),
@@ -172,6 +176,14 @@ def _quantized(directory: Path, found: PackedWeights, manifest: Manifest) -> dic
         "damaged_files": damaged,
         "complete": bool(experts) and not (missing or damaged),
     }
+
+
+def _expert_of(name: str) -> tuple[str, str] | None:
+    """The path of the experts and the number of the one that a tensor belongs to."""
+    if found := _REORDERED.fullmatch(name):
+        return found[1], found[2]
+    parts = split_name(name) if is_in_experts(name) else None
+    return None if parts is None else (parts[0], parts[1].partition(".")[0])
 
 
 def _converted(directory: Path, found: PackedWeights, manifest: Manifest | None) -> dict[str, Any]:
