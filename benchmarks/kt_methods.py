@@ -109,10 +109,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as room:
             output = Path(room) / "out"
             command = [sys.executable, "-m", "ktconv", "quantize-cpu", str(model), str(output)]
-            subprocess.run(
-                [*command, "--method", method, "--progress", "none"],
-                check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+            options = ["--method", method, "--progress", "none"]
+            converted = subprocess.run([*command, *options], capture_output=True, text=True)
+            if converted.returncode:
+                print(f"{method:12} not converted: {converted.stderr.strip()}")
+                continue
             layer, stored = values(output)
             wanted = reference(stored, x, ids, weights)
             sizes = [layer, len(stored), *down]

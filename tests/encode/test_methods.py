@@ -632,6 +632,29 @@ def test_inspect_knows_an_output(scheme: str, made: Callable[[str], Path]) -> No
     assert found["complete"] and found["hidden_size"] == [HIDDEN]
 
 
+KERNELS = {
+    "rawint4": "gint4-32", "int4-g64": "gint4-64", "int4-g128": "gint4-128", "fp8": "fp8",
+    "fp8-channel": "fp8-channel", "mxfp4": "mxfp4", "gptq-int4": "gint4-128-f32", "bf16": "bf16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", KERNELS)
+def test_our_kernels_have_its_numbers(
+    scheme: str, model: Path, made: Callable[[str], Path]
+) -> None:
+    """As `bench --model` opens it."""
+    from ktconv.bench.cases import _opened
+
+    number, experts = _opened(made(scheme), None)
+    assert (number, experts.format.key, experts.count) == (0, KERNELS[scheme], EXPERTS)
+    tensors, modules = read_model(made(scheme)), list(places(model, scheme))
+    for expert in range(EXPERTS):
+        streams = experts.streams(expert)
+        for stream, (module, wanted) in zip(streams, modules[3 * expert :], strict=False):
+            assert stream is not None
+            assert np.array_equal(stream.values(), values_of(tensors, module, *wanted.shape))
+
+
 def test_packed_experts_are_no_source(
     model: Path, made: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -20,11 +20,13 @@ from ktconv.bench.measure import Effort, batch_bytes, kept_routings
 from ktconv.bench.presets import Shape
 from ktconv.bench.routing import Routing, check_replay, check_trace, only_here, parse_routing
 from ktconv.bench.rows import Case
+from ktconv.checkpoint import open_checkpoint
+from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.errors import UsageError
 from ktconv.formats import Format
-from ktconv.moe import Experts, experts_per_token
+from ktconv.moe import Experts, experts_per_token, native_experts
 from ktconv.moe.experts import check_shape
-from ktconv.moe.load import expert_activation_of, open_layer
+from ktconv.moe.load import ConvertedModel, expert_activation_of, open_layer
 from ktconv.system import machine
 from ktconv.system.arrays import I64
 from ktconv.system.pool import Pool
@@ -209,7 +211,7 @@ def _sized(shape: Shape, experts: int | None) -> Shape:
 def _layer_of_model(request: Request, model: Path, pool: Pool, notify: Notify) -> Layer:
     if request.peers:
         raise UsageError("peers cannot read converted models", "leave --model or --peers out")
-    (number, experts) = open_layer(model, request.layer)
+    (number, experts) = _opened(model, request.layer)
     name = printable(path_text(model.resolve().name))
     here = np.flatnonzero(experts.origins >= 0)
     count = len(here)
@@ -234,6 +236,16 @@ def _layer_of_model(request: Request, model: Path, pool: Pool, notify: Notify) -
         f"{expert_activation_of(experts.activation)}"
     )
     return layer
+
+
+def _opened(model: Path, layer: int | None) -> tuple[int, Experts]:
+    """The number and the experts of a layer: packed ones are mapped, those of a checkpoint whose
+    numbers the kernels compute with put into their order."""
+    if ConvertedModel(model).layers or not (model / CONFIG_NAME).exists():
+        return open_layer(model, layer)
+    checkpoint = open_checkpoint(str(model))
+    number = checkpoint.layers[0].index if layer is None else layer
+    return number, native_experts(checkpoint, number)
 
 
 # ---- memory ----
