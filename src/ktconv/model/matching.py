@@ -62,7 +62,8 @@ def check_layers(
     converted = moe_layers(directory)
     if not converted:
         raise CheckpointError(
-            f"{directory} contains no packed experts", "give an OUTPUT of ktconv quantize-cpu"
+            f"{directory} contains no packed experts",
+            "give an OUTPUT of ktconv quantize-cpu --method int4 or int8",
         )
     lacking = sorted(set(layers) - set(converted))
     if lacking:

@@ -169,7 +169,7 @@ class ConvertedModel:
         if not self.layers:
             raise CheckpointError(
                 f"{self.directory} contains no packed experts",
-                "give an OUTPUT of ktconv quantize-cpu",
+                "give an OUTPUT of ktconv quantize-cpu --method int4 or int8",
             )
         wanted = self.layers[0] if layer is None else layer
         if wanted not in self.layers:

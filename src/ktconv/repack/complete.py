@@ -105,7 +105,8 @@ def _tree_of_shards(weights: PackedWeights) -> Tree:
         )
     if not weights.layers:
         raise CheckpointError(
-            f"{weights.directory} contains no packed experts", "give an OUTPUT of quantize-cpu"
+            f"{weights.directory} contains no packed experts",
+            "give an OUTPUT of quantize-cpu --method int4 or int8",
         )
     tree = Tree(weights.directory, {index: _layer(weights, index) for index in weights.layers})
     refuse_mixtures(tree)

@@ -41,11 +41,15 @@ class Input:
         self.only: list[dict[str, Any]] = []  # layers, experts, projections, tensors: only here
         with translated("read", directory):
             if not directory.is_dir():
-                raise UsageError(f"{directory} is not a directory", "give outputs of quantize-cpu")
+                raise UsageError(
+                    f"{directory} is not a directory",
+                    "give outputs of quantize-cpu --method int4 or int8",
+                )
             self.packed: PackedWeights = open_packed(directory)
         if not self.packed.tensors and not self.packed.damaged:
             raise UsageError(
-                f"{directory} contains no packed experts", "give outputs of quantize-cpu"
+                f"{directory} contains no packed experts",
+                "give outputs of quantize-cpu --method int4 or int8",
             )
         self.layers: dict[int, dict[Expert, dict[Piece, TensorRef]]] = {}
         for tensor, place in self.packed.tensors.items():
