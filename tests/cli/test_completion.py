@@ -7,9 +7,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from helpers.cli import ktconv
+
+from ktconv.cli.quantize_cpu import Method
 
 SCRIPT = f"""#!{sys.executable}
 import sys
@@ -20,7 +23,7 @@ main()
 WORDS = {
     "quan": ["quantize-cpu", "quantize-gpu"],
     "quantize-cpu --me": ["--method"],
-    "quantize-cpu MODEL OUTPUT --method ''": ["int4", "int8"],
+    "quantize-cpu MODEL OUTPUT --method i": ["int4", "int4-g64", "int4-g128", "int8", "int8-g128"],
     "quantize-cpu MODEL OUTPUT --layout l": ["layers"],
     "completion ''": ["bash", "zsh", "fish"],
     "inspect ''": [],  # bash then completes files
@@ -60,7 +63,8 @@ def test_bash_completes(line: str, tmp_path: Path) -> None:
 def test_fish_completes(tmp_path: Path) -> None:
     code = "ktconv completion fish | source; complete -C 'ktconv quantize-cpu a b --method '"
     ended = shell("fish", code, tmp_path)
-    assert [line.split()[0] for line in ended.stdout.splitlines()] == ["int4", "int8"]
+    methods = [line.split()[0] for line in ended.stdout.splitlines()]
+    assert sorted(methods) == sorted(get_args(Method))
 
 
 def test_zsh_takes_the_script(tmp_path: Path) -> None:

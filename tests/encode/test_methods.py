@@ -593,6 +593,19 @@ def test_experts_of_a_file_alone(model: Path, tmp_path: Path) -> None:
     assert check(tmp_path / "some", model).passed
 
 
+def test_the_card_has_the_command(model: Path, made: Callable[[str], Path], tmp_path: Path) -> None:
+    """Defaults of the command line are left out."""
+    for scheme, scale, words in (
+        ("rawint4", "amax", "OUTPUT --method rawint4 --max-shard-size 5000000000 --scale amax"),
+        ("rawint4", "search", "OUTPUT --method rawint4 --max-shard-size 5000000000\n"),
+        ("fp8", "amax", "OUTPUT --method fp8 --max-shard-size 5000000000\n"),
+        ("FP8_BLOCK", "amax", "--scheme FP8_BLOCK --max-shard-size 5000000000\n"),
+    ):
+        output = tmp_path / f"{scheme}-{scale}"
+        encode(model, output, scheme, scale=scale)
+        assert words in (output / "README.md").read_text() + "\n"
+
+
 def test_experts_alone(model: Path, tmp_path: Path) -> None:
     encode(model, tmp_path / "out", "rawint4", experts_only=True)
     assert all(".experts." in name for name in read_model(tmp_path / "out"))

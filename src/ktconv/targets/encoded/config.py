@@ -190,7 +190,8 @@ def command_line(name: str, options: Options) -> str:
     words += ["--exclude-experts FILE --allow-partial"] if options.exclude_experts else []
     words += ["--experts-only"] if options.experts_only else []
     words += ["--requantize"] if options.requantize else []
-    words += [f"--scale {options.scale}"] if row.is_int else []
+    usual = "amax" if row.command == "quantize-gpu" else "search"
+    words += [f"--scale {options.scale}"] if row.is_int and options.scale != usual else []
     words += ["--allow-activation-mismatch"] if options.allow_activation_mismatch else []
     if options.calibration is not None:
         used = options.calibration
