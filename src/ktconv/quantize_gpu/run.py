@@ -33,7 +33,7 @@ def prepare(request: Request) -> Preflight:
     _require_libraries()
     if request.options.scheme not in GPTQ_SCHEMES:
         raise UsageError(
-            f"--method gptq rounds to integers, not to {request.options.scheme}",
+            f"--scheme {request.options.scheme} is not one of --method gptq, which rounds to integers",
             f"use --scheme {' or '.join(GPTQ_SCHEMES)}, or --method rtn",
         )
     if request.map is not None:
