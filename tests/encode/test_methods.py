@@ -33,13 +33,13 @@ from ktconv.cli.quantize_gpu import Scheme as GpuScheme
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.reading.matrices import MatrixReader
 from ktconv.reading.reader import SourceReader
-from ktconv.targets.encoded.scheme import FORMATS, SCHEMES, Scheme, group_size_of, names_of
+from ktconv.targets.encoded.scheme import FORMATS, ROWS, SCHEMES, Scheme, group_size_of, names_of
 from ktconv.targets.encoded.target import EncodedTarget
 from ktconv.verify.gpu.output import is_gpu_output
 
 HIDDEN, INNER, EXPERTS = 256, 384, 3
 SOURCE = "model.layers.0.mlp.experts"
-ALL = list(SCHEMES)
+ALL = [row.name for row in ROWS]
 # Relative RMS errors of normally distributed weights.
 ERRORS = {"int4": (0.09, 0.125), "int8": (0.004, 0.009), "fp8": (0.02, 0.03), "bf16": (0, 0.003)}
 ERRORS |= {"mxfp4": (0.1, 0.13), "mxfp8": (0.02, 0.03), "nvfp4": (0.08, 0.11)}

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import typer
 
 from ktconv.cli import options as common
+from ktconv.cli.mix import Mix
 from ktconv.cli.output import given_options
 from ktconv.cli.ray import on_cluster
 from ktconv.errors import UsageError
@@ -34,9 +35,14 @@ _OF_PACKED = {
 }
 
 
-def refuse_options_of_packed(context: typer.Context, method: str) -> None:
+def refuse_options_of_packed(context: typer.Context, method: str | Mix) -> None:
     """UsageError for an option of the methods int4 and int8."""
     given = given_options(context)
+    if isinstance(method, Mix):
+        allowed = {"--importance"} if method.chooses else set()
+        for name in sorted(given & {"--method", *_OF_PACKED} - allowed):
+            raise UsageError(f"{name} cannot be combined with {method.option}", f"omit {name}")
+        return
     if "--scale" in given and method not in _INTEGERS:
         raise UsageError(
             f"--scale does not apply to --method {method}, whose rule for scales is fixed",
@@ -50,7 +56,7 @@ def refuse_options_of_packed(context: typer.Context, method: str) -> None:
 
 
 def encode_experts(
-    method: str,
+    method: str | Mix,
     scale: Literal["amax", "search"] | None,
     request: Mapping[str, Any],
     options: Mapping[str, Any],
@@ -60,16 +66,17 @@ def encode_experts(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Run or plan it. `request` and `options`: fields of those; `cluster`: --ray, --ray-scratch
-    and --cache-dir."""
+    """Run or plan it. `method`: its name, or what says it of each matrix; `request` and `options`:
+    fields of those; `cluster`: --ray, --ray-scratch and --cache-dir."""
     from dataclasses import asdict
     from functools import partial
 
     from ktconv.cli.output import notify
+    from ktconv.encode.mix import method_facts, method_lines
     from ktconv.encode.request import Request
     from ktconv.encode.run import encode, prepare
     from ktconv.targets.encoded.module_classes import class_lines
-    from ktconv.targets.encoded.scheme import group_size_of
+    from ktconv.targets.encoded.scheme import MIXED, group_size_of
     from ktconv.targets.encoded.target import Options
 
     if (experts or request["exclude_experts"]) and not allow_partial:
@@ -78,13 +85,21 @@ def encode_experts(
             "engines cannot load an output without all experts",
             f"omit {named}; or add --allow-partial to convert for ktconv's own runtime",
         )
-    rule = scale or ("search" if method in _INTEGERS else "amax")
-    chosen = Options(scheme=method, group_size=group_size_of(method), scale=rule, **options)
+    name = MIXED.name if isinstance(method, Mix) else method
+    rule = scale or ("search" if name in (MIXED.name, *_INTEGERS) else "amax")
+    chosen = Options(scheme=name, group_size=group_size_of(name), scale=rule, **options)
     wanted = Request(options=chosen, experts=experts, **request)
+    if isinstance(method, Mix):
+        wanted = method.settled(wanted)
     address, scratch, cache = cluster
     with on_cluster(address, scratch, wanted, cache, encode, "quantize_gpu_on") as (wanted, job):
         preflight = prepare(wanted)
         facts = {"classes": [asdict(count) for count in preflight.classes]}
         lines = class_lines(preflight.classes)
+        if found := method_facts(preflight.plan):
+            facts |= {"methods": found}
+            lines += method_lines(found)
+        if isinstance(method, Mix):
+            facts |= method.facts
         job = partial(job, notify=notify)
         common.convert(wanted, preflight, job, dry_run, as_json, facts=facts, lines=lines)

@@ -12,7 +12,8 @@ from ktconv.cli import options as common
 from ktconv.cli.encode import EncodedMethod, encode_experts, refuse_options_of_packed
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.fleet import convert_list
-from ktconv.cli.output import JsonOption
+from ktconv.cli.mix import Mix, MixEngine
+from ktconv.cli.output import JsonOption, given_options
 from ktconv.cli.parsing import choice, flag, option
 from ktconv.cli.ray import RayOption, RayScratchOption, on_cluster
 from ktconv.cli.sources import CacheDirOption, DownloadOption, RevisionOption, source_of
@@ -37,6 +38,34 @@ def quantize_cpu_command(
     model: common.OptionalModelArgument = None,
     output: common.OptionalOutputArgument = None,
     method: Annotated[Method, choice(Method, "Weight format.")] = DEFAULT_METHOD,
+    recipe: Annotated[
+        Path | None,
+        option("Instead of --method: methods by layer, projection and expert.", "FILE.toml"),
+    ] = None,
+    target_size: Annotated[
+        str | None,
+        option(
+            "Instead of --method: choose methods by measured errors so that OUTPUT has this size.",
+            "SIZE",
+        ),
+    ] = None,
+    target_bits: Annotated[
+        float | None, option("The same: bits per weight of the experts, with scales.", "B")
+    ] = None,
+    engine: Annotated[
+        MixEngine | None,
+        choice(
+            MixEngine,
+            "What must load a chosen mix. vllm: one method in a layer; ktconv: one for gate and up "
+            "and one for down; compressed-tensors: any.",
+        ),
+    ] = None,
+    methods: Annotated[
+        str | None, option("What --target-size and --target-bits choose from.", "LIST")
+    ] = None,
+    write_recipe: Annotated[
+        Path | None, option("Write the chosen recipe, to edit and run again.", "FILE.toml")
+    ] = None,
     numa: Annotated[
         int, option("NUMA parts; 0: one per NUMA node of this machine.", "N", min=0)
     ] = 0,
@@ -160,9 +189,11 @@ def quantize_cpu_command(
                 f"missing argument {'MODEL' if model is None else 'OUTPUT'}",
                 "give MODEL and OUTPUT, or --from-list FILE",
             )
-        encoded = method in get_args(EncodedMethod)
+        mix = Mix(recipe, target_size, target_bits, engine, methods, write_recipe, importance)
+        mix.check(given_options(context))
+        encoded = method in get_args(EncodedMethod) or bool(mix)
         if encoded:
-            refuse_options_of_packed(context, method)
+            refuse_options_of_packed(context, mix or method)
         size = parse_size(max_shard_size, "--max-shard-size")
         source = source_of(
             model, revision, download, cache_dir, headers_only=dry_run, output=output
@@ -191,7 +222,15 @@ def quantize_cpu_command(
         if encoded:
             cluster = ray, ray_scratch, cache_dir
             encode_experts(
-                method, scale, wanted, kept, experts, allow_partial, cluster, dry_run, as_json
+                mix or method,
+                scale,
+                wanted,
+                kept,
+                experts,
+                allow_partial,
+                cluster,
+                dry_run,
+                as_json,
             )
             return
         if experts is not None:

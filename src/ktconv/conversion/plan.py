@@ -268,7 +268,8 @@ class _Sizes:
         which = len(experts) if experts == range(len(layer.experts)) else tuple(experts)
         sections = self._target.sections(layer, experts)
         sizes = layer.hidden_size, layer.intermediate_size
-        key = (digits, which, len(sections), sizes, layer.encoding, layer.biased, layer.gated)
+        kind = layer.encoding, layer.biased, layer.gated, repr(self._target.alike(layer))
+        key = (digits, which, len(sections), sizes, *kind)
         if key not in self._known:
             self._known[key] = [
                 size for section in sections for size in _shard_sizes(section, self._target)

@@ -65,6 +65,10 @@ class Target(ABC):
         for section in self.sections(layer, experts):
             yield from section
 
+    def alike(self, layer: MoELayer) -> object:
+        """Equal for layers of equal dimensions whose experts become the same tensors."""
+        return None
+
     @abstractmethod
     def metadata(self) -> dict[str, str]:
         """The `__metadata__` of every shard."""

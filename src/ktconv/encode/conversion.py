@@ -18,7 +18,7 @@ from ktconv.reading.reader import SourceReader
 from ktconv.system.text import Notify, silent
 from ktconv.targets.encoded import config
 from ktconv.targets.encoded.sections import ignored_in
-from ktconv.targets.encoded.target import CONFIG, RECIPE, RENAMED, Plan
+from ktconv.targets.encoded.target import CONFIG, RECIPE, RECIPE_TOML, RENAMED, Plan
 from ktconv.writer.journal import Record
 
 
@@ -44,7 +44,7 @@ class Encode(Conversion):
         return 0
 
     def buffers(self) -> BufferSizes:
-        encoding = encoding_buffers(self.plan.moe_layers, self.plan.target.scheme)
+        encoding = encoding_buffers(self.plan)
         return encoding.with_those_of(buffer_sizes(self.plan))
 
     def copy_task(self, reader: SourceReader, tensor: TensorRef, name: str) -> Task:
@@ -57,6 +57,8 @@ class Encode(Conversion):
         files = {CONFIG: config.config_json(self.plan, self._renamed)}
         if RECIPE in self.plan.target.made_files:
             files[RECIPE] = config.recipe_yaml(self.plan)
+        if RECIPE_TOML in self.plan.target.made_files:
+            files[RECIPE_TOML] = self.plan.target.options.recipe.encode()
         return files
 
     @cached_property

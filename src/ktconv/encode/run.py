@@ -20,10 +20,12 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.placement.expert_sets import check_expert_set, others, read_expert_set
 from ktconv.system import machine
 from ktconv.system.text import Notify, silent
+from ktconv.targets.encoded.engines import engine_lines
 from ktconv.targets.encoded.kept import awq_group, is_kept
 from ktconv.targets.encoded.loading import transformers_reads_packed
 from ktconv.targets.encoded.module_classes import count_classes
 from ktconv.targets.encoded.naming import OWN
+from ktconv.targets.encoded.recipe import parse_recipe
 from ktconv.targets.encoded.scheme import Scheme
 from ktconv.targets.encoded.target import EncodedTarget, Options, Plan, weight_dtype
 
@@ -43,7 +45,7 @@ def prepare(request: Request, job: type[Encode] = Encode, libraries: int = 0) ->
     )
     _check_tower(request, checkpoint)
     refuse_nested(checkpoint.path, request.output)
-    request = _with_groups_of_awq(request, checkpoint)
+    request = _with_recipe(_with_groups_of_awq(request, checkpoint), checkpoint)
     options, selection = _choose_experts(request, checkpoint)
     plan = plan_checkpoint(checkpoint, EncodedTarget(options, checkpoint), selection)
     plan = replace(
@@ -91,6 +93,16 @@ def _with_groups_of_awq(request: Request, checkpoint: Checkpoint) -> Request:
         return request
     size = awq_group(checkpoint.layers)
     return request if size is None else replace(request, options=replace(options, group_size=size))
+
+
+def _with_recipe(request: Request, checkpoint: Checkpoint) -> Request:
+    """The recipe as this model has it. UsageError for one that does not fit it."""
+    options = request.options
+    if not options.recipe:
+        return request
+    layers = [layer for layer in checkpoint.layers if options.mtp or not layer.is_mtp]
+    resolved = parse_recipe(options.recipe).resolved(layers)
+    return replace(request, options=replace(options, recipe=resolved.toml))
 
 
 def _choose_experts(request: Request, checkpoint: Checkpoint) -> tuple[Options, Selection | None]:
@@ -141,6 +153,8 @@ def _loading_notes(plan: Plan) -> list[str]:
             f"experts are named as KTransformers' {target.row.kt_method or 'converter'} wants it, "
             f"{example}, which engines that load the whole model do not know"
         ]
+    if target.recipe is not None:
+        return engine_lines(target.recipe, [(unit.layer, unit.experts) for unit in plan.layers])
     if not target.row.transformers:
         return [f"transformers does not read {target.name}, which vLLM does; see the model card"]
     if transformers_reads_packed(checkpoint):
@@ -154,18 +168,22 @@ def _loading_notes(plan: Plan) -> list[str]:
 
 def _kept_notes(plan: Plan) -> list[str]:
     """A note about matrices that have the format already."""
-    if plan.target.options.requantize or not plan.target.scheme.encodes:
+    if plan.target.options.requantize:
         return []
-    kinds = [matrix for layer in plan.moe_layers for matrix in layer.kinds]
-    kept = sum(is_kept(plan.target.scheme, one, weight_dtype(one) == "F16") for one in kinds)
-    if not kept:
+    kept = []
+    for unit in plan.layers:
+        for (proj, scheme), experts in plan.target.schemes_of(unit.layer, unit.experts).items():
+            if not experts:
+                continue
+            matrix = unit.layer.experts[experts[0]][proj]
+            kept.append(scheme.encodes and is_kept(scheme, matrix, weight_dtype(matrix) == "F16"))
+    if not any(kept):
         return []
-    which = "all matrices have" if kept == len(kinds) else "some matrices have"
+    which = "all matrices have" if all(kept) else "some matrices have"
     return [f"{which} this format in the source: their codes and scales are kept"]
 
 
 def _per_thread(plan: Plan) -> int:
     """Bytes that a worker needs."""
-    encoding = encoding_buffers(plan.moe_layers, plan.target.scheme)
-    more = encoding_memory(plan.moe_layers, plan.target.scheme)
-    return encoding.with_those_of(buffer_sizes(plan)).nbytes + more
+    encoding = encoding_buffers(plan)
+    return encoding.with_those_of(buffer_sizes(plan)).nbytes + encoding_memory(plan)

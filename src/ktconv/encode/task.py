@@ -6,12 +6,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ktconv import native
-from ktconv.checkpoint import ExpertMatrix, MoELayer, Projection
+from ktconv.checkpoint import ExpertMatrix, Projection
 from ktconv.conversion.tasks import Advance, ExpertTask, write_tensor
 from ktconv.encode.deviation import Deviation
 from ktconv.encode.passing import awq_codes, kept_codes, kept_scales
@@ -25,38 +26,47 @@ from ktconv.targets.encoded.kept import is_kept
 from ktconv.targets.encoded.layouts.base import Sizes
 from ktconv.targets.encoded.layouts.words import AWQ
 from ktconv.targets.encoded.scheme import Scheme
-from ktconv.targets.encoded.target import EncodedTarget, weight_dtype
+from ktconv.targets.encoded.target import EncodedTarget, Plan, weight_dtype
 from ktconv.writer.staging import Staging
 
 _INFINITE = 0x7C00  # of f16
 
 
-def encoding_buffers(layers: Sequence[MoELayer], scheme: Scheme) -> BufferSizes:
-    """What a worker needs to encode the matrices of these layers."""
+def encoding_buffers(plan: Plan) -> BufferSizes:
+    """What a worker needs to encode the matrices of a plan."""
     source, packed, cols = 0, 0, 1
-    for layer in layers:
-        for matrix in layer.kinds:
-            rows = min(chunk_rows(matrix), matrix.rows)
-            row_bytes = scheme.sizes(matrix.rows, matrix.cols, False).row_bytes
-            source = max(source, buffer_bytes(matrix, rows))
-            packed, cols = max(packed, rows * row_bytes), max(cols, matrix.cols)
+    for matrix, scheme in _kinds(plan):
+        rows = min(chunk_rows(matrix), matrix.rows)
+        row_bytes = scheme.sizes(matrix.rows, matrix.cols, False).row_bytes
+        source = max(source, buffer_bytes(matrix, rows))
+        packed, cols = max(packed, rows * row_bytes), max(cols, matrix.cols)
     return BufferSizes(source, packed, cols)
 
 
-def encoding_memory(layers: Sequence[MoELayer], scheme: Scheme) -> int:
+def encoding_memory(plan: Plan) -> int:
     """Bytes of a worker beside its buffers: all scales of a matrix, its codes where they are not
     written row by row, and a second buffer where it is read twice."""
     most = 0
-    for layer in layers:
-        for matrix in layer.kinds:
-            sizes = scheme.sizes(matrix.rows, matrix.cols, False)
-            need = sizes.scale_shape[0] * sizes.scale_shape[1] * sizes.scale_bytes
-            if not scheme.layout.streamed:
-                need += 3 * sizes.rows * sizes.row_bytes
-            if scheme.row.kind == "nvfp4":
-                need += buffer_bytes(matrix, min(chunk_rows(matrix), matrix.rows)) + BOUNCE_BYTES
-            most = max(most, need)
+    for matrix, scheme in _kinds(plan):
+        sizes = scheme.sizes(matrix.rows, matrix.cols, False)
+        need = sizes.scale_shape[0] * sizes.scale_shape[1] * sizes.scale_bytes
+        if not scheme.layout.streamed:
+            need += 3 * sizes.rows * sizes.row_bytes
+        if scheme.row.kind == "nvfp4":
+            need += buffer_bytes(matrix, min(chunk_rows(matrix), matrix.rows)) + BOUNCE_BYTES
+        most = max(most, need)
     return most
+
+
+def _kinds(plan: Plan) -> Iterator[tuple[ExpertMatrix, Scheme]]:
+    """One matrix of each kind, with each scheme of matrices of its shape."""
+    for unit in plan.layers:
+        first = unit.layer.experts[0]
+        for proj, scheme in plan.target.schemes_of(unit.layer, unit.experts):
+            shape = first[proj].rows, first[proj].cols
+            for matrix in unit.layer.kinds:
+                if (matrix.rows, matrix.cols) == shape:
+                    yield matrix, scheme
 
 
 @dataclass(frozen=True)
@@ -65,9 +75,9 @@ class EncodeTask(ExpertTask):
 
     target: EncodedTarget
 
-    @property
+    @cached_property
     def scheme(self) -> Scheme:
-        return self.target.scheme
+        return self.target.scheme_of(self.layer, self.expert, self.proj)
 
     def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
         matrix, scheme, layout = self.matrix, self.scheme, self.scheme.layout

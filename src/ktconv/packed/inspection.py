@@ -29,6 +29,7 @@ from ktconv.packed.weights import (
 from ktconv.system.elsewhere import elsewhere_of, transfer
 from ktconv.system.units import format_ranges
 from ktconv.targets.card import codes_in_words
+from ktconv.targets.encoded.recipe import parse_recipe
 from ktconv.targets.encoded.scheme import FORMATS as ENCODED
 from ktconv.targets.encoded.scheme import SCHEMES
 from ktconv.targets.ktransformers import options_of_record
@@ -163,7 +164,7 @@ def _quantized(directory: Path, found: PackedWeights, manifest: Manifest) -> dic
         "made_by": f"ktconv {manifest.version}",
         "family": manifest.model_type,
         **({"method": options.get("scheme")} if for_cpu else chosen),
-        "group_size": options.get("group_size"),
+        **_grouping(options),
         "moe_layers": format_ranges(list(layers)) or "none",
         "experts": sorted({layer["experts"] for layer in layers.values()}),
         "experts_left_out": sum(layer["experts"] for layer in layers.values()) - len(here),
@@ -176,6 +177,16 @@ def _quantized(directory: Path, found: PackedWeights, manifest: Manifest) -> dic
         "damaged_files": damaged,
         "complete": bool(experts) and not (missing or damaged),
     }
+
+
+def _grouping(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The group size, or the methods of a recipe."""
+    lines = options.get("recipe")
+    if not isinstance(lines, list):
+        return {"group_size": options.get("group_size")}
+    recipe = parse_recipe("\n".join(map(str, lines)))
+    methods = [recipe.method, *(rule.method for rule in recipe.rules)]
+    return {"methods": list(dict.fromkeys(method.words for method in methods))}
 
 
 def _expert_of(name: str) -> tuple[str, str] | None:

@@ -33,7 +33,8 @@ def prepare(request: Request) -> Preflight:
     _require_libraries()
     if request.options.scheme not in GPTQ_SCHEMES:
         raise UsageError(
-            f"--scheme {request.options.scheme} is not one of --method gptq, which rounds to integers",
+            f"--scheme {request.options.scheme} does not go with --method gptq, which rounds to "
+            "integers",
             f"use --scheme {' or '.join(GPTQ_SCHEMES)}, or --method rtn",
         )
     if request.map is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ktconv import __version__
@@ -13,13 +13,15 @@ from ktconv.conversion.records import ErrorSummary
 from ktconv.system.units import format_ranges, format_size
 from ktconv.targets.card import errors_line, header, model_name
 from ktconv.targets.consumers import mismatch_of, model_types
+from ktconv.targets.encoded.engines import ENGINES, engine_lines, why_not
 from ktconv.targets.encoded.ignored import Stored, ignored_modules
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.encoded.names import target_pattern
 from ktconv.targets.encoded.naming import BLK, V4
-from ktconv.targets.encoded.scheme import SCHEMES, Scheme
-from ktconv.targets.encoded.sections import compressed_tensors
-from ktconv.targets.encoded.target import Options, Plan
+from ktconv.targets.encoded.recipe import Method, Share, shares
+from ktconv.targets.encoded.scheme import MIXED, SCHEMES, Scheme
+from ktconv.targets.encoded.sections import compressed_tensors, mixed_precision
+from ktconv.targets.encoded.target import RECIPE_TOML, Chosen, Options, Plan
 
 RAWINT4_GROUP = 32  # kt-kernel 0.7.2 takes any group size, and computes only this one right
 
@@ -28,15 +30,23 @@ def quantization_config(plan: Plan, renamed: Iterable[str] = ()) -> dict[str, An
     """What engines read of how modules are encoded; None where there is nothing to say. `renamed`:
     see `ignored_modules`."""
     others = (tensor for unit in plan.others for tensor in unit.tensors())
-    target = target_pattern(plan.target.modules(plan.moe_layers))
-    return quantization_section(plan.target.scheme, target, others, renamed)
+    patterns = plan.target.patterns((unit.layer, unit.experts) for unit in plan.layers)
+    return quantization_section(plan.target.scheme, patterns, others, renamed)
 
 
 def quantization_section(
-    scheme: Scheme, target: str, others: Iterable[Stored], renamed: Iterable[str] = ()
+    scheme: Scheme,
+    patterns: Mapping[Scheme, Sequence[str]],
+    others: Iterable[Stored],
+    renamed: Iterable[str] = (),
 ) -> dict[str, Any] | None:
-    """`quantization_config` for experts that `target` finds, beside the tensors `others`."""
-    return scheme.row.section(scheme, target, ignored_modules(others, renamed))
+    """`quantization_config` for experts that `patterns` find, beside the tensors `others`. `scheme`
+    is that of the whole output."""
+    ignored = ignored_modules(others, renamed)
+    if scheme.row is MIXED:
+        return mixed_precision(patterns, ignored)
+    (pattern,) = patterns[scheme]
+    return scheme.row.section(scheme, pattern, ignored)
 
 
 def config_json(plan: Plan, renamed: Iterable[str] = ()) -> bytes:
@@ -88,9 +98,7 @@ def card(plan: Plan, source: SourceCard, errors: ErrorSummary) -> str:
     counts = sorted({len(unit.experts) for unit in plan.layers})
     activations = {layer.index: layer.activation for layer in plan.moe_layers}
     chosen = any(unit.omitted for unit in plan.layers)
-    how = "GPTQ, calibrated" if options.method == "gptq" else "rounded to nearest"
-    how += ", scales searched" if scheme.search else ""
-    what = f"{how}, {scheme.grouping}" if scheme.encodes else "decoded"
+    what = _how(plan)
     others = "in bf16" if plan.checkpoint.is_gguf else "as it was"
     if options.experts_only:
         others = "left out"
@@ -101,16 +109,19 @@ def card(plan: Plan, source: SourceCard, errors: ErrorSummary) -> str:
         command += " --map FILE.toml"
     tool = " and llm-compressor" if options.method == "gptq" else ""
     note = "\nThe other experts of these layers are not in this checkpoint.\n" if chosen else ""
-    compressed = scheme.row.section is compressed_tensors
-    tags = [_TAGS[0], *(["compressed-tensors"] if compressed else []), *_TAGS[1:], options.scheme]
+    compressed = scheme.row.section is compressed_tensors or scheme.row is MIXED
+    methods = (
+        [method.name for method in _methods(plan)] if scheme.row is MIXED else [options.scheme]
+    )
+    tags = [_TAGS[0], *(["compressed-tensors"] if compressed else []), *_TAGS[1:], *methods]
     form = f"in the {'compressed-tensors' if compressed else scheme.layout.name} format"
     return f"""---
 {header(source, "transformers" if compressed else "ktransformers", tags)}
 ---
 
-# {name}: experts in {options.scheme}
+# {name}: experts in {" and ".join(methods)}
 
-{name} with its routed experts in {options.scheme} ({what}), everything else {others}:
+{name} with its routed experts in {" and ".join(methods)} ({what}), everything else {others}:
 {format_size(plan.output_bytes)} {form}.
 
 - MoE layers: {format_ranges([layer.index for layer in plan.moe_layers])}
@@ -126,6 +137,31 @@ Made with ktconv {__version__}{tool}:
 """
 
 
+def _how(plan: Plan) -> str:
+    """How weights became codes."""
+    options, scheme = plan.target.options, plan.target.scheme
+    how = "GPTQ, calibrated" if options.method == "gptq" else "rounded to nearest"
+    how += ", scales searched" if options.scale == "search" else ""
+    if plan.target.recipe is not None:
+        return f"{how}, each matrix as {RECIPE_TOML} says"
+    return f"{how}, {scheme.grouping}" if scheme.encodes else "decoded"
+
+
+def _methods(plan: Plan) -> list[Method]:
+    """Of a recipe, in order of their first use."""
+    return [share.method for share in recipe_shares(plan)]
+
+
+def recipe_shares(plan: Plan) -> list[Share]:
+    """What each method of a recipe is used for; empty without a recipe."""
+    recipe = plan.target.recipe
+    return [] if recipe is None else shares(recipe, _chosen(plan))
+
+
+def _chosen(plan: Plan) -> list[Chosen]:
+    return [(unit.layer, unit.experts) for unit in plan.layers]
+
+
 def _use(plan: Plan, chosen: bool) -> str:
     """The paragraph about what loads the output."""
     if chosen:
@@ -133,7 +169,19 @@ def _use(plan: Plan, chosen: bool) -> str:
             "No engine loads it by itself: sglang-kt chooses GPU experts by a placement strategy\n"
             "and would leave those that are absent uninitialised."
         )
+    if plan.target.recipe is not None:
+        return "\n".join(_of_mix(plan))
     return "\n".join([*_engines(plan), *_ktransformers(plan)])
+
+
+def _of_mix(plan: Plan) -> list[str]:
+    """What each method is used for, and what loads the mix."""
+    recipe = plan.target.recipe
+    assert recipe is not None
+    loads = [name for name in ENGINES if why_not(name, recipe, _chosen(plan)) is None]
+    lines = [f"- {share.method.words}: {share.words}" for share in recipe_shares(plan)]
+    lines += ["", f"Loaded by: {', '.join(loads)}."]
+    return [*lines, *(f"{line}." for line in engine_lines(recipe, _chosen(plan)))]
 
 
 def _engines(plan: Plan) -> list[str]:
@@ -182,6 +230,8 @@ def command_line(name: str, options: Options) -> str:
     if row.command == "quantize-gpu":
         words += [f"--method {options.method}", f"--scheme {options.scheme}"]
         words += [f"--group-size {options.group_size}"] if len(row.groups) > 1 else []
+    elif row is MIXED:
+        words += [f"--recipe {RECIPE_TOML}"]
     else:
         words += [f"--method {options.scheme}"]
     words.append(f"--max-shard-size {options.max_shard_size}")
@@ -191,7 +241,8 @@ def command_line(name: str, options: Options) -> str:
     words += ["--experts-only"] if options.experts_only else []
     words += ["--requantize"] if options.requantize else []
     usual = "amax" if row.command == "quantize-gpu" else "search"
-    words += [f"--scale {options.scale}"] if row.is_int and options.scale != usual else []
+    rounds = row.is_int or row is MIXED
+    words += [f"--scale {options.scale}"] if rounds and options.scale != usual else []
     words += ["--allow-activation-mismatch"] if options.allow_activation_mismatch else []
     if options.calibration is not None:
         used = options.calibration

@@ -14,7 +14,7 @@ from ktconv.families import table
 from ktconv.families.names import is_in_experts
 from ktconv.families.table import Families, one_of
 from ktconv.system.units import format_size
-from ktconv.targets.encoded.names import fits, target_pattern
+from ktconv.targets.encoded.names import fits
 from ktconv.targets.encoded.naming import BLK
 
 if TYPE_CHECKING:
@@ -92,28 +92,40 @@ def count_classes(
     Raises CheckpointError for an expert that would stay unquantized, and where the pattern in
     config.json would not find exactly the experts.
     """
-    pattern = target_pattern(target.modules([unit.layer for unit in units]))
+    patterns = target.patterns((unit.layer, unit.experts) for unit in units)
+    every = [pattern for some in patterns.values() for pattern in some]
     experts = ClassCount(ROUTED, quantized=True)
     for unit in units:
         for expert in unit.experts:
             for proj in unit.layer.projections:
                 name = target.module(unit.layer, expert, proj)
-                if not fits(pattern, name) and target.row.naming is not BLK:
-                    raise CheckpointError(f"{name} would stay unquantized: {pattern} misses it")
+                scheme = target.scheme_of(unit.layer, expert, proj)
+                found = [one for one, some in patterns.items() if _any_fits(some, name)]
+                if found != [scheme] and target.row.naming is not BLK:
+                    raise CheckpointError(
+                        f"{name} would stay unquantized: {', '.join(every)} misses it"
+                        if not found
+                        else f"{name} would be taken for {found[0].name}, not {scheme.name}",
+                        "use one method for all layers",
+                    )
                 experts.modules += 1
                 experts.example = experts.example or name
         experts.source_bytes += unit.source_bytes
     if not experts.modules:
-        raise CheckpointError(f"{pattern} finds no module: there is nothing to quantize")
-    return [experts, *_count_others(others, pattern)]
+        raise CheckpointError(f"{', '.join(every)} finds no module: there is nothing to quantize")
+    return [experts, *_count_others(others, every)]
 
 
-def _count_others(copies: Iterable[Copy], pattern: str) -> list[ClassCount]:
+def _any_fits(patterns: Sequence[str], module: str) -> bool:
+    return any(fits(pattern, module) for pattern in patterns)
+
+
+def _count_others(copies: Iterable[Copy], patterns: Sequence[str]) -> list[ClassCount]:
     counts = {name: ClassCount(name) for name, _ in (*_classes(table.FAMILIES), (_OTHER, ""))}
     seen = set()
     for tensor, name in copies:
         module = name.rpartition(".")[0] or name
-        if fits(pattern, module) or is_in_experts(name):
+        if _any_fits(patterns, module) or is_in_experts(name):
             raise CheckpointError(
                 f"{tensor.name} belongs to an expert that would stay unquantized",
                 "this way of storing experts is not supported",

@@ -6,17 +6,18 @@ modules are called (`naming`), and what config.json says (`sections`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from ktconv.checkpoint import MoELayer
+from ktconv.checkpoint import PROJECTIONS, MoELayer, Projection
 from ktconv.errors import UsageError
 from ktconv.targets.encoded import naming as names
 from ktconv.targets.encoded import sections
 from ktconv.targets.encoded.layouts import plain
 from ktconv.targets.encoded.layouts.base import Layout, Sizes
+from ktconv.targets.encoded.layouts.mixed import MIXED_PRECISION
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.encoded.layouts.words import AWQ, GPTQ
 from ktconv.targets.encoded.naming import OWN, Naming
@@ -53,6 +54,11 @@ class Row:
     @property
     def is_int(self) -> bool:
         return self.kind.startswith("int")
+
+    @property
+    def mixes(self) -> bool:
+        """Whether config.json can say that some experts have it and others another."""
+        return self.section is sections.compressed_tensors or self.kind == "bf16"
 
 
 _INT = (128, 32, 64, CHANNEL)  # what engines have kernels for
@@ -129,8 +135,13 @@ ROWS = (
         "bf16", "bf16", 0, plain.BF16, sections.no_section, names.THREE, kt_method="BF16", bits=16
     ),
 )  # fmt: skip
-SCHEMES = {row.name: row for row in ROWS}
-FORMATS = frozenset(row.layout.name for row in ROWS)  # of manifests
+# What an output with several formats is as a whole; a recipe has the format of each matrix.
+MIXED = Row(
+    "mixed", "quantize-cpu", "mixed", (0,), MIXED_PRECISION, sections.no_section, transformers=False
+)  # fmt: skip
+SCHEMES = {row.name: row for row in (*ROWS, MIXED)}
+MIXABLE = tuple(row.name for row in ROWS if row.mixes)
+FORMATS = frozenset(row.layout.name for row in SCHEMES.values())  # of manifests
 
 
 def names_of(command: Command) -> list[str]:
@@ -170,8 +181,10 @@ class Scheme:
     def parts(self) -> Sequence[str]:
         return self.row.layout.parts
 
-    def check(self, layers: Sequence[MoELayer]) -> None:
-        """UsageError for a group size that does not divide every matrix."""
+    def check(
+        self, layers: Sequence[MoELayer], projections: Collection[Projection] = PROJECTIONS
+    ) -> None:
+        """UsageError for a group size that does not divide every matrix of these projections."""
         row = self.row
         if self.group_size not in row.groups:
             raise _unknown_group(row, self.group_size)
@@ -179,6 +192,8 @@ class Scheme:
             wide = "gate and up" if layer.gated else "up"
             hidden, inner = layer.hidden_size, layer.intermediate_size
             for matrix, rows, cols in ((wide, inner, hidden), ("down", hidden, inner)):
+                if not {*projections} & {*matrix.split(" and ")}:
+                    continue
                 if self.group_size > 0 and cols % self.group_size:
                     raise self._unfit(layers, f"the {cols} columns of {matrix}", layer)
                 if rows % row.block:

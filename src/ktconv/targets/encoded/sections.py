@@ -25,21 +25,44 @@ def no_section(scheme: Scheme, target: str, plain: Sequence[str]) -> None:
 def compressed_tensors(scheme: Scheme, target: str, plain: Sequence[str]) -> dict[str, Any]:
     """The class Linear is a target because sglang-kt 0.7.2 and vLLM before 0.11 look up the scheme
     of experts by that name alone; so every other linear layer must be on the list `ignore`."""
-    form = scheme.layout.name
+    groups = {"experts": _group(scheme, [target, LINEAR])}
+    return _compressed(scheme.layout.name, groups, list(plain))
+
+
+def mixed_precision(
+    targets: Mapping[Scheme, Sequence[str]], plain: Sequence[str]
+) -> dict[str, Any] | None:
+    """compressed-tensors' with a group for each scheme; `targets`: patterns that find its modules.
+    What is bf16 is on the list `ignore`. The class Linear is no target: engines that look up
+    experts by it alone would read those of one scheme by another."""
+    groups = {
+        f"{scheme.name} {scheme.grouping}": _group(scheme, list(patterns))
+        for scheme, patterns in targets.items()
+        if scheme.encodes
+    }
+    if not groups:
+        return None
+    bf16 = [one for scheme, some in targets.items() if not scheme.encodes for one in some]
+    return _compressed("mixed-precision", groups, [*plain, *bf16])
+
+
+def _group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+    return {
+        "targets": targets,
+        "weights": scheme.weight_arguments(),
+        "input_activations": scheme.input_arguments(),
+        "output_activations": None,
+        "format": scheme.layout.name,
+    }
+
+
+def _compressed(form: str, groups: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
     return {
         "quant_method": "compressed-tensors",
         "format": form,
         "quantization_status": "compressed",
-        "config_groups": {
-            "experts": {
-                "targets": [target, LINEAR],
-                "weights": scheme.weight_arguments(),
-                "input_activations": scheme.input_arguments(),
-                "output_activations": None,
-                "format": form,
-            }
-        },
-        "ignore": list(plain),
+        "config_groups": groups,
+        "ignore": ignored,
         "transform_config": {},
         "kv_cache_scheme": None,
         "global_compression_ratio": None,

@@ -20,15 +20,20 @@ from ktconv.families.config import family_of
 from ktconv.placement.expert_sets import ExpertSet
 from ktconv.targets.biases import refuse_biases
 from ktconv.targets.consumers import Mismatch, mismatch_of, model_types
+from ktconv.targets.encoded.engines import check_engine
+from ktconv.targets.encoded.names import patterns_of, target_pattern
 from ktconv.targets.encoded.naming import BLK, OWN
 from ktconv.targets.encoded.other_tensors import decoded_others
-from ktconv.targets.encoded.scheme import SCHEMES, Scheme
+from ktconv.targets.encoded.recipe import Method, parse_recipe
+from ktconv.targets.encoded.scheme import MIXED, SCHEMES, Scheme
 from ktconv.targets.renaming import rename_tensors
 from ktconv.writer.shards import Tensor
 
 CONFIG, RECIPE = "config.json", "recipe.yaml"
+RECIPE_TOML = "ktconv_recipe.toml"
 ScaleRule = Literal["amax", "search"]
 RENAMED = "ignored_by_transformers"  # key in the manifest
+Chosen = tuple[MoELayer, Sequence[int]]  # a layer, and ids of its experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +64,14 @@ class Options(BaseOptions):
     requantize: bool = False  # also what is in the format already
     scale: ScaleRule = "amax"  # of integers
     allow_activation_mismatch: bool = False  # experts of which KTransformers computes another thing
+    recipe: str = ""  # of scheme "mixed": `Recipe.toml`
 
     def as_dict(self) -> dict[str, object]:
         """Only what the method has."""
         sets = {
             "experts": self.experts.as_record(),
             "exclude_experts": self.exclude_experts.as_record(),
+            "recipe": self.recipe.split("\n") if self.recipe else None,
         }
         record = {"format": SCHEMES[self.scheme].layout.name} | asdict(self) | sets
         return {
@@ -89,8 +96,11 @@ class EncodedTarget(Target):
         self.options = options
         self.scheme = Scheme(options.scheme, options.group_size, options.scale == "search")
         self.row = self.scheme.row
+        self.recipe = parse_recipe(options.recipe) if self.row is MIXED else None
         self._is_gpu = self.row.command == "quantize-gpu"
         self.made_files = (CONFIG, RECIPE) if self._is_gpu else (CONFIG,)
+        if self.recipe is not None:
+            self.made_files = (CONFIG, RECIPE_TOML)
         if self.row.naming is OWN:
             _refuse_family(checkpoint)
         self.mismatch: Mismatch | None = None
@@ -117,6 +127,8 @@ class EncodedTarget(Target):
 
     @property
     def description(self) -> str:
+        if self.recipe is not None:
+            return "methods by recipe"
         if not self._is_gpu:
             return f"{self.name}, {self.scheme.grouping}"
         return f"{self.name} by {self.options.method}, {self.scheme.grouping}"
@@ -130,6 +142,8 @@ class EncodedTarget(Target):
 
     def facts(self) -> dict[str, object]:
         options = self.options
+        if self.recipe is not None:
+            return {"method": options.scheme, "recipe": options.recipe}
         if not self._is_gpu:
             return {"method": options.scheme, "group_size": options.group_size}
         return {
@@ -146,8 +160,30 @@ class EncodedTarget(Target):
             return None
         return f"--kt-method {self.row.kt_method} --kt-weight-path"
 
+    def scheme_of(self, layer: MoELayer, expert: int, proj: Projection) -> Scheme:
+        """Of a matrix."""
+        if self.recipe is None:
+            return self.scheme
+        return self._scheme(self.recipe.of(layer.index, expert, proj))
+
+    def schemes_of(
+        self, layer: MoELayer, experts: Sequence[int]
+    ) -> dict[tuple[Projection, Scheme], Sequence[int]]:
+        """The ids of a layer's experts by projection and scheme."""
+        if self.recipe is None:
+            return {(proj, self.scheme): experts for proj in layer.projections}
+        assigned = self.recipe.assigned(layer, experts)
+        return {(proj, self._scheme(method)): ids for (proj, method), ids in assigned.items()}
+
+    def _scheme(self, method: Method) -> Scheme:
+        return method.scheme(self.options.scale == "search")
+
+    def alike(self, layer: MoELayer) -> object:
+        return None if self.recipe is None else self.recipe.alike(layer.index)
+
     def check(self, layers: Sequence[MoELayer]) -> None:
-        if self.options.scale == "search" and not self.row.is_int:
+        mixed = self.recipe is not None
+        if self.options.scale == "search" and not (self.row.is_int or mixed):
             raise UsageError(
                 f"--scale search does not apply to {self.name}, whose scales are those of its "
                 "definition",
@@ -158,11 +194,23 @@ class EncodedTarget(Target):
             f"{self.command} {'' if self._is_gpu else f'--method {self.name} '}does not write them",
             "Serve the original model on the GPU.",
         )
-        self.scheme.check(layers)
+        if self.recipe is None:
+            self.scheme.check(layers)
+        else:
+            self._check_mix(layers)
         refused = self.mismatch is not None and self.scheme.encodes
         if refused and not self.options.allow_activation_mismatch:
             assert self.mismatch is not None
             raise CheckpointError(self.mismatch.sentence, self.mismatch.hint)
+
+    def _check_mix(self, layers: Sequence[MoELayer]) -> None:
+        """UsageError for a method that a layer cannot have, and for an engine that cannot mix."""
+        assert self.recipe is not None
+        chosen = [(layer, range(len(layer.experts))) for layer in layers]
+        for layer, experts in chosen:
+            for proj, scheme in self.schemes_of(layer, experts):
+                scheme.check([layer], [proj])
+        check_engine(self.recipe, chosen)
 
     def sections(self, layer: MoELayer, experts: Sequence[int]) -> Sequence[Iterator[Tensor]]:
         return [self._packed(layer, experts)]
@@ -171,7 +219,7 @@ class EncodedTarget(Target):
         for expert in experts:
             for proj in layer.projections:
                 matrix = layer.experts[expert][proj]
-                yield from self.scheme.tensors(
+                yield from self.scheme_of(layer, expert, proj).tensors(
                     self.module(layer, expert, proj), matrix.rows, matrix.cols, weight_dtype(matrix)
                 )
 
@@ -184,6 +232,18 @@ class EncodedTarget(Target):
         for layer in layers:
             for proj in layer.projections:
                 yield self.module(layer, 0, proj)
+
+    def patterns(self, chosen: Iterable[Chosen]) -> dict[Scheme, list[str]]:
+        """By which engines find the modules of each scheme, for these experts."""
+        chosen = list(chosen)
+        if self.recipe is None:
+            return {self.scheme: [target_pattern(self.modules([layer for layer, _ in chosen]))]}
+        return patterns_of(
+            (self.module(layer, expert, proj), proj, scheme)
+            for layer, experts in chosen
+            for (proj, scheme), ids in self.schemes_of(layer, experts).items()
+            for expert in ids
+        )
 
     def read_by_transformers(self, layers: Iterable[MoELayer]) -> bool:
         """Whether transformers knows the names and the numbers of the experts."""

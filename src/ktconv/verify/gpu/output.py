@@ -28,7 +28,8 @@ from ktconv.placement.expert_sets import set_of_record
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
 from ktconv.targets.encoded.layouts.base import Layout
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
-from ktconv.targets.encoded.scheme import CHANNEL, FORMATS, SCHEMES, Scheme
+from ktconv.targets.encoded.recipe import Recipe, parse_recipe
+from ktconv.targets.encoded.scheme import CHANNEL, FORMATS, MIXABLE, MIXED, SCHEMES, Scheme
 from ktconv.targets.encoded.target import RECIPE, EncodedTarget, Options
 from ktconv.verify.gpu.quantization import (
     Group,
@@ -80,16 +81,36 @@ class GpuOutput(OpenedOutput):
     layers: Mapping[int, Sequence[int]]  # ids of experts with at least one tensor
     method: str  # rtn, gptq or unknown
     config: Mapping[str, Any]
-    scheme: Scheme | None  # by our manifest
+    scheme: Scheme | None  # by our manifest; MIXED: `scheme_of` has that of each matrix
+    recipe: Recipe | None
+    numbers: Mapping[str, int]  # of layers, by the path of their experts
 
     @property
     def layout(self) -> Layout:
         return PACK_QUANTIZED if self.scheme is None else self.scheme.layout
 
+    def scheme_of(self, module: Module) -> Scheme:
+        """That of a matrix, by our manifest."""
+        assert self.scheme is not None
+        return _scheme_of(self.scheme, self.recipe, module.layer, module.where)
+
+    def module(self, name: str) -> Module:
+        """The one of that name, or one without tensors."""
+        found = self.modules.get(name)
+        if found is not None:
+            return found
+        if self.scheme is None or self.recipe is None:
+            return Module(name, {}, None, None, self.layout)
+        where, layer = _place(name, self.numbers)
+        scheme = _scheme_of(self.scheme, self.recipe, layer, where)
+        return Module(name, {}, None, None, scheme.layout)
+
     @property
     def described(self) -> dict[str, Any]:
         if self.scheme is not None and self.scheme.row.command == "quantize-cpu":
             about = {"method": self.scheme.name, "numa": None}
+            if self.recipe is not None:
+                return {**about, "recipe": self.recipe.toml.split("\n")}
             return {**about, "group_size": self.scheme.group_size}
         groups = {(group.scheme, group.group_size) for group in self.quantization.groups}
         scheme, size = next(iter(groups)) if len(groups) == 1 else ("mixed", None)
@@ -113,9 +134,9 @@ class GpuOutput(OpenedOutput):
         recorded = self.manifest.layers if self.manifest else {}
         rows: dict[int, dict[str, int]] = {}
         for (layer, _, proj), module in self.experts.items():
-            packed = module.parts.get(self.layout.parts[0])
+            packed = module.parts.get(module.layout.parts[0])
             if layer is not None and packed and packed.shape:
-                count = packed.shape[0 if self.layout.streamed else -1]
+                count = packed.shape[0 if module.layout.streamed else -1]
                 rows.setdefault(layer, {}).setdefault(proj, count)
         whole = {
             layer: found for layer, found in sorted(rows.items()) if found.keys() >= {*UNGATED}
@@ -190,11 +211,12 @@ def open_gpu_output(
     packed = open_packed(output)
     manifest = _usable(read_manifest(output))
     scheme = _scheme(manifest)
+    recipe = _recipe(manifest)
     quantization, why_not, config = _quantization(output, manifest, scheme)
     checkpoint = open_checkpoint(source, side_files, naming, tower) if source else None
     plan = _plan(checkpoint, manifest, scheme) if checkpoint else None
     numbers = _numbers(checkpoint, manifest)
-    modules, others = _sort(packed, numbers, PACK_QUANTIZED if scheme is None else scheme.layout)
+    modules, others = _sort(packed, numbers, scheme, recipe)
     if not modules and not packed.damaged and manifest is None:
         raise UsageError(f"{output} contains no packed modules", "give an OUTPUT of quantize-gpu")
     return GpuOutput(
@@ -210,6 +232,8 @@ def open_gpu_output(
         method=_method(output, manifest, quantization),
         config=config,
         scheme=scheme,
+        recipe=recipe,
+        numbers=numbers,
     )
 
 
@@ -220,7 +244,30 @@ def _usable(manifest: Manifest | None) -> Manifest | None:
     options = manifest.options
     size, row = options.get("group_size"), SCHEMES.get(str(options.get("scheme")))
     sound = row is not None and type(size) is int and isinstance(options.get("method"), str)
+    if row is MIXED:
+        sound = sound and _recipe(manifest) is not None
     return manifest if sound else None
+
+
+def _recipe(manifest: Manifest | None) -> Recipe | None:
+    """That of the manifest; None without a valid one."""
+    lines = manifest.options.get("recipe") if manifest is not None else None
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        return None
+    try:
+        return parse_recipe("\n".join(lines))
+    except UsageError:
+        return None
+
+
+def _scheme_of(
+    scheme: Scheme, recipe: Recipe | None, layer: int | None, where: ExpertModule | None
+) -> Scheme:
+    if recipe is None:
+        return scheme
+    if layer is None or where is None:
+        return recipe.method.scheme(scheme.search)
+    return recipe.of(layer, where.expert, where.proj).scheme(scheme.search)
 
 
 def _scheme(manifest: Manifest | None) -> Scheme | None:
@@ -277,8 +324,9 @@ def _plan(checkpoint: Checkpoint, manifest: Manifest | None, scheme: Scheme | No
             for index, count in counts.items()
         }
     known = scheme or Scheme("W4A16", CHANNEL)
-    if CHANNEL in known.row.groups:  # any size will do, and this one fits
-        known = Scheme(known.name, CHANNEL)  # a search changes no name or shape
+    if known.row is not MIXED and CHANNEL in known.row.groups:
+        # Any size will do, and this one fits; a search changes no name or shape.
+        known = Scheme(known.name, CHANNEL)
     ours = Options(
         scheme=known.name,
         group_size=known.group_size,
@@ -287,6 +335,7 @@ def _plan(checkpoint: Checkpoint, manifest: Manifest | None, scheme: Scheme | No
         experts_only=bool(options.get("experts_only")),
         requantize=bool(options.get("requantize")),
         allow_activation_mismatch=True,
+        recipe="\n".join(options.get("recipe") or ()),
     )
     return plan_checkpoint(checkpoint, EncodedTarget(ours, checkpoint), selection)
 
@@ -303,12 +352,19 @@ def _numbers(checkpoint: Checkpoint | None, manifest: Manifest | None) -> dict[s
 
 
 def _sort(
-    packed: PackedWeights, numbers: Mapping[str, int], layout: Layout
+    packed: PackedWeights,
+    numbers: Mapping[str, int],
+    scheme: Scheme | None,
+    recipe: Recipe | None,
 ) -> tuple[dict[str, Module], dict[str, TensorRef]]:
     """Encoded modules and all other tensors. Parts that plain weights have too, as `weight`, make a
     module only of an expert."""
+    layout = PACK_QUANTIZED if scheme is None else scheme.layout
     telling = layout is PACK_QUANTIZED
-    ends = re.compile(rf"(.+)\.({'|'.join((*layout.parts, *(_OTHER_PARTS if telling else ())))})")
+    known = (*layout.parts, *(_OTHER_PARTS if telling else ()))
+    if recipe is not None:
+        known = tuple({part: None for name in MIXABLE for part in SCHEMES[name].layout.parts})
+    ends = re.compile(rf"(.+)\.({'|'.join(known)})")
     parts: dict[str, dict[str, TensorRef]] = {}
     others = {}
     for name, tensor in packed.others.items():
@@ -319,10 +375,16 @@ def _sort(
             others[name] = tensor
     modules = {}
     for name, tensors in parts.items():
-        where = _where(name)
-        layer = numbers.get(where.source, _number_of(where.source)) if where else None
-        modules[name] = Module(name, tensors, where, layer, layout)
+        where, layer = _place(name, numbers)
+        own = layout if scheme is None else _scheme_of(scheme, recipe, layer, where).layout
+        modules[name] = Module(name, tensors, where, layer, own)
     return modules, others
+
+
+def _place(module: str, numbers: Mapping[str, int]) -> tuple[ExpertModule | None, int | None]:
+    """Which expert's matrix it is, and the layer's number."""
+    where = _where(module)
+    return where, numbers.get(where.source, _number_of(where.source)) if where else None
 
 
 def is_expert(module: str) -> bool:

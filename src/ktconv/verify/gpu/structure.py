@@ -4,6 +4,7 @@ everything else is as in the source."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ktconv.checkpoint import ExpertMatrix, TensorRef
@@ -11,9 +12,9 @@ from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.targets.encoded.config import quantization_section
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.encoded.module_classes import class_of
-from ktconv.targets.encoded.names import target_pattern
-from ktconv.targets.encoded.scheme import CHANNEL, Scheme
-from ktconv.targets.encoded.target import RENAMED, weight_dtype
+from ktconv.targets.encoded.names import patterns_of, target_pattern
+from ktconv.targets.encoded.scheme import CHANNEL
+from ktconv.targets.encoded.target import RENAMED, EncodedTarget, weight_dtype
 from ktconv.verify.gpu.output import GpuOutput, Module, is_expert
 from ktconv.verify.gpu.quantization import Group, quantization_elsewhere, unlike_ours, unusual
 from ktconv.verify.gpu.unpack import SCALE_DTYPES
@@ -41,16 +42,15 @@ class GpuStructureCheck(StructureCheck):
             if name not in planned:
                 self._stray(module, known=bool(self._output.plan))
         self._plain_weights()
-        checked = {f"{name}.{part}" for name in planned for part in self._parts}
+        checked = {f"{name}.{part}" for name in planned for part in self._parts_of(name)}
         if self._output.plan is not None:
             return self._check_planned(self._output.plan.others, checked)
         if self._output.manifest is not None:
             return len(checked) + self._check_names(self._output.records.keys() - checked)
         return len(checked) + len(self._output.others)
 
-    @property
-    def _parts(self) -> Sequence[str]:
-        return self._output.layout.parts
+    def _parts_of(self, module: str) -> Sequence[str]:
+        return self._output.module(module).layout.parts
 
     # ---- config.json ----
 
@@ -59,9 +59,8 @@ class GpuStructureCheck(StructureCheck):
         if output.why_not is not None:
             self._wrong_config(f"{output.why_not}.")
             return
-        if output.manifest is not None:
-            options = output.manifest.options
-            scheme = Scheme(options["scheme"], options["group_size"])
+        if output.scheme is not None and output.recipe is None:
+            scheme = output.scheme
             recorded = f"W{scheme.bits}A16 with group size {scheme.group_size}"
             for group in output.quantization.groups:
                 if _words(group) != recorded:
@@ -94,17 +93,24 @@ class GpuStructureCheck(StructureCheck):
     def _written(self) -> dict[str, Any] | None:
         """The quantization_config that ktconv writes for these experts and other tensors."""
         output = self._output
-        assert output.manifest is not None
-        options = output.manifest.options
-        scheme = Scheme(options["scheme"], options["group_size"])
-        renamed = output.manifest.names(RENAMED)
+        assert output.manifest is not None and output.scheme is not None
+        scheme, renamed = replace(output.scheme, search=False), output.manifest.names(RENAMED)
         if output.plan is not None:
-            layers = list(output.source_layers.values())
             others: Any = (tensor for unit in output.plan.others for tensor in unit.tensors())
-            target = target_pattern(output.plan.target.modules(layers))
-            return quantization_section(scheme, target, others, renamed)
-        pattern = target_pattern(name for name, one in output.modules.items() if one.where)
-        return quantization_section(scheme, pattern, output.others.values(), renamed)
+            target, layers = output.plan.target, output.plan.layers
+            assert isinstance(target, EncodedTarget)
+            patterns = target.patterns((unit.layer, unit.experts) for unit in layers)
+            if output.recipe is None:  # a group size is compared by itself
+                patterns = {scheme: next(iter(patterns.values()))}
+            return quantization_section(scheme, patterns, others, renamed)
+        experts = [(one.name, one) for one in output.modules.values() if one.where]
+        if output.recipe is None:
+            patterns = {scheme: [target_pattern(name for name, _ in experts)]}
+        else:
+            patterns = patterns_of(
+                (name, one.where.proj, output.scheme_of(one)) for name, one in experts if one.where
+            )
+        return quantization_section(scheme, patterns, output.others.values(), renamed)
 
     def _unlike(self, source: Mapping[str, Any]) -> None:
         """Checks that config.json, by which engines build the model, is otherwise the source's."""
@@ -140,17 +146,18 @@ class GpuStructureCheck(StructureCheck):
         elif output.manifest is not None:
             for name in sorted(self._output.records):
                 module, _, part = name.rpartition(".")
-                if part == self._parts[0] and is_expert(module):
+                if is_expert(module) and part == self._parts_of(module)[0]:
                     yield module, None
         else:
             yield from ((name, None) for name, module in output.modules.items() if module.where)
 
     def _expert(self, name: str, matrix: ExpertMatrix | None) -> None:
-        module = self._output.modules.get(name, Module(name, {}, None, None))
-        missing_parts = [f"{name}.{part}" for part in self._parts if part not in module.parts]
+        module = self._output.module(name)
+        parts = module.layout.parts
+        missing_parts = [f"{name}.{part}" for part in parts if part not in module.parts]
         for missing in missing_parts:
             self._fail("missing tensor", f"{missing} is missing.", tensor=missing, **module.at)
-        for part in sorted(module.parts.keys() - set(self._parts)):
+        for part in sorted(module.parts.keys() - set(parts)):
             tensor = module.parts[part]
             self._unexpected_tensor(tensor.name, tensor.file, **module.at)
         if not missing_parts:
@@ -177,7 +184,7 @@ class GpuStructureCheck(StructureCheck):
         if self._output.layout is not PACK_QUANTIZED:
             self._shapes_of_layout(module, matrix)
             return
-        packed, scale, shape = (module.parts[part] for part in self._parts)
+        packed, scale, shape = (module.parts[part] for part in module.layout.parts)
         rows = matrix.rows if matrix else (packed.shape[0] if packed.shape else 0)
         # Without a source, columns follow from the number of words, which groups fill.
         cols = matrix.cols if matrix else packed.shape[-1] * 32 // group.bits if packed.shape else 0
@@ -199,10 +206,9 @@ class GpuStructureCheck(StructureCheck):
 
     def _shapes_of_layout(self, module: Module, matrix: ExpertMatrix | None) -> None:
         """Of layouts that only our manifest tells."""
-        scheme = self._output.scheme
-        assert scheme is not None
         if matrix is None:
             return  # checksums and sizes of files are what there is
+        scheme = self._output.scheme_of(module)
         half = weight_dtype(matrix) == "F16"
         for tensor in scheme.layout.tensors(
             module.name, scheme.sizes(matrix.rows, matrix.cols, half)

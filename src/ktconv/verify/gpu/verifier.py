@@ -104,9 +104,9 @@ class GpuVerifier(OutputVerifier):
                 if layer is not None and module.where.expert < len(layer.experts):
                     matrix = layer.experts[module.where.expert][module.where.proj]
             if self._is_encoded(matrix):
-                assert output.scheme is not None
+                scheme = output.scheme_of(module)
                 again = self.requantized
-                yield EncodedCheck(context, module, output.scheme, again, matrix, layer)
+                yield EncodedCheck(context, module, scheme, again, matrix, layer)
             else:
                 yield ModuleCheck(context, module, group, rules, matrix, layer)
 

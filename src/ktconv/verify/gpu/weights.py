@@ -211,8 +211,7 @@ def _is_sound(module: Module, group: Group, matrix: ExpertMatrix) -> bool:
 def dequantized(output: GpuOutput, module: Module, matrix: ExpertMatrix) -> Streamed:
     """The values [rows, cols] of a packed module that passed level structure."""
     if output.layout is not PACK_QUANTIZED:
-        assert output.scheme is not None
-        stored = stored_parts(output.scheme, module, matrix)
+        stored = stored_parts(output.scheme_of(module), module, matrix)
         return Streamed(matrix.rows, matrix.cols, stored.pieces)
     group = output.quantization.group_of(module.name)
     assert group is not None and _is_sound(module, group, matrix)

@@ -1,0 +1,109 @@
+"""Options of quantize-cpu for several methods in one output: a recipe, or a size to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ktconv.cli.exits import NOTHING_WRITTEN, interruptible
+from ktconv.cli.output import notify
+from ktconv.errors import UsageError
+from ktconv.system.units import parse_size
+
+if TYPE_CHECKING:
+    from ktconv.encode.request import Request
+    from ktconv.fit.wish import Wish
+    from ktconv.targets.encoded.recipe import Recipe
+
+MixEngine = Literal["vllm", "ktconv", "compressed-tensors"]  # of fit.wish; a test compares them
+_OF_TARGETS = ("--engine", "--methods", "--write-recipe")
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What was given; false without any."""
+
+    recipe: Path | None = None
+    target_size: str | None = None
+    target_bits: float | None = None
+    engine: str | None = None
+    methods: str | None = None
+    write: Path | None = None
+    importance: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict)  # of the choice, once `settled`
+
+    def __bool__(self) -> bool:
+        return self.recipe is not None or self.chooses
+
+    @property
+    def chooses(self) -> bool:
+        return self.target_size is not None or self.target_bits is not None
+
+    @property
+    def option(self) -> str:
+        """That asks for a mix."""
+        if self.recipe is not None:
+            return "--recipe"
+        return "--target-size" if self.target_size is not None else "--target-bits"
+
+    def check(self, given: Set[str]) -> None:
+        """UsageError for options that exclude one another or belong to others."""
+        asked = [name for name in ("--recipe", "--target-size", "--target-bits") if name in given]
+        if len(asked) > 1:
+            raise UsageError(f"{' and '.join(asked)} cannot be combined", "give one of them")
+        for name in _OF_TARGETS:
+            if name in given and not self.chooses:
+                why = "; a recipe names its engine" if name == "--engine" and asked else ""
+                raise UsageError(
+                    f"{name} belongs to --target-size and --target-bits{why}", f"omit {name}"
+                )
+        if self.chooses and self.importance == "weights":
+            raise UsageError(
+                f"--importance weights cannot be combined with {self.option}",
+                "give a file of ktconv stats --importance, or omit it",
+            )
+
+    def settled(self, request: Request) -> Request:
+        """The request with its recipe; for a size, weights are read and methods compared."""
+        from ktconv.targets.encoded.recipe import read_recipe
+
+        recipe = self._chosen(request) if self.recipe is None else read_recipe(self.recipe)
+        return replace(request, options=replace(request.options, recipe=recipe.toml))
+
+    def _chosen(self, request: Request) -> Recipe:
+        from ktconv.cli.options import progress_over
+        from ktconv.fit.document import document
+        from ktconv.fit.run import Fitting
+        from ktconv.system.files import check_writable, write_durably
+
+        wish = self._wish()
+        if self.write is not None:
+            check_writable(self.write, "--write-recipe")
+        importance = None if self.importance is None else Path(self.importance)
+        with interruptible(lambda: NOTHING_WRITTEN):
+            fitting = Fitting(request, wish, importance)
+            with progress_over(fitting.stages) as observer:
+                fitted = fitting.run(observer)
+        for line in fitted.lines():
+            notify(line)
+        self.facts.update(fit=fitted.facts())
+        if self.write is not None:
+            text = document(fitted, wish).encode()
+            write_durably(self.write, text, self.write.absolute().parent)
+            notify(f"wrote {self.write}")
+        return fitted.recipe
+
+    def _wish(self) -> Wish:
+        from ktconv.fit.wish import Wish, methods_named
+
+        size = None
+        if self.target_size is not None:
+            size = parse_size(self.target_size, "--target-size")
+        return Wish(
+            nbytes=size,
+            bits=self.target_bits,
+            engine=self.engine or "vllm",
+            methods=methods_named(self.methods) if self.methods else (),
+        )

@@ -1,0 +1,45 @@
+"""The recipe as a file with what it was chosen by, for people who edit it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ktconv import __version__
+from ktconv.fit.run import Fitted
+from ktconv.fit.wish import Wish
+
+
+def document(fitted: Fitted, wish: Wish) -> str:
+    """Comments around `Recipe.toml`."""
+    return "\n".join([*_head(fitted, wish), "", fitted.recipe.toml, *_table(fitted)]) + "\n"
+
+
+def _head(fitted: Fitted, wish: Wish) -> Iterator[str]:
+    yield f"# Chosen by ktconv {__version__} for {wish.words}: {fitted.nbytes} bytes,"
+    yield f"# {fitted.bits:.3f} bits per weight of the experts."
+    yield "# Edit it and run: ktconv quantize-cpu MODEL OUTPUT --recipe FILE"
+    yield "#"
+    yield "# bits per weight, relative RMS error"
+    rows = [("this recipe", fitted.bits, fitted.error)]
+    rows += [(method.words, *both) for method, both in fitted.uniform.items()]
+    for name, bits, error in sorted(rows, key=lambda row: row[1]):
+        yield f"#   {name:<20} {bits:7.3f}  {error:.4f}"
+
+
+def _table(fitted: Fitted) -> Iterator[str]:
+    """Measured errors by layer and projection; the chosen one is marked."""
+    methods = list(fitted.measured.errors)
+    cells = sorted(
+        fitted.measured.errors[methods[0]],
+        key=lambda cell: (cell[0], ("gate", "up", "down").index(cell[1])),
+    )
+    yield "# Relative RMS errors that were measured; * is chosen."
+    yield "# layer proj " + " ".join(f"{method.words:>18}" for method in methods)
+    for layer, proj in cells:
+        marked = fitted.recipe.of(layer, 0, proj)
+        errors = (
+            f"{fitted.measured.errors[method][layer, proj] ** 0.5:.4f}"
+            + ("*" if method == marked else " ")
+            for method in methods
+        )
+        yield f"# {layer:>5} {proj:<4} " + " ".join(f"{error:>18}" for error in errors)

@@ -1,0 +1,125 @@
+"""What loads an output whose matrices have several methods, and why others do not.
+
+Known from the engines' own code: vLLM 0.32 asks for the method of a layer's experts once for each
+projection of expert 0, and refuses a layer where these differ. transformers 5.17 decodes all
+experts by the first group of config.json that names experts. SGLang (sglang-kt 0.7.2) knows one
+method for all experts. KTransformers has one --kt-method for all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ktconv.checkpoint import MoELayer
+from ktconv.errors import UsageError
+from ktconv.formats import FORMATS
+from ktconv.targets.encoded.recipe import Method, Recipe
+from ktconv.targets.encoded.scheme import Scheme
+
+Chosen = Sequence[tuple[MoELayer, Sequence[int]]]  # layers, and ids of their experts
+# Of a recipe: why the engine cannot load its output, None if it can.
+Engine = Callable[[Recipe, Chosen], "str | None"]
+
+
+def _vllm(recipe: Recipe, chosen: Chosen) -> str | None:
+    for layer, experts in chosen:
+        methods = _methods(recipe, layer, experts)
+        if len(methods) > 1:
+            return (
+                f"computes all experts of a layer with one method, and layer {layer.index} has "
+                f"{_listed(methods)}"
+            )
+    return None
+
+
+def _ktconv(recipe: Recipe, chosen: Chosen) -> str | None:
+    for layer, experts in chosen:
+        assigned = recipe.assigned(layer, experts)
+        for name, projections in (("gate and up", ("gate", "up")), ("down", ("down",))):
+            methods = {method: None for proj, method in assigned if proj in projections}
+            if len(methods) > 1:
+                return (
+                    f"computes {name} of all experts of a layer with one method, and layer "
+                    f"{layer.index} has {_listed(methods)}"
+                )
+        for _, method in assigned:
+            if kernel_format(method.scheme(search=False)) is None:
+                return f"has no kernels for {method.words}, which layer {layer.index} has"
+    return None
+
+
+def _uniform(why: str) -> Engine:
+    def engine(recipe: Recipe, chosen: Chosen) -> str | None:
+        found: dict[Method, None] = {}
+        for layer, experts in chosen:
+            found |= _methods(recipe, layer, experts)
+        return f"{why}, and these have {_listed(found)}" if len(found) > 1 else None
+
+    return engine
+
+
+def _any(recipe: Recipe, chosen: Chosen) -> str | None:
+    """The library decodes module by module."""
+    return None
+
+
+ENGINES: Mapping[str, Engine] = {
+    "vllm": _vllm,
+    "ktconv": _ktconv,
+    "compressed-tensors": _any,
+    "transformers": _uniform("decodes all experts by one method"),
+    "sglang": _uniform("computes all experts with one method"),
+    "ktransformers": _uniform("takes one --kt-method for all layers"),
+}
+
+
+def why_not(engine: str, recipe: Recipe, chosen: Chosen) -> str | None:
+    """Why the engine cannot load what a recipe makes of these experts; None if it can."""
+    return ENGINES[engine](recipe, chosen)
+
+
+def check_engine(recipe: Recipe, chosen: Chosen) -> None:
+    """UsageError where the engine that the recipe is for cannot mix as it says."""
+    if recipe.engine not in ENGINES:
+        raise UsageError(
+            f"the recipe is for {recipe.engine!r}, which is not a known engine",
+            f"known are {', '.join(ENGINES)}",
+        )
+    why = why_not(recipe.engine, recipe, chosen)
+    if why is None:
+        return
+    others = [name for name in ENGINES if why_not(name, recipe, chosen) is None]
+    hint = "change the rules"
+    if others:
+        named = " or ".join(f'engine = "{name}"' for name in others)
+        hint += f", or write {named} into the recipe: that can"
+    raise UsageError(f"the recipe is for {recipe.engine}, which {why}", hint)
+
+
+def engine_lines(recipe: Recipe, chosen: Chosen) -> list[str]:
+    """A note about each engine that cannot load it."""
+    found = ((name, why_not(name, recipe, chosen)) for name in ENGINES)
+    return [f"{name} cannot load this mix: it {why}" for name, why in found if why]
+
+
+def kernel_format(scheme: Scheme) -> str | None:
+    """The weight format in which our kernels have exactly the numbers of a scheme with bf16 scales;
+    None where there is none."""
+    row, size = scheme.row, scheme.group_size
+    if row.kind == "int8":
+        return "int8" if size < 0 else None
+    if row.kind == "int4":
+        return "int4" if size < 0 else f"gint4-{size}"
+    if row.kind == "fp8":
+        return "fp8-channel" if size < 0 else "fp8"
+    return row.kind if row.kind in FORMATS else None
+
+
+def _methods(recipe: Recipe, layer: MoELayer, experts: Sequence[int]) -> dict[Method, None]:
+    """All of a layer, in order."""
+    return {method: None for _, method in recipe.assigned(layer, experts)}
+
+
+def _listed(methods: Mapping[Method, None]) -> str:
+    *most, last = (method.words for method in methods)
+    return f"{', '.join(most)} and {last}" if most else last
