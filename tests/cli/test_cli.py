@@ -345,6 +345,7 @@ PLACES = {
     "merge": ("README.md", "Change"),
     "reshard": ("README.md", "Change"),
     "verify": ("README.md", "Verify"),
+    "compare": ("docs/compare.md", "Conversions side by side"),
     "push": ("README.md", "Publish"),
     "inspect": ("README.md", "Look"),
     "stats": ("docs/hot-experts.md", "Counting"),

@@ -22,7 +22,7 @@ main()
 """
 WORDS = {
     "quan": ["quantize-cpu", "quantize-gpu"],
-    "quantize-cpu --me": ["--method"],
+    "quantize-cpu --me": ["--method", "--methods"],
     "quantize-cpu MODEL OUTPUT --method i": ["int4", "int8", "int4-g64", "int4-g128", "int8-g128"],
     "quantize-cpu MODEL OUTPUT --layout l": ["layers"],
     "completion ''": ["bash", "zsh", "fish"],

@@ -287,7 +287,7 @@ def test_it_can_be_a_source(model: Path, mixed: Path, tmp_path: Path) -> None:
 LOADS = [
     (PER_LAYER, {"vllm"}),
     ('method = "rawint4"\n[[rule]]\nlayers = "0"\nmethod = "bf16"\n', {"vllm", "ktconv"}),
-    ('method = "rawint4"\n[[rule]]\nprojections = "down"\nmethod = "fp8-channel"\n', {"ktconv"}),
+    ('method = "rawint4"\n[[rule]]\nprojections = "down"\nmethod = "fp8-channel"\n', set()),
     ('method = "rawint4"\n[[rule]]\nprojections = "gate"\nmethod = "int4-g64"\n', set()),
     ('method = "int4-g64"\n[[rule]]\nexperts = { 1 = "0" }\nmethod = "rawint4"\n', set()),
     ('method = "int4-g64"\n', set(ENGINES)),
@@ -304,14 +304,26 @@ def test_what_loads_a_mix(toml: str, loads: set[str], model: Path) -> None:
     assert found == loads | {"compressed-tensors"}
 
 
+def test_our_kernels_compute_a_mix_of_layers(model: Path, tmp_path: Path) -> None:
+    from ktconv.moe.native_load import native_experts
+
+    rules = {"1": "rawint4", "2": "fp8-channel", "3": "bf16"}
+    toml = 'method = "int4-g128"\nengine = "ktconv"\n' + "".join(
+        f'[[rule]]\nlayers = "{layer}"\nmethod = "{method}"\n' for layer, method in rules.items()
+    )
+    made(model, tmp_path / "out", toml)
+    formats = [native_experts(tmp_path / "out", layer).format.key for layer in range(4)]
+    assert formats == ["gint4-128", "gint4-32", "fp8-channel", "bf16"]
+
+
 def test_an_engine_that_cannot_mix_is_refused(model: Path, tmp_path: Path) -> None:
     toml = 'method = "rawint4"\n[[rule]]\nprojections = "down"\nmethod = "fp8-channel"\n'
     with pytest.raises(UsageError, match=r"vllm, which computes all experts.*rawint4 and fp8-ch"):
         made(model, tmp_path / "out", toml)
-    made(model, tmp_path / "out", toml.replace("[[", 'engine = "ktconv"\n[[', 1))
+    made(model, tmp_path / "out", toml.replace("[[", 'engine = "compressed-tensors"\n[[', 1))
     assert check(tmp_path / "out", model).passed
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "Loaded by: ktconv, compressed-tensors." in card
+    assert "Loaded by: compressed-tensors." in card
     assert "- fp8-channel: layers 0-3, down" in card
 
 
@@ -369,15 +381,21 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
 def test_a_group_that_divides_no_matrix(model: Path, tmp_path: Path) -> None:
     narrow = layered_model(tmp_path / "model")
     toml = 'method = "rawint4"\n[[rule]]\nprojections = "down"\nmethod = "int4-g128"\n'
-    made(narrow, tmp_path / "fits", toml.replace("[[", 'engine = "ktconv"\n[[', 1))
+    made(narrow, tmp_path / "fits", toml.replace("[[", 'engine = "compressed-tensors"\n[[', 1))
     from helpers.families import numbered, random_weights, simple_config, write_checkpoint
 
     odd = random_weights(128, 96, 2)
     config = simple_config(hidden_size=128, moe_intermediate_size=96, num_experts=2)
     write_checkpoint(tmp_path / "odd", numbered("model.layers.0.mlp.experts", odd), config)
     with pytest.raises(UsageError, match="96 columns of down in layer 0"):
-        made(tmp_path / "odd", tmp_path / "out", toml.replace("[[", 'engine = "ktconv"\n[[', 1))
-    swapped = toml.replace('"down"', '["gate", "up"]').replace("[[", 'engine = "ktconv"\n[[', 1)
+        made(
+            tmp_path / "odd",
+            tmp_path / "out",
+            toml.replace("[[", 'engine = "compressed-tensors"\n[[', 1),
+        )
+    swapped = toml.replace('"down"', '["gate", "up"]').replace(
+        "[[", 'engine = "compressed-tensors"\n[[', 1
+    )
     made(tmp_path / "odd", tmp_path / "up", swapped)
     assert check(tmp_path / "up", tmp_path / "odd").passed
 

@@ -9,6 +9,7 @@ import typer
 
 from ktconv import __version__
 from ktconv.cli.bench import bench
+from ktconv.cli.compare import compare
 from ktconv.cli.completion import completion
 from ktconv.cli.doctor import doctor
 from ktconv.cli.inspect import inspect
@@ -54,6 +55,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "merge": merge_command,
     "reshard": reshard_command,
     "verify": verify,
+    "compare": compare,
     "push": push_command,
     "inspect": inspect,
     "stats": stats,

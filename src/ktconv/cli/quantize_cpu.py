@@ -56,8 +56,8 @@ def quantize_cpu_command(
         MixEngine | None,
         choice(
             MixEngine,
-            "What must load a chosen mix. vllm: one method in a layer; ktconv: one for gate and up "
-            "and one for down; compressed-tensors: any.",
+            "What must load a chosen mix. vllm: one method in a layer; ktconv: the same, of those "
+            "that its kernels have; compressed-tensors: any.",
         ),
     ] = None,
     methods: Annotated[

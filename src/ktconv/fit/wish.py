@@ -19,7 +19,7 @@ _INT8_ROWS = Method("W8A16", -1)
 # Projections that an engine computes with one method, by engine.
 _PARTS: dict[str, tuple[tuple[Projection, ...], ...]] = {
     "vllm": (PROJECTIONS,),
-    "ktconv": (("gate", "up"), ("down",)),
+    "ktconv": (PROJECTIONS,),
     "compressed-tensors": (("gate",), ("up",), ("down",)),
 }
 

@@ -33,7 +33,7 @@ def run(
 ) -> Outcome:
     """Verifies, or compares with `other`; `read`: see `verify`. With `card`, the output's model
     card gets the figures. Raises KtconvError where that is not possible."""
-    _check_report(report)
+    check_report(report)
     if card:
         _check_card(request, other)
     if other is not None:
@@ -92,7 +92,7 @@ def _compare(
     return found.as_dict() | memory_facts(budget), list(found.lines()), found.equal
 
 
-def _check_report(path: Path | None) -> None:
+def check_report(path: Path | None) -> None:
     """Raises KtconvError for a report that cannot be written, before an hour of work."""
     if path is None:
         return

@@ -34,18 +34,10 @@ def _vllm(recipe: Recipe, chosen: Chosen) -> str | None:
 
 def _ktconv(recipe: Recipe, chosen: Chosen) -> str | None:
     for layer, experts in chosen:
-        assigned = recipe.assigned(layer, experts)
-        for name, projections in (("gate and up", ("gate", "up")), ("down", ("down",))):
-            methods = {method: None for proj, method in assigned if proj in projections}
-            if len(methods) > 1:
-                return (
-                    f"computes {name} of all experts of a layer with one method, and layer "
-                    f"{layer.index} has {_listed(methods)}"
-                )
-        for _, method in assigned:
+        for method in _methods(recipe, layer, experts):
             if kernel_format(method.scheme(search=False)) is None:
                 return f"has no kernels for {method.words}, which layer {layer.index} has"
-    return None
+    return _vllm(recipe, chosen)
 
 
 def _uniform(why: str) -> Engine:

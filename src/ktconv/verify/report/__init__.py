@@ -20,16 +20,19 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ktconv.verify.report import charts, heat, sections, values
+from ktconv.verify.report import charts, heat, outputs, scatter, sections, values
+
+_PAGES = {"comparison": "comparison", "outputs": "outputs"}
 
 
 def render_report(result: Mapping[str, Any]) -> str:
-    """The page for what `ktconv verify --json` prints, of one conversion or of two compared.
+    """The page for what `ktconv verify --json` prints, of one conversion or of two compared, or
+    `ktconv compare --json`, of several.
 
     The same result gives the same page.
     """
     facts = values.mapping(result)
-    page = "comparison" if facts["kind"] == "comparison" else "verification"
+    page = _PAGES.get(str(facts["kind"]), "verification")
     return _environment().get_template(f"{page}.html").render(result=facts)
 
 
@@ -50,9 +53,10 @@ def _environment() -> Environment:
         "duration": values.show_duration,
         "entries": values.items,
         "error": values.show_error,
-        "figure": lambda value: Markup(values.figure(value)),
+        "figure": _figure,
         "id": values.show_id,
         "mapping": values.mapping,
+        "named": outputs.named,
         "number": values.number,
         "path": values.show_path,
         "records": values.records,
@@ -60,10 +64,15 @@ def _environment() -> Environment:
         "text": values.escape,
     }
     environment.globals |= {"charts": charts, "heat": heat, "sections": sections, "values": values}
+    environment.globals |= {"outputs": outputs, "scatter_sizes": scatter}
     style, script = (_asset(environment, name) for name in ("report.css", "report.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment.globals |= {"style": style, "script": script, "script_digest": digest}
     return environment
+
+
+def _figure(value: float) -> Markup:
+    return Markup(values.figure(value))
 
 
 def _asset(environment: Environment, name: str) -> Markup:

@@ -102,7 +102,7 @@ def points(values: Sequence[float]) -> list[str]:
     return [f"{value:.1f}".removesuffix(".0") for value in values]
 
 
-def _marker(style: int, x: float, y: float, size: float) -> str:
+def marker(style: int, x: float, y: float, size: float) -> str:
     """The path of a circle, square, triangle or diamond, so that lines differ without colours."""
     s = size
     u, v = points([x, y])
@@ -180,7 +180,7 @@ def _drawn(plane: _Plane, index: int, one: Series, labels: Sequence[str]) -> dic
         "name": one.name,
         "style": f"s{index % 6}",
         "dash": _DASHES[index % len(_DASHES)],
-        "marker": _marker(index, 17, 7, 4),  # in the legend
+        "marker": marker(index, 17, 7, 4),  # in the legend
         "strokes": [_path(run) for run in runs if len(run) > 1],
         "dots": list(_dots(plane, index, one, labels)),
         "band_name": one.band_name if any(one.band) else None,
@@ -222,6 +222,6 @@ def _dots(
             continue
         if drawable(value):
             kind = "hollow" if plane.zero_off(value) else "dot"
-            yield f"{kind} s{index % 6}", _marker(index, x, plane.y(value), size), label, value
+            yield f"{kind} s{index % 6}", marker(index, x, plane.y(value), size), label, value
         else:
             yield "off", f"M{points([x])[0]} {TOP}m-5 -5l10 10m0 -10l-10 10", label, value

@@ -1,0 +1,113 @@
+"""`ktconv compare`: options as a request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
+from ktconv.cli.options import (
+    ConfigOption,
+    MapOption,
+    ProgressOption,
+    ThreadsOption,
+    TowerOption,
+    progress_over,
+)
+from ktconv.cli.output import JsonOption, notify, print_result
+from ktconv.cli.parsing import argument, choice, flag, option
+from ktconv.cli.sources import CacheDirOption, DownloadOption, RevisionOption, source_of
+from ktconv.errors import MemoryShortError, SourceChangedError
+from ktconv.system.units import parse_size
+
+CompareLevel = Literal["weights", "layers", "model"]  # as compare.request.LEVELS
+_HINTS: Hints = {
+    SourceChangedError: "make sure nothing writes there, then compare again",
+    MemoryShortError: "run --level layers, or use a machine with more memory",
+    MemoryError: "use fewer --threads, or a lower --level",
+}
+
+
+def compare(
+    outputs: Annotated[
+        list[Path], argument("Conversions of one model, with or without other tools.", "OUTPUT")
+    ],
+    source: Annotated[
+        str, option("The original checkpoint: a directory, GGUF file, hub id or URL.", "MODEL")
+    ],
+    revision: RevisionOption = None,
+    download: DownloadOption = False,
+    cache_dir: CacheDirOption = None,
+    config: ConfigOption = None,
+    naming: MapOption = None,
+    tower: TowerOption = None,
+    level: Annotated[
+        CompareLevel | None,
+        choice(
+            CompareLevel,
+            "Errors of weights; also of layers' outputs; also KL divergence and perplexity. "
+            "Default: model, or layers without torch.",
+        ),
+    ] = None,
+    sample: Annotated[
+        float, option("Fraction of experts and layers to read, in (0, 1].", "F")
+    ] = 1.0,
+    seed: Annotated[int, option("Random seed for the sample and random inputs.", "N", min=0)] = 0,
+    threads: ThreadsOption = 0,
+    max_memory: Annotated[str | None, option("Memory limit of each verification.", "SIZE")] = None,
+    text: Annotated[
+        Path | None, option("Text to read instead of the built-in sample.", "FILE")
+    ] = None,
+    windows: Annotated[int, option("Windows of 512 tokens at level model.", "N", min=1)] = 40,
+    tokens: Annotated[str, option("Tokens of a step at which to measure speed.", "LIST")] = "1,64",
+    seconds: Annotated[
+        float, option("Time for each measurement of speed.", "S", min=0.0, max=3600.0)
+    ] = 0.5,
+    speed: Annotated[
+        bool, flag("--speed/--no-speed", "Measure the experts in our kernels.")
+    ] = True,
+    report: Annotated[
+        Path | None, option("Write the table and the plots as an HTML page.", "FILE.html")
+    ] = None,
+    plot: Annotated[
+        Path | None, option("Draw error and speed over size (png, svg or pdf).", "FILE")
+    ] = None,
+    progress: ProgressOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Compare conversions of one model: size, errors, KL divergence and tokens per second.
+
+    Each OUTPUT is verified against the model, and its experts are measured in our kernels. Exit
+    code 1: a check failed.
+
+    Example: ktconv compare qwen3-rawint4 qwen3-mix qwen3-fp8 --source Qwen/Qwen3-30B-A3B
+    """
+    with errors_shown(as_json, _HINTS, progress):
+        from ktconv.bench.command import parse_tokens
+        from ktconv.compare.command import run
+        from ktconv.compare.request import CompareRequest
+
+        steps = parse_tokens(tokens, "infer")
+        request = CompareRequest(
+            outputs=outputs,
+            source=source_of(source, revision, download, cache_dir),
+            level=level,
+            sample=sample,
+            seed=seed,
+            threads=threads or None,
+            max_memory=None if max_memory is None else parse_size(max_memory, "--max-memory"),
+            text=text,
+            windows=windows,
+            tokens=steps if speed else (),
+            seconds=seconds,
+            config=config,
+            map=naming,
+            tower=tower,
+        )
+        with interruptible(lambda: NOTHING_WRITTEN):
+            facts, lines, passed = run(request, progress_over, notify, report, plot)
+        print_result(as_json, facts, lambda: lines)
+        if not passed:
+            raise typer.Exit(1)

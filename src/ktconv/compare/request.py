@@ -1,0 +1,51 @@
+"""What to compare, and how thoroughly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from ktconv.errors import UsageError
+
+LEVELS = ("weights", "layers", "model")
+
+
+@dataclass(frozen=True, slots=True)
+class CompareRequest:
+    """Outputs and the model that they were converted from. Each is verified to `level`, and its
+    experts are measured at so many `tokens`."""
+
+    outputs: Sequence[Path]
+    source: str
+    level: str | None = None  # None: model, or layers where torch is not installed
+    sample: float = 1.0
+    seed: int = 0
+    threads: int | None = None
+    max_memory: int | None = None
+    text: Path | None = None
+    windows: int = 40
+    tokens: Sequence[int] = (1, 64)  # empty: speed is not measured
+    seconds: float = 0.5  # for each measurement
+    config: Path | None = None
+    map: Path | None = None
+    tower: str | None = None
+
+    @property
+    def depth(self) -> str:
+        """The level."""
+        if self.level is not None:
+            return self.level
+        installed = all(find_spec(name) is not None for name in ("torch", "transformers"))
+        return "model" if installed else "layers"
+
+    def check(self) -> None:
+        """UsageError for what cannot be compared."""
+        if len(self.outputs) < 2:
+            raise UsageError("one output alone cannot be compared", "give several, or use verify")
+        real = [path.resolve() for path in self.outputs]
+        if twice := next((path for path in self.outputs if real.count(path.resolve()) > 1), None):
+            raise UsageError(f"{twice} is given twice", "give it once")
+        if missing := next((path for path in self.outputs if not path.is_dir()), None):
+            raise UsageError(f"{missing} is not a directory", "give outputs of ktconv")
