@@ -67,6 +67,11 @@ class Group(TyperGroup):
 class Command(TyperCommand):
     """A command that rejects empty values, and reports usage errors like its other errors."""
 
+    def get_help(self, ctx: Any) -> str:
+        """Several paths in words of people, as wide as before."""
+        shown = "<list[Path]>"
+        return str(super().get_help(ctx)).replace(shown, "<paths>".ljust(len(shown)))
+
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         if ctx.resilient_parsing:  # a shell asks for completions
             return super().parse_args(ctx, args)
