@@ -207,6 +207,7 @@ kt_status kt_decode(const kt_matrix *matrix, float *out);
  *                                                                 block of 128 x 128
  *   KT_FORMAT_MXFP4    4     32             UE8M0, BF16   32      E2M1 * scale
  *   KT_FORMAT_GINT4    4     32, 64 or 128  F32, BF16     32      code * scale, -8..7
+ *   KT_FORMAT_GINT8    8     32, 64 or 128  F32, BF16     32      code * scale, -128..127
  *
  * All want rows % 32 == 0 and cols % group == 0. Codes and scales have two forms:
  *
@@ -216,6 +217,7 @@ kt_status kt_decode(const kt_matrix *matrix, float *out);
  *             FP8           uint8 [rows, cols]
  *             MXFP4, GINT4  uint8 [rows, cols / 2], even columns in the low nibbles;
  *                           a nibble of GINT4 is code + 8
+ *             GINT8         uint8 [rows, cols], code + 128
  *           scales [rows], [rows, cols / group], or [ceil(rows / 128), cols / 128] of FP8 with
  *           group 128
  *   packed  kt_packed_size() and kt_scale_size() bytes, in the order in which kernels read them;
@@ -236,7 +238,8 @@ typedef enum kt_format {
   KT_FORMAT_BF16 = 2,
   KT_FORMAT_FP8 = 3,
   KT_FORMAT_MXFP4 = 4,
-  KT_FORMAT_GINT4 = 5
+  KT_FORMAT_GINT4 = 5,
+  KT_FORMAT_GINT8 = 6
 } kt_format;
 
 typedef enum kt_scale_dtype {
@@ -283,7 +286,7 @@ typedef struct kt_choice {
 size_t kt_packed_size(const kt_layout *layout, int64_t rows, int64_t cols);
 size_t kt_scale_size(const kt_layout *layout, int64_t rows, int64_t cols);
 
-/* INT8, INT4 and GINT4. codes and scale are plain. */
+/* INT8, INT4, GINT4 and GINT8. codes and scale are plain. */
 kt_status kt_quantize(const kt_layout *layout, const kt_matrix *matrix, const kt_choice *choice,
                       void *codes, void *scale, void *scratch, size_t scratch_size,
                       kt_position *bad);
@@ -298,7 +301,7 @@ kt_status kt_pack(const kt_layout *layout, int64_t rows, int64_t cols, const voi
 kt_status kt_unpack(const kt_layout *layout, int64_t rows, int64_t cols, const void *packed,
                     const void *packed_scale, void *codes, void *scale);
 
-/* INT8, INT4 and GINT4. packed and packed_scale are packed. */
+/* INT8, INT4, GINT4 and GINT8. packed and packed_scale are packed. */
 kt_status kt_quantize_pack(const kt_layout *layout, const kt_matrix *matrix,
                            const kt_choice *choice, void *packed, void *packed_scale, void *scratch,
                            size_t scratch_size, kt_position *bad);
@@ -390,7 +393,7 @@ kt_status kt_compensate(int32_t max_level, int64_t rows, int64_t cols, const flo
 /* ---- Audit ------------------------------------------------------------------ *
  *
  * A second opinion on packed weights, sharing no code with what packs them: places and values
- * follow from docs/formats.md alone. INT8, INT4 and GINT4. */
+ * follow from docs/formats.md alone. INT8, INT4, GINT4 and GINT8. */
 
 typedef struct kt_audit {
   double squared_source; /* sums over the rows compared: w^2, */
@@ -554,7 +557,7 @@ typedef struct kt_moe_call {
  * Sums run over experts in ascending order, then over parts, of which the first begins with `add`;
  * results have the same bits for any number of threads, any placement, and whatever other tokens
  * are in the batch (for AMX levels of float formats: up to where the kernel switches from one loop
- * to another). INT8, INT4 and GINT4 results are the same on every level.
+ * to another). Results of INT8, INT4, GINT4 and GINT8 are the same on every level.
  * scratch: 64-byte aligned, one for each call in progress. Calls from several threads may use one
  * pool (they are done one after the other) and one layer.
  * KT_ERR_EXPERT: a token goes to an expert whose pointers are NULL, and which is not to be skipped.

@@ -17,7 +17,7 @@ typedef struct kind {
   int exact; /* the same bits on every level */
 } kind;
 
-enum { INT8, INT4, BF16, FP8, FP8_ROWS, MXFP4, GINT4_32, GINT4_128, KINDS };
+enum { INT8, INT4, BF16, FP8, FP8_ROWS, MXFP4, GINT4_32, GINT4_128, GINT8_64, KINDS };
 
 static const kind kinds[KINDS] = {
     [INT8] = {"int8", {KT_FORMAT_INT8, 0, KT_SCALE_F32}, 1},
@@ -28,6 +28,7 @@ static const kind kinds[KINDS] = {
     [MXFP4] = {"mxfp4", {KT_FORMAT_MXFP4, 32, KT_SCALE_UE8M0}, 0},
     [GINT4_32] = {"gint4 32", {KT_FORMAT_GINT4, 32, KT_SCALE_BF16}, 1},
     [GINT4_128] = {"gint4 128", {KT_FORMAT_GINT4, 128, KT_SCALE_F32}, 1},
+    [GINT8_64] = {"gint8 64", {KT_FORMAT_GINT8, 64, KT_SCALE_BF16}, 1},
 };
 
 /* One with a number for everything that its formula has. */
@@ -100,6 +101,7 @@ static inline void draw_codes(const kt_layout *layout, uint8_t *codes, int64_t e
     case KT_FORMAT_INT8: codes[i] = byte == 0x80 ? 0 : byte; break;
     case KT_FORMAT_INT4: codes[i] = (uint8_t)(byte % 15 - 7); break;
     case KT_FORMAT_BF16: ((uint16_t *)(void *)codes)[i] = bf16(unit() / 16); break;
+    case KT_FORMAT_GINT8: codes[i] = byte; break;
     case KT_FORMAT_FP8: codes[i] = (byte & 0x7f) > 0x50 ? byte & 0xbf : byte; break;
     default: codes[i / 2] = byte;
     }
@@ -130,6 +132,7 @@ static inline float code_value(const kt_layout *layout, const uint8_t *codes, in
   case KT_FORMAT_INT8: return (float)((const int8_t *)codes)[i];
   case KT_FORMAT_INT4: return 16.0f * (float)((const int8_t *)codes)[i];
   case KT_FORMAT_BF16: return wide(((const uint16_t *)(const void *)codes)[i]);
+  case KT_FORMAT_GINT8: return (float)(codes[i] - 128);
   case KT_FORMAT_FP8: return e4m3(codes[i]);
   case KT_FORMAT_MXFP4: return nibble & 8 ? -e2m1[nibble & 7] : e2m1[nibble];
   default: return (float)(nibble - 8);
@@ -210,8 +213,8 @@ static inline void free_values(expert_values v) {
 /* Activations as the format rounds them: bf16, or int8 with a scale per row or group. */
 static inline void round_row(const kt_layout *layout, float *x, int64_t n) {
   const int integer = layout->format == KT_FORMAT_INT8 || layout->format == KT_FORMAT_INT4 ||
-                      layout->format == KT_FORMAT_GINT4;
-  const int64_t run = layout->format == KT_FORMAT_GINT4 ? layout->group : n;
+                      layout->format == KT_FORMAT_GINT4 || layout->format == KT_FORMAT_GINT8;
+  const int64_t run = layout->group && integer ? layout->group : n;
   for (int64_t first = 0; first < n; first += run) {
     float most = 0;
     for (int64_t i = first; i < first + run; i++) most = fmaxf(most, fabsf(x[i]));

@@ -37,7 +37,7 @@ def outputs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     where = tmp_path_factory.mktemp("outputs")
     encode(model, where / "four", "int4-g128", scale="search")
     encode(model, where / "eight", "fp8-channel")
-    encode(model, where / "grouped", "int8-g128", scale="search")
+    encode(model, where / "none", "NVFP4A16")
     recipe = parse_recipe(MIX).toml
     encode(model, where / "mix", MIXED.name, recipe=recipe, scale="search")
     return {path.name: path for path in where.iterdir()}
@@ -46,7 +46,7 @@ def outputs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 @pytest.fixture(scope="module")
 def facts(model: Path, outputs: dict[str, Path]) -> dict[str, Any]:
     request = CompareRequest(
-        [outputs[name] for name in ("four", "mix", "eight", "grouped")],
+        [outputs[name] for name in ("four", "mix", "eight", "none")],
         str(model),
         level="layers",
         threads=2,
@@ -62,7 +62,7 @@ def by_name(facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def test_sizes_and_errors(facts: dict[str, Any], outputs: dict[str, Path]) -> None:
     rows = by_name(facts)
-    assert list(rows) == ["source", "four", "mix", "eight", "grouped"] and facts["passed"]
+    assert list(rows) == ["source", "four", "mix", "eight", "none"] and facts["passed"]
     for name, path in outputs.items():
         size = sum(one.stat().st_size for one in path.glob("*.safetensors"))
         assert rows[name]["bytes"] == size
@@ -87,8 +87,8 @@ def test_speeds_and_what_our_kernels_lack(facts: dict[str, Any]) -> None:
         assert rows[name]["kernel_formats"] == formats
         assert set(rows[name]["tokens_per_s"]) == {"1", "2"}
         assert all(rate > 0 for rate in rows[name]["tokens_per_s"].values())
-    assert rows["grouped"]["tokens_per_s"] == {}
-    assert "no weight format of the kernels" in rows["grouped"]["not_measured"]
+    assert rows["none"]["tokens_per_s"] == {}
+    assert "no weight format of the kernels" in rows["none"]["not_measured"]
 
 
 def test_layers_of_a_kind_are_measured_once(outputs: dict[str, Path]) -> None:
@@ -118,10 +118,10 @@ def test_lines_and_page(facts: dict[str, Any]) -> None:
     lines = list(lines_of(facts))
     assert lines[0].split()[:4] == ["method", "size", "bits", "weights"]
     assert [line.split()[0] for line in lines[1:6]] == list(by_name(facts))
-    assert any(line.startswith("grouped: speed not measured") for line in lines)
+    assert any(line.startswith("none: speed not measured") for line in lines)
     page = render_report(json.loads(json.dumps(facts)))
     assert page.count("<figure>") == 3  # error, and speed at 1 and 2 tokens
-    assert "int4-g128" in page and "grouped: speed not measured" in page
+    assert "int4-g128" in page and "none: speed not measured" in page
     assert "http" not in page.replace("http-equiv", "")
 
 

@@ -285,13 +285,14 @@ def test_it_can_be_a_source(model: Path, mixed: Path, tmp_path: Path) -> None:
 
 
 LOADS = [
-    (PER_LAYER, {"vllm"}),
+    (PER_LAYER, {"vllm", "ktconv"}),
+    (PER_LAYER.replace("int8-g128", "NVFP4A16"), {"vllm"}),
     ('method = "rawint4"\n[[rule]]\nlayers = "0"\nmethod = "bf16"\n', {"vllm", "ktconv"}),
     ('method = "rawint4"\n[[rule]]\nprojections = "down"\nmethod = "fp8-channel"\n', set()),
     ('method = "rawint4"\n[[rule]]\nprojections = "gate"\nmethod = "int4-g64"\n', set()),
     ('method = "int4-g64"\n[[rule]]\nexperts = { 1 = "0" }\nmethod = "rawint4"\n', set()),
     ('method = "int4-g64"\n', set(ENGINES)),
-    ('method = "int8-g128"\n', {"vllm", "transformers", "sglang", "ktransformers"}),
+    ('method = "NVFP4A16"\n', {"vllm", "transformers", "sglang", "ktransformers"}),
 ]
 
 
@@ -430,7 +431,7 @@ def test_the_plan_shows_methods_and_engines(model: Path, tmp_path: Path) -> None
         one["method"]: (one["layers"], one["matrices"], one["bits"]) for one in facts["methods"]
     }
     assert found["int8-g128"] == ("1,3", 24, pytest.approx(8.125, abs=0.01))
-    assert any("ktconv cannot load this mix" in note for note in facts["notes"])
+    assert any("sglang cannot load this mix" in note for note in facts["notes"])
     made(model, tmp_path / "out", PER_LAYER)
     assert facts["output_bytes"] == sum(
         one.stat().st_size for one in (tmp_path / "out").glob("*.safetensors")

@@ -60,6 +60,8 @@ TYPICAL = {
     **dict.fromkeys(("gint4-32", "gint4-32-f32"), 0.1),
     **dict.fromkeys(("gint4-64", "gint4-64-f32"), 0.12),
     **dict.fromkeys(("gint4-128", "gint4-128-f32"), 0.13),
+    **dict.fromkeys(("gint8-32", "gint8-32-f32", "gint8-64", "gint8-64-f32"), 0.0075),
+    **dict.fromkeys(("gint8-128", "gint8-128-f32"), 0.0085),
 }
 
 
@@ -127,9 +129,10 @@ def test_names_and_aliases() -> None:
 
 def test_methods_that_hold() -> None:
     assert set(formats_for(128, 128, 1)) == set(FORMATS)
-    wide = {"int4", "fp8", "gint4-128", "gint4-128-f32"}
+    wide = {"int4", "fp8", "gint4-128", "gint4-128-f32", "gint8-128", "gint8-128-f32"}
     assert set(formats_for(2880, 2880, 1)) == set(FORMATS) - wide
-    assert set(formats_for(128, 64, 2)) == {"bf16", "mxfp4", "gint4-32", "gint4-32-f32"}
+    narrow = {"bf16", "mxfp4", "gint4-32", "gint4-32-f32", "gint8-32", "gint8-32-f32"}
+    assert set(formats_for(128, 64, 2)) == narrow
     assert formats_for(128, 128, 3) == formats_for(100, 128, 1) == []
 
 

@@ -12,14 +12,14 @@
 enum {
   KT_AUDIT_ROWS = 16,       /* rows of half a tile */
   KT_AUDIT_COLS = 64,       /* columns that are added at once: of INT8 half a tile */
-  KT_AUDIT_GROUP_COLS = 32, /* the same of GINT4, a tile */
+  KT_AUDIT_GROUP_COLS = 32, /* the same of groups, a tile */
   KT_AUDIT_BLOCK = 512,     /* columns that are unpacked at once */
   KT_AUDIT_GATHERED = 128   /* the same of sources whose rows lie side by side */
 };
 
 /* A format as docs/formats.md defines it, independent of the packers. A code is a byte, or
  * (2 planes) a nibble. Tiles of INT8 and INT4 have 32 rows x planes * 64 columns in row blocks of
- * `row_block`, those of GINT4 (row_block 0) 32 x 32. */
+ * `row_block`, those of GINT4 and GINT8 (row_block 0) 32 x 32. */
 typedef struct kt_audit_format {
   int32_t planes;
   int64_t row_block;

@@ -23,9 +23,10 @@ INLINE int64_t half_tile_at(const kt_audit_format *format, int64_t rows, int64_t
   return elements / format->planes + half * KT_AUDIT_ROWS * KT_AUDIT_COLS;
 }
 
-/* Byte of the 32 x 32 elements of GINT4 from (row, col) on. */
-INLINE int64_t group_tile_at(int64_t cols, int64_t row, int64_t col) {
-  return (row / 32 * (cols / 32) + col / 32) * 512;
+/* Byte of the 32 x 32 elements of GINT4 or GINT8 from (row, col) on. */
+INLINE int64_t group_tile_at(const kt_audit_format *format, int64_t cols, int64_t row,
+                             int64_t col) {
+  return (row / 32 * (cols / 32) + col / 32) * 1024 / format->planes;
 }
 
 /* 64 bytes are 4 columns of the 16 rows, one row after the other. Here and below, what is of a
@@ -60,9 +61,21 @@ INLINE void half_tile_codes(const kt_audit_format *format, const uint8_t *tile, 
   nibbles(bytes, 1, 8, KT_AUDIT_COLS, codes + KT_AUDIT_COLS, pitch);
 }
 
+/* Those of a tile of GINT8: of each 128 bytes the first 64 are 16 rows, the others 16 more. */
+INLINE void byte_tile_codes(const uint8_t *tile, int8_t *codes, const int64_t pitch) {
+  for (int r = 0; r < 2 * KT_AUDIT_ROWS; r++)
+    for (int c = 0; c < KT_AUDIT_GROUP_COLS; c++)
+      codes[r * pitch + c] = (int8_t)(tile[c / 4 * 128 + r * 4 + c % 4] - 128);
+}
+
 /* Those of a tile of GINT4: the low nibbles are 16 rows, the high ones 16 more. */
-INLINE void group_tile_codes(const uint8_t *tile, int8_t *codes, const int64_t pitch) {
+INLINE void group_tile_codes(const kt_audit_format *format, const uint8_t *tile, int8_t *codes,
+                             const int64_t pitch) {
   uint8_t bytes[KT_AUDIT_ROWS][KT_AUDIT_COLS];
+  if (format->planes == 1) {
+    byte_tile_codes(tile, codes, pitch);
+    return;
+  }
   bytes_by_row(tile, KT_AUDIT_GROUP_COLS, bytes[0], KT_AUDIT_COLS);
   nibbles(bytes, 0, 0, KT_AUDIT_GROUP_COLS, codes, pitch);
   nibbles(bytes, 1, 0, KT_AUDIT_GROUP_COLS, codes + KT_AUDIT_ROWS * pitch, pitch);
@@ -73,8 +86,11 @@ static int code_at(const kt_audit_format *format, const uint8_t *packed, int64_t
                    int64_t row, int64_t col) {
   const int64_t half_row = row % KT_AUDIT_ROWS, in_tile = col % kt_audit_tile_cols(format);
   const int64_t byte = in_tile % KT_AUDIT_COLS / 4 * 64 + half_row * 4 + col % 4;
-  if (!format->row_block)
-    return (packed[group_tile_at(cols, row, col) + byte] >> (row % 32 < 16 ? 0 : 4) & 15) - 8;
+  if (!format->row_block) {
+    const uint8_t *const tile = packed + group_tile_at(format, cols, row, col);
+    if (format->planes == 1) return tile[col % 32 / 4 * 128 + row % 32 * 4 + col % 4] - 128;
+    return (tile[byte] >> (row % 32 < 16 ? 0 : 4) & 15) - 8;
+  }
   const uint8_t found =
       packed[half_tile_at(format, rows, cols, row - half_row, col - in_tile) + byte];
   const int nibble = found >> (in_tile < KT_AUDIT_COLS ? 0 : 4) & 15;
@@ -252,8 +268,8 @@ INLINE void compare_block(const kt_audit_job *job, stored s, int64_t row, int64_
   const int64_t rows = job->rows, cols = job->source->cols, first = job->first + row;
   for (int64_t c = 0; c < width; c += kt_audit_tile_cols(format))
     if (grouped)
-      group_tile_codes(job->packed + group_tile_at(cols, first, col + c), codes[0] + c,
-                       KT_AUDIT_BLOCK);
+      group_tile_codes(format, job->packed + group_tile_at(format, cols, first, col + c),
+                       codes[0] + c, KT_AUDIT_BLOCK);
     else
       for (int64_t half = 0; half < at_once; half += KT_AUDIT_ROWS) {
         const uint8_t *const tile =

@@ -9,6 +9,7 @@ static const kt_weight_format *const table[] = {
     [KT_FORMAT_INT8] = &kt_int8_format,   [KT_FORMAT_INT4] = &kt_int4_format,
     [KT_FORMAT_BF16] = &kt_bf16_format,   [KT_FORMAT_FP8] = &kt_fp8_format,
     [KT_FORMAT_MXFP4] = &kt_mxfp4_format, [KT_FORMAT_GINT4] = &kt_gint4_format,
+    [KT_FORMAT_GINT8] = &kt_gint8_format,
 };
 
 const kt_weight_format *kt_format_of(const kt_layout *layout) {

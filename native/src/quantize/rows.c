@@ -80,6 +80,9 @@ static kt_status quantize_row(const kt_layout *layout, const kt_matrix *m, const
     to->scale[g] = quantize_search(layout, row + k, &weights, amax, kept, to->codes + k);
   }
   if (format->plain_bits == 4) store_nibbles(to->codes, cols, format->code_bias, to->plain);
+  if (format->plain_bits == 8 && format->code_bias)
+    for (int64_t k = 0; k < cols; k++)
+      to->plain[k] = (uint8_t)(to->codes[k] + format->code_bias); /* in place */
   return KT_OK;
 }
 

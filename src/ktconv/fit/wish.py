@@ -14,8 +14,6 @@ from ktconv.targets.encoded.scheme import MIXABLE, SCHEMES
 # What is chosen from where nobody says otherwise: integers have the smallest errors for their
 # bytes, and no rounding of activations beside.
 USUAL = ("int4-g128", "int4-g64", "rawint4", "int8-g128", "bf16")
-# Of the engine ktconv, whose kernels have no int8 in groups.
-_INT8_ROWS = Method("W8A16", -1)
 # Projections that an engine computes with one method, by engine.
 _PARTS: dict[str, tuple[tuple[Projection, ...], ...]] = {
     "vllm": (PROJECTIONS,),
@@ -45,10 +43,7 @@ class Wish:
     def candidates(self) -> tuple[Method, ...]:
         if self.methods:
             return self.methods
-        usual = [method_named(name) for name in USUAL]
-        if self.engine == "ktconv":
-            usual = [_INT8_ROWS if one.name == "int8-g128" else one for one in usual]
-        return tuple(usual)
+        return tuple(method_named(name) for name in USUAL)
 
     @property
     def parts(self) -> Sequence[Sequence[Projection]]:

@@ -25,6 +25,9 @@ SMALLEST_NORMAL = 2.0**-126  # anything nearer to zero is flushed (SPEC 3)
 # scale. A bf16 scale is off by up to 2^-8 of itself: |x/d| is at most 7(1 + 2^-8), so that no code
 # saturates.
 GINT4_ERROR_STEPS = 0.5 + 2.0**-20 + 2.0**-21
+# Of group INT8: the same with M = 127, 1/2 + 128 * 2^-23 + 127 * 2^-24 in steps of the stored
+# scale. A bf16 scale is off by up to 2^-9 of itself: |x/d| <= 127.25, so that no code saturates.
+GINT8_ERROR_STEPS = 0.5 + 2.0**-16 + 2.0**-17
 
 
 @dataclass(frozen=True)
@@ -197,19 +200,19 @@ INT8 = Format(
 )
 
 
-def _group_int4(group: int, *aliases: str, scale_dtype: str = "bf16") -> Format:
+def _group_int(bits: int, group: int, *aliases: str, scale_dtype: str = "bf16") -> Format:
     """Checkpoints of this kind have scales in bf16, or in fp16, which float32 has exactly."""
     variant = "" if scale_dtype == "bf16" else f"-{scale_dtype}"
-    key = f"gint4-{group}{variant}"
+    key = f"gint{bits}-{group}{variant}"
     return Format(
         key,
         key.replace("-", "_").upper(),
-        "gint4",
+        f"gint{bits}",
         group,
         scale_dtype,
         activations="int8",
         tolerance=0.05,
-        max_error_steps=GINT4_ERROR_STEPS,
+        max_error_steps=GINT4_ERROR_STEPS if bits == 4 else GINT8_ERROR_STEPS,
         aliases=aliases,
     )
 
@@ -223,10 +226,12 @@ FORMATS: dict[str, Format] = {
         Format("fp8", "FP8", "fp8", 128, aliases=("fp8-block",)),
         Format("fp8-channel", "FP8_CHANNEL", "fp8"),
         Format("mxfp4", "MXFP4", "mxfp4", 32, "ue8m0"),
-        _group_int4(32, "gint4", "gint4-g32", "rawint4"),
-        _group_int4(64, "gint4-g64"),
-        _group_int4(128, "gint4-g128", "gptq-int4"),
-        *(_group_int4(group, scale_dtype="f32") for group in (32, 64, 128)),
+        _group_int(4, 32, "gint4", "gint4-g32", "rawint4"),
+        _group_int(4, 64, "gint4-g64"),
+        _group_int(4, 128, "gint4-g128", "gptq-int4"),
+        *(_group_int(4, group, scale_dtype="f32") for group in (32, 64, 128)),
+        *(_group_int(8, group) for group in (32, 64, 128)),
+        *(_group_int(8, group, scale_dtype="f32") for group in (32, 64, 128)),
     )
 }
 

@@ -13,7 +13,9 @@ from ktconv.checkpoint.elements import BF16, F4_E0M3, F4_E2M1, F8_E4M3
 from ktconv.formats import FORMATS, Format
 from ktconv.moe.ggml_blocks import COLS, NIBBLE_BLOCKS
 
-_LEVELS = ("int4", "gint4", "int8")  # kt_format of integers, the preferred ones first
+# kt_format of integers, the preferred ones first.
+_LEVELS = ("int4", "gint4", "int8", "gint8")
+_WIDE = ("int8", "gint8")
 _CODES = {  # kt_format of numbers that are stored as they are
     BF16.name: ("bf16",),
     F8_E4M3.name: ("fp8",),
@@ -53,7 +55,7 @@ def _codes_of(matrix: ExpertMatrix) -> Sequence[str]:
     if unit.integer_zero is None:
         return _CODES.get(unit.name, ())
     bits = 8 * unit.unit_bytes // (unit.unit_rows * unit.unit_cols)
-    return _LEVELS if bits <= 4 else _LEVELS[-1:]
+    return _LEVELS if bits <= 4 else _WIDE
 
 
 def scale_block(fmt: Format, cols: int) -> tuple[int, int]:

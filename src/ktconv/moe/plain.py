@@ -8,7 +8,7 @@ import numpy as np
 
 from ktconv import native
 from ktconv.checkpoint import BlockGrid
-from ktconv.checkpoint.elements import BF16, F4_E0M3, F4_E2M1, F8_E4M3, I4, I8, U4
+from ktconv.checkpoint.elements import BF16, F4_E0M3, F4_E2M1, F8_E4M3, I4, I8, STREAMS, U4
 from ktconv.errors import CheckpointError
 from ktconv.formats import Format, Slice
 from ktconv.moe.ggml_blocks import COLS, NIBBLE_BLOCKS, NibbleBlock
@@ -25,6 +25,8 @@ _STORED = {
     ("gint4", U4.name): 0,
     ("gint4", I4.name): 0x88,  # two's complement
     ("int8", I8.name): 0,
+    ("gint8", STREAMS[8].name): 0,
+    ("gint8", I8.name): 0x80,
 }
 _INFINITE = {"bf16": 0x7F80, "fp8": 0x7F}  # the smallest code without a sign that is not finite
 _LARGEST = {"fp8": 448, "mxfp4": 6}  # numbers that codes stand for; integers are below 128

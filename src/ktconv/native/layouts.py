@@ -75,7 +75,7 @@ class Layout:
         traits = self.traits
         if traits.plain_bits == 16:
             return np.dtype(np.uint16)
-        signed = traits.plain_bits == 8 and traits.max_level > 0
+        signed = traits.plain_bits == 8 and traits.max_level > 0 and not traits.code_bias
         return np.dtype(np.int8 if signed else np.uint8)
 
     @property
@@ -85,9 +85,10 @@ class Layout:
 
     def plain_codes(self, codes: Array) -> Array:
         """int8 codes [rows, cols] as plain ones, of a layout with a quantizer."""
+        bias = np.uint8(self.traits.code_bias)
+        stored = codes.view(np.uint8) + bias if bias else codes
         if self.codes_per_element == 1:
-            return codes
-        stored = (codes + np.int8(self.traits.code_bias)).view(np.uint8)
+            return stored
         nibbles: Array = stored[:, ::2] | stored[:, 1::2] << np.uint8(4)
         return nibbles
 

@@ -22,7 +22,7 @@ from native.kernels.product import (
     loads_per_product,
 )
 
-from ktconv.formats import gint4, groups, mxfp4
+from ktconv.formats import gint4, gint8, groups, mxfp4
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 
 KINDS = {
@@ -32,8 +32,11 @@ KINDS = {
     "gint4-64-f32": ("gint4", 64, "f32"),
     "gint4-128-bf16": ("gint4", 128, "bf16"),
     "gint4-128-f32": ("gint4", 128, "f32"),
+    "gint8-32-f32": ("gint8", 32, "f32"),
+    "gint8-64-bf16": ("gint8", 64, "bf16"),
+    "gint8-128-bf16": ("gint8", 128, "bf16"),
 }
-EXACT = [kind for kind in KINDS if kind.startswith("gint4")]
+EXACT = [kind for kind in KINDS if kind.startswith("gint")]
 SHAPES = [(32, 128), (160, 384), (96, 1152), (64, 2176), (32, 7168), (64, 7296)]
 TINY = 2.0**-126
 
@@ -41,6 +44,11 @@ TINY = 2.0**-126
 def least_of(kind: str, level: str) -> int:
     """As least_tokens; products of GINT4 are exact on every level."""
     return 1 if kind in EXACT else least_tokens(level)
+
+
+def plain(kernel: str, codes: U8) -> U8:
+    """Codes as kt_pack takes them."""
+    return codes if kernel == "gint8" else groups.nibbles(codes)
 
 
 class Case:
@@ -51,12 +59,13 @@ class Case:
         self.kernel, self.products = kernel, products
         self.layout = Layout.of(*KINDS[kind])
         rng = np.random.default_rng([seed, rows, cols])
-        self.codes: U8 = rng.integers(0, 16, (rows, cols), np.uint8)
+        bits = 8 if kernel == "gint8" else 4
+        self.zero = 2.0 ** (bits - 1)
+        self.codes: U8 = rng.integers(0, 2**bits, (rows, cols), np.uint8)
         self.stored = self._scales(rng, (rows, cols // self.group))
-        self.packed = products.pack(
-            self.layout, rows, cols, groups.nibbles(self.codes), self.stored
-        )
-        units = mxfp4.VALUES[self.codes] if kernel == "mxfp4" else self.codes.astype(float) - 8
+        self.packed = products.pack(self.layout, rows, cols, plain(kernel, self.codes), self.stored)
+        integers = self.codes.astype(float) - self.zero
+        units = mxfp4.VALUES[self.codes] if kernel == "mxfp4" else integers
         self.values: F64 = units * self.scale.astype(np.float64).repeat(self.group, axis=1)
 
     def _scales(self, rng: np.random.Generator, shape: tuple[int, int]) -> Array:
@@ -76,7 +85,7 @@ class Case:
 
     def check(self, found: F32, x: F32) -> None:
         """docs/formats.md 8.3: a bound; 8.4: bits."""
-        if self.kernel == "gint4":
+        if self.kernel != "mxfp4":
             assert np.array_equal(found.view(np.uint32), self.exact(x).view(np.uint32))
             return
         wide = bf16_rounded(x)
@@ -98,7 +107,7 @@ class Case:
         total = np.zeros((len(x), len(self.codes)), np.float32)
         for g in range(count):
             cut = slice(g * self.group, (g + 1) * self.group)
-            sums = codes[:, cut] @ (self.codes[:, cut].astype(np.float64) - 8).T
+            sums = codes[:, cut] @ (self.codes[:, cut].astype(np.float64) - self.zero).T
             scales = x_scale[:, g, None] * self.scale[None, :, g]
             total = (sums * scales.astype(np.float64) + total).astype(np.float32)
         return total
@@ -110,25 +119,29 @@ def test_group_packing_is_the_reference(
     products: Products, kind: str, rows: int, cols: int
 ) -> None:
     case = Case(products, kind, rows, cols, 1)
-    expected = (mxfp4 if case.kernel == "mxfp4" else gint4).pack(case.codes)
+    reference = {"mxfp4": mxfp4, "gint4": gint4, "gint8": gint8}[case.kernel]
+    expected = reference.pack(case.codes)
     assert np.array_equal(case.packed.codes, expected)
     assert case.packed.scale is not None
     assert np.array_equal(case.packed.scale, groups.pack_scale(case.stored).view(np.uint8))
 
 
-def test_where_mxfp4_and_gint4_elements_lie(products: Products) -> None:
-    """docs/formats.md 8.3 and 8.4."""
+def test_where_elements_lie(products: Products) -> None:
+    """docs/formats.md 8.3 to 8.5."""
     elements = (
         ("mxfp4-ue8m0", 37, 2645, 0),
         ("gint4-32-bf16", 37, 2646, 0),
         ("gint4-32-bf16", 53, 2646, 4),
+        ("gint8-32-f32", 37, 5270, 0),
+        ("gint8-32-f32", 53, 5334, 0),
     )
     for kind, row, byte, shift in elements:
         codes = np.zeros((64, 96), np.uint8)
         codes[row, 70] = 15
         layout = Layout.of(*KINDS[kind])
-        scale = np.zeros((64, 3), np.uint8 if "ue8m0" in kind else np.uint16)
-        packed = products.pack(layout, 64, 96, groups.nibbles(codes), scale).codes
+        numbers = {"ue8m0": np.uint8, "bf16": np.uint16, "f32": np.float32}
+        scale = np.zeros((64, 3), numbers[kind.rpartition("-")[2]])
+        packed = products.pack(layout, 64, 96, plain(kind[:5], codes), scale).codes
         assert np.flatnonzero(packed).tolist() == [byte], kind
         assert packed[byte] == 15 << shift, kind
 
@@ -144,7 +157,7 @@ def test_group_products_are_near_exact_ones(
     case.check(products.everything(case.packed, case.rows_of(x)), x)
 
 
-@pytest.mark.parametrize("kind", ["mxfp4-ue8m0", "gint4-32-bf16", "gint4-128-f32"])
+@pytest.mark.parametrize("kind", ["mxfp4-ue8m0", "gint4-32-bf16", "gint4-128-f32", "gint8-64-bf16"])
 @pytest.mark.parametrize("tokens", [*range(1, 34), 96])
 def test_group_every_number_of_tokens(
     products: Products, level: str, kind: str, tokens: int
@@ -166,7 +179,7 @@ def test_group_batch_independence(
     assert_batch_independent(products, case.packed, x, least_of(kind, level))
 
 
-@pytest.mark.parametrize("kind", ["mxfp4-ue8m0", "gint4-32-bf16"])
+@pytest.mark.parametrize("kind", ["mxfp4-ue8m0", "gint4-32-bf16", "gint8-32-f32"])
 @pytest.mark.parametrize("cols", [32, 96, 2080, 7200])
 def test_odd_numbers_of_groups(products: Products, level: str, kind: str, cols: int) -> None:
     """The fewest tokens take MXFP4's groups in pairs."""
@@ -216,7 +229,7 @@ def test_amx_loads_a_tile_per_product_of_int8(
     assert counts.configs == 1
 
 
-@pytest.mark.parametrize("kind", ["mxfp4-bf16", "gint4-32-bf16", "gint4-64-f32"])
+@pytest.mark.parametrize("kind", ["mxfp4-bf16", "gint4-32-bf16", "gint4-64-f32", "gint8-64-bf16"])
 @pytest.mark.parametrize("before", [1, 36, 63])
 @pytest.mark.parametrize("tokens", [1, 5, 30])
 def test_group_unaligned_codes(
@@ -274,7 +287,13 @@ def test_group_shapes_that_do_not_fit(products: Products, kind: str) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [("gint4", 48, "bf16"), ("gint4", 32, "ue8m0"), ("mxfp4", 64, "ue8m0"), ("mxfp4", 32, "f32")],
+    [
+        ("gint4", 48, "bf16"),
+        ("gint8", 0, "f32"),
+        ("gint4", 32, "ue8m0"),
+        ("mxfp4", 64, "ue8m0"),
+        ("mxfp4", 32, "f32"),
+    ],
 )
 def test_products_of_layouts_that_do_not_exist(
     products: Products, layout: tuple[str, int, str]

@@ -99,7 +99,7 @@ def kernel_format(scheme: Scheme) -> str | None:
     None where there is none."""
     row, size = scheme.row, scheme.group_size
     if row.kind == "int8":
-        return "int8" if size < 0 else None
+        return "int8" if size < 0 else f"gint8-{size}"
     if row.kind == "int4":
         return "int4" if size < 0 else f"gint4-{size}"
     if row.kind == "fp8":

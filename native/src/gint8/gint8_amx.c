@@ -1,0 +1,20 @@
+/* Group INT8 products with AMX. */
+#include "../cpu.h"
+
+#if KT_X86
+#include "../simd/target.h"
+
+KT_TARGET_BEGIN(AMX)
+#include "../gemm/group_gemm_amx.h"
+#include "gint8.h"
+
+void kt_gint8_product_amx(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
+                          int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
+  if (tokens < KT_AMX_LEAST_TOKENS)
+    kt_gint8_product_avx512(w, strip, strips, x, stride, tokens, out, panel);
+  else
+    kt_group_product_amx(8, w, strip, strips, x, stride, tokens, out, panel);
+}
+
+KT_TARGET_END
+#endif

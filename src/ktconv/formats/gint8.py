@@ -1,0 +1,52 @@
+"""Group INT8 weights: codes -128..127, a scale per group of columns (docs/formats.md 8.5)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ktconv.system.arrays import F32, U8, Array
+
+from .decode import f32_to_bf16
+from .gint4 import grouped_again
+from .groups import grouped
+from .rounding import first_rounding, ftz
+from .scales import values
+from .search import AMAX, Choice, nearest_codes, searched_scale
+from .table import Format
+
+BIAS = 128
+
+
+def scale_of(amax: F32) -> F32:
+    """d = ftz(fl32(fl64(amax / 127))), before it is rounded to the dtype of scales."""
+    return ftz((amax.astype(np.float64) / 127).astype(np.float32))
+
+
+def quantize(fmt: Format, matrix: F32, choice: Choice = AMAX) -> tuple[U8, Array]:
+    """code + 128 uint8 [N, K], codes -127..127, and scales float32 or bf16 [N, groups]."""
+    groups = grouped(matrix, fmt.group).reshape(-1, fmt.group)
+    scale = scale_of(np.abs(groups).max(axis=1))
+    stored = f32_to_bf16(scale) if fmt.scale_dtype == "bf16" else scale
+    codes = first_rounding(groups, values(fmt, stored))
+    if choice.rule == "search":
+        importance = None if choice.importance is None else grouped_again(choice, fmt, len(matrix))
+        found = searched_scale(fmt, groups, values(fmt, stored), importance)
+        stored = f32_to_bf16(found) if fmt.scale_dtype == "bf16" else found
+        codes = nearest_codes(fmt, groups, found).astype(np.int32)
+    plain = (codes.reshape(matrix.shape) + BIAS).astype(np.uint8)
+    return plain, stored.reshape(len(matrix), -1)
+
+
+def dequantize(fmt: Format, codes: U8, scale: Array) -> F32:
+    """fl32(code * d), float32 [N, K]."""
+    levels = codes.astype(np.float32) - np.float32(BIAS)
+    restored: F32 = levels * np.repeat(values(fmt, scale), fmt.group, axis=1)
+    return restored
+
+
+def pack(codes: U8) -> U8:
+    """Packed bytes, flat, of codes + 128 uint8 [N, K]; N % 32 == 0, K % 32 == 0."""
+    rows, cols = codes.shape
+    strip, half, row, tile, pair, col = range(6)
+    parts = codes.reshape(rows // 32, 2, 16, cols // 32, 8, 4)
+    return np.ascontiguousarray(parts.transpose(strip, tile, pair, half, row, col)).reshape(-1)
