@@ -1,5 +1,5 @@
-"""kt_audit_run and kt_audit_codes of GINT4 against SPEC 8.4 in numpy, on every level, and the
-faults that they must show."""
+"""kt_audit_run and kt_audit_codes of GINT4 and GINT8 against docs/formats.md 8.4 and 8.5 in numpy,
+on every level, and the faults that they must show."""
 
 from __future__ import annotations
 
@@ -13,21 +13,34 @@ from native.support import F32, STORED, U8, Rule, Source, assert_same, every_rul
 from numpy.typing import NDArray
 
 from ktconv import native
-from ktconv.formats import FORMATS, gint4
+from ktconv.formats import FORMATS, gint4, gint8
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.native import Layout
 
 Array = NDArray[Any]
 LAYOUTS = [Layout("gint4", group, scale) for group in (32, 64, 128) for scale in ("bf16", "f32")]
+LAYOUTS += [Layout("gint8", 32, "f32"), Layout("gint8", 64, "bf16"), Layout("gint8", 128, "bf16")]
 layouts = pytest.mark.parametrize(
-    "layout", LAYOUTS, ids=lambda layout: f"{layout.group}-{layout.scale_dtype}"
+    "layout", LAYOUTS, ids=lambda layout: f"{layout.format}-{layout.group}-{layout.scale_dtype}"
 )
-ROUNDED = 0.5 + 2.0**-15  # steps; a bf16 scale is up to 2^-9 smaller than amax / 7
+ROUNDED = 0.5 + 2.0**-14  # steps; a bf16 scale is up to 2^-9 smaller than amax / 7 or / 127
 
 
-def code_places(rows: int, cols: int) -> tuple[Array, Array]:
+def reference_of(layout: Layout) -> Any:
+    return gint4 if layout.format == "gint4" else gint8
+
+
+def top_of(layout: Layout) -> int:
+    return 7 if layout.format == "gint4" else 127
+
+
+def code_places(layout: Layout, rows: int, cols: int) -> tuple[Array, Array]:
     """The byte of each element, and by how much its nibble is shifted."""
     n, k = np.ogrid[:rows, :cols]
+    if layout.format == "gint8":
+        tile = (n // 32 * (cols // 32) + k // 32) * 1024
+        byte = tile + k % 32 // 4 * 128 + n % 32 // 16 * 64 + n % 16 * 4 + k % 4
+        return byte, np.zeros_like(byte)
     tile = (n // 32 * (cols // 32) + k // 32) * 512
     byte = tile + k % 32 // 4 * 64 + n % 16 * 4 + k % 4
     return byte, np.broadcast_to(n % 32 // 16 * 4, byte.shape)
@@ -40,8 +53,10 @@ def scale_places(layout: Layout, rows: int, cols: int) -> Array:
     return places
 
 
-def codes_of(packed: U8, rows: int, cols: int) -> NDArray[np.int8]:
-    byte, shift = code_places(rows, cols)
+def codes_of(layout: Layout, packed: U8, rows: int, cols: int) -> NDArray[np.int8]:
+    byte, shift = code_places(layout, rows, cols)
+    if layout.format == "gint8":
+        return (packed[byte].astype(np.int16) - 128).astype(np.int8)
     return ((packed[byte] >> shift & 15).astype(np.int8) - 8).astype(np.int8)
 
 
@@ -60,11 +75,15 @@ def quantized(layout: Layout, source: Source) -> tuple[U8, U8]:
 def rule_scale(layout: Layout, source: Source) -> F32:
     """What the source's rule gives for each group [rows, groups]."""
     if source.rule == "search":
-        fmt = replace(FORMATS["gint4-32"], group=layout.group, scale_dtype=layout.scale_dtype)
-        found: Any = gint4.quantize(fmt, source.values(), source.reference_choice)[1]
+        fmt = replace(
+            FORMATS[f"{layout.format}-32"], group=layout.group, scale_dtype=layout.scale_dtype
+        )
+        found: Any = reference_of(layout).quantize(fmt, source.values(), source.reference_choice)[1]
         return bf16_to_f32(found) if layout.scale_dtype == "bf16" else found
     amax = np.abs(source.values()).reshape(source.rows, -1, layout.group).max(axis=2)
     scale = (amax.astype(np.float64) / 7).astype(np.float32)
+    if layout.format == "gint8":
+        scale = amax * np.float32(1 / 127)
     scale = np.where(scale < np.finfo(np.float32).tiny, np.float32(0), scale)
     return bf16_to_f32(f32_to_bf16(scale)) if layout.scale_dtype == "bf16" else scale
 
@@ -77,13 +96,13 @@ def audited(layout: Layout, source: Source, packed: U8, scale: U8) -> native.Aud
 def assert_audit(layout: Layout, source: Source, packed: U8, scale: U8) -> native.Audit:
     """Maxima to the bit, sums within what binary32 squares allow."""
     found = audited(layout, source, packed, scale)
-    codes, values = codes_of(packed, source.rows, source.cols), source.values()
+    codes, values = codes_of(layout, packed, source.rows, source.cols), source.values()
     step = scales_of(layout, scale, source.rows, source.cols)
     got = codes * np.repeat(step, layout.group, axis=1)
     grouped = (source.rows, -1, layout.group)
     cut = values
     if source.rule == "search":
-        top = np.repeat(np.float32(7) * step, layout.group, axis=1)
+        top = np.repeat(np.float32(top_of(layout)) * step, layout.group, axis=1)
         cut = np.where((top > 0) & (np.abs(values) > top), np.copysign(top, values), values)
     off = np.abs(cut - got).reshape(grouped).max(axis=2)
     amax = np.abs(values).reshape(grouped).max(axis=2)
@@ -138,17 +157,19 @@ def test_sound_weights(
 
 @layouts
 def test_any_bytes(isa: str, layout: Layout) -> None:
-    """Also codes of -8, which other quantizers choose, and any scales."""
+    """Also codes of -8 or -128, which other quantizers choose, and any scales."""
     source = Source("int4", 64, 384, kinds=("ordinary",))
     rng = np.random.default_rng(1)
     packed = rng.integers(0, 256, layout.weight_size(64, 384), dtype=np.uint8)
-    assert (codes_of(packed, 64, 384) == -8).any()
+    assert (codes_of(layout, packed, 64, 384) == -top_of(layout) - 1).any()
     scale = rng.uniform(0.01, 1, layout.scale_size(64, 384) // layout.scale_array.itemsize)
     stored = scale.astype(np.float32)
     stored[rng.random(stored.size) < 0.2] = 0
     given = f32_to_bf16(stored) if layout.scale_dtype == "bf16" else stored
     assert assert_audit(layout, source, packed, given.view(np.uint8)).invalid > 0
-    assert_same("codes", native.audit_codes(layout, packed, 64, 384), codes_of(packed, 64, 384))
+    assert_same(
+        "codes", native.audit_codes(layout, packed, 64, 384), codes_of(layout, packed, 64, 384)
+    )
 
 
 @layouts
@@ -206,13 +227,14 @@ def groups_off_the_rule(layout: Layout, source: Source, packed: U8, scale: U8) -
 @layouts
 def test_a_flipped_bit_shows(isa: str, layout: Layout) -> None:
     source, packed, scale = planted(layout)
-    byte, shift = code_places(64, 256)
+    byte, shift = code_places(layout, 64, 256)
     step = np.repeat(scales_of(layout, scale, 64, 256).astype(np.float64), layout.group, axis=1)
-    near_the_middle = np.abs(source.values() / step - codes_of(packed, 64, 256)) > 0.4
+    near_the_middle = np.abs(source.values() / step - codes_of(layout, packed, 64, 256)) > 0.4
     rng = np.random.default_rng(2)
     for n, k in rng.permutation(np.argwhere(~near_the_middle))[:40]:
         damaged = packed.copy()
-        damaged[byte[n, k]] ^= 1 << int(shift[n, k] + rng.integers(4))
+        bits = 4 if layout.format == "gint4" else 8
+        damaged[byte[n, k]] ^= 1 << int(shift[n, k] + rng.integers(bits))
         assert groups_beyond(layout, source, damaged, scale) == [(n, k // layout.group)]
         assert audited(layout, source, damaged, scale).max_steps > ROUNDED
 
@@ -236,9 +258,10 @@ def test_padding_that_is_not_zero_shows(isa: str, layout: Layout) -> None:
     """Rows of zeros have scales of 0, under which no code changes a value."""
     source = Source("int4", 32, 256, kinds=("zeros",))
     packed, scale = quantized(layout, source)
-    assert not scale.any() and (packed == 0x88).all()
+    zero, near = (0x88, (0x89, 0x08)) if layout.format == "gint4" else (128, (129, 0))
+    assert not scale.any() and (packed == zero).all()
     assert assert_audit(layout, source, packed, scale).invalid == 0
-    packed[[17, 700]] = 0x89, 0x08
+    packed[[17, 700]] = near
     found = audited(layout, source, packed, scale)
     assert (found.invalid, found.zeros) == (2, 32 * 256 - 2)
     assert not found.row_error.any() and not found.row_scale.any()

@@ -10,7 +10,7 @@ import pytest
 from native.support import STORED, Rule, Source, assert_same, every_rule
 
 from ktconv import native
-from ktconv.formats import Format, fp8, gint4, groups, output_formats
+from ktconv.formats import Format, fp8, gint4, gint8, groups, output_formats
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.formats.kt_layout import TILINGS
 from ktconv.formats.table import FORMATS as METHODS
@@ -25,8 +25,11 @@ LAYOUTS = [
     Layout("mxfp4", 32, "ue8m0"),
     Layout("mxfp4", 32, "bf16"),
     *(Layout("gint4", group, dtype) for group in (32, 64, 128) for dtype in ("f32", "bf16")),
+    Layout("gint8", 32, "f32"),
+    Layout("gint8", 64, "bf16"),
+    Layout("gint8", 128, "bf16"),
 ]
-GROUPED = [layout for layout in LAYOUTS if layout.format == "gint4"]
+GROUPED = [layout for layout in LAYOUTS if layout.format in ("gint4", "gint8")]
 
 
 def name_of(layout: Layout) -> str:
@@ -130,12 +133,14 @@ def test_packing_in_layouts_that_do_not_exist(format: str) -> None:
 
 
 def by_amax(layout: Layout, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """SPEC 8.4: codes -7..7 [N, K] and scales float32 [N, K / group]."""
+    """docs/formats.md 8.4, 8.5: codes -7..7 or -127..127 [N, K], scales float32 [N, K / group]."""
     rows, cols = values.shape
     tiny = np.float32(2.0**-126)
     grouped = values.reshape(rows, cols // layout.group, layout.group)
     amax = np.abs(grouped).max(axis=2)
     scale = (amax.astype(np.float64) / 7).astype(np.float32)
+    if layout.format == "gint8":
+        scale = amax * np.float32(1 / 127)
     scale[scale < tiny] = 0
     if layout.scale_dtype == "bf16":
         scale = bf16_to_f32(f32_to_bf16(scale))
@@ -150,10 +155,13 @@ def expected_groups(layout: Layout, source: Source) -> tuple[np.ndarray, np.ndar
     """Codes and scales under the source's choice, as by_amax returns them."""
     if source.rule == "amax":
         return by_amax(layout, source.values())
-    fmt = replace(METHODS["gint4-32"], group=layout.group, scale_dtype=layout.scale_dtype)
-    plain, scale = gint4.quantize(fmt, source.values(), source.reference_choice)
+    row = METHODS[f"{layout.format}-32"]
+    fmt = replace(row, group=layout.group, scale_dtype=layout.scale_dtype)
+    reference = gint4 if layout.format == "gint4" else gint8
+    plain, scale = reference.quantize(fmt, source.values(), source.reference_choice)
     wide = scale if layout.scale_dtype == "f32" else bf16_to_f32(scale)
-    return groups.unpacked_nibbles(plain).astype(np.int8) - np.int8(8), wide
+    stored = groups.unpacked_nibbles(plain) if layout.format == "gint4" else plain
+    return (stored.astype(np.int16) - layout.traits.code_bias).astype(np.int8), wide
 
 
 @pytest.mark.parametrize("layout", GROUPED, ids=name_of)
@@ -175,15 +183,16 @@ def test_group_scales(
     )  # fmt: skip
     codes, scale = native.quantize(layout, source.matrix(), source.choice)
     expected, scales = expected_groups(layout, source)
-    stored = (expected + 8).astype(np.uint8)
+    stored = (expected.astype(np.int16) + layout.traits.code_bias).astype(np.uint8)
     assert np.abs(expected).max() == layout.traits.max_level
-    assert_same("codes", codes, groups.nibbles(stored))
+    nibbles = layout.format == "gint4"
+    assert_same("codes", codes, groups.nibbles(stored) if nibbles else stored)
     wide = scale if layout.scale_dtype == "f32" else bf16_to_f32(scale)
     assert_same("scales", wide, scales)
     packed = np.full(layout.weight_size(rows, cols), 0x5A, np.uint8)
     packed_scale = np.full(layout.scale_size(rows, cols), 0x5A, np.uint8)
     native.quantize_pack(layout, source.matrix(), packed, packed_scale, choice=source.choice)
-    assert_same("packed", packed, gint4.pack(stored))
+    assert_same("packed", packed, (gint4 if nibbles else gint8).pack(stored))
     assert_same("packed scales", packed_scale, groups.pack_scale(scale))
     again = np.empty_like(packed)
     assert_same(
@@ -193,7 +202,8 @@ def test_group_scales(
     if rule == "search":
         return
     step = np.repeat(scales.astype(np.float64), layout.group, axis=1)
-    bound = np.where(step == 0, 7 * 2.0**-126, np.maximum((0.5 + 2.0**-20) * step, 2.0**-126))
+    top, rounded = layout.traits.max_level, 0.5 + (2.0**-20 if nibbles else 2.0**-15)
+    bound = np.where(step == 0, top * 2.0**-126, np.maximum(rounded * step, 2.0**-126))
     assert (np.abs(source.values() - expected * step) <= bound).all()
 
 
@@ -213,7 +223,7 @@ def test_what_the_library_does_not_do_is_refused(layout: Layout) -> None:
         scale = np.empty(layout.scale_size(32, 128), np.uint8)
         with pytest.raises(ValueError, match="does not do that with this layout"):
             native.quantize_pack(layout, matrix, packed, scale)
-    if layout.format not in ("int8", "int4", "gint4"):
+    if layout.format not in ("int8", "int4", "gint4", "gint8"):
         with pytest.raises(ValueError, match="does not do that with this layout"):
             native.audit_codes(layout, packed, 32, 128)
 

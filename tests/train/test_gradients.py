@@ -225,7 +225,13 @@ def test_weights_of_other_formats_have_no_gradients(pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     ("method", "parts", "tokens", "size"),
-    [("bf16", 1, 12, 320), ("int8", 4, 12, 256), ("gint4-32", 2, 12, 256), ("int8", 1, 2100, 64)],
+    [
+        ("bf16", 1, 12, 320),
+        ("int8", 4, 12, 256),
+        ("gint4-32", 2, 12, 256),
+        ("gint8-64", 2, 12, 256),
+        ("int8", 1, 2100, 64),
+    ],
 )
 def test_dropout(
     method: str, parts: int, tokens: int, size: int, pool: Pool, monkeypatch: pytest.MonkeyPatch

@@ -181,7 +181,16 @@ def packed_layer(name: str, **more: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "parts"),
-    [("int8", 1), ("int8", 2), ("int4", 2), ("gint4-32", 2), ("bf16", 1), ("fp8", 1), ("mxfp4", 2)],
+    [
+        ("int8", 1),
+        ("int8", 2),
+        ("int4", 2),
+        ("gint4-32", 2),
+        ("gint8-128", 1),
+        ("bf16", 1),
+        ("fp8", 1),
+        ("mxfp4", 2),
+    ],
 )
 def test_activations_are_rounded_as_the_kernels_do(name: str, parts: int) -> None:
     experts = packed_layer(name, parts=parts)

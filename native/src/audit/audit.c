@@ -19,13 +19,11 @@ static float int4_rule(float amax) { return flushed((float)((double)amax / 112.0
 
 static float gint4_rule(float amax) { return flushed((float)((double)amax / 7.0)); }
 
-static float gint8_rule(float amax) { return flushed((float)((double)amax / 127.0)); }
-
 static const kt_audit_format int8 = {1, 64, 1.0f, 127.0f, int8_rule};
 static const kt_audit_format int4 = {2, 128, 16.0f, 7.0f, int4_rule};
 static const kt_audit_format gint4 = {2, 0, 1.0f, 7.0f, gint4_rule};
 
-static const kt_audit_format gint8 = {1, 0, 1.0f, 127.0f, gint8_rule};
+static const kt_audit_format gint8 = {1, 0, 1.0f, 127.0f, int8_rule};
 
 static const kt_audit_format *format_of(const kt_layout *layout) {
   switch (layout->format) {

@@ -8,8 +8,11 @@
 
 #include <string.h>
 
-/* Of a group, from its largest magnitude: amax / 127, computed in binary64. */
-static float scale(float amax) { return kt_flush((float)((double)amax / 127.0)); }
+/* Of a group, from its largest magnitude: INT8's rule for rows. */
+static float scale(float amax) {
+  const uint32_t reciprocal_of_127 = 0x3c010204u; /* fl32(1/127) */
+  return kt_flush(kt_flush(amax) * kt_float(reciprocal_of_127));
+}
 
 /* Where the four columns from k on of row n are; k % 4 == 0. */
 static int64_t byte_at(int64_t cols, int64_t n, int64_t k) {

@@ -9,17 +9,14 @@ from ktconv.system.arrays import F32, U8, Array
 from .decode import f32_to_bf16
 from .gint4 import grouped_again
 from .groups import grouped
-from .rounding import first_rounding, ftz
+from .int8 import scale_of
+from .rounding import first_rounding
 from .scales import values
 from .search import AMAX, Choice, nearest_codes, searched_scale
 from .table import Format
 
 BIAS = 128
-
-
-def scale_of(amax: F32) -> F32:
-    """d = ftz(fl32(fl64(amax / 127))), before it is rounded to the dtype of scales."""
-    return ftz((amax.astype(np.float64) / 127).astype(np.float32))
+__all__ = ["dequantize", "pack", "quantize", "scale_of"]  # the scale is that of INT8's rows
 
 
 def quantize(fmt: Format, matrix: F32, choice: Choice = AMAX) -> tuple[U8, Array]:
