@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ktconv import native
-from ktconv.checkpoint import Checkpoint, open_checkpoint, read_map
+from ktconv.checkpoint import Checkpoint, ExpertMatrix, open_checkpoint, read_map
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import Selection, plan_checkpoint
 from ktconv.conversion.run import Report, check_output, fit_memory, refuse_nested
@@ -28,6 +28,7 @@ from ktconv.targets.encoded.naming import OWN
 from ktconv.targets.encoded.recipe import parse_recipe
 from ktconv.targets.encoded.scheme import Scheme
 from ktconv.targets.encoded.target import EncodedTarget, Options, Plan, weight_dtype
+from ktconv.targets.second_rounding import refuse_second_rounding
 
 
 def prepare(request: Request, job: type[Encode] = Encode, libraries: int = 0) -> Preflight:
@@ -53,6 +54,10 @@ def prepare(request: Request, job: type[Encode] = Encode, libraries: int = 0) ->
         notes=[*plan.notes, *plan.target.notes, *_loading_notes(plan), *_kept_notes(plan)],
         skipped=[*plan.skipped, *_left_out(plan)],
     )
+    if not options.requantize:
+        rounded = (matrix for matrix, kept in _kept(plan) if not kept)
+        what = "the recipe" if options.recipe else plan.target.name
+        refuse_second_rounding(checkpoint, rounded, what)
     copies = [copy for unit in plan.others for copy in unit.copies]
     classes = count_classes(plan.target, plan.layers, copies)
     check_output(plan, request.output)
@@ -166,20 +171,31 @@ def _loading_notes(plan: Plan) -> list[str]:
     ]
 
 
+def _kept(plan: Plan) -> list[tuple[ExpertMatrix, bool]]:
+    """A matrix of each layer, projection and scheme that encodes; whether its codes are kept."""
+    found = []
+    for unit in plan.layers:
+        for (proj, scheme), experts in plan.target.schemes_of(unit.layer, unit.experts).items():
+            if not experts or not scheme.encodes:
+                continue
+            matrix = unit.layer.experts[experts[0]][proj]
+            found.append((matrix, is_kept(scheme, matrix, weight_dtype(matrix) == "F16")))
+    return found
+
+
 def _kept_notes(plan: Plan) -> list[str]:
     """A note about matrices that have the format already."""
     if plan.target.options.requantize:
         return []
-    kept = []
-    for unit in plan.layers:
-        for (proj, scheme), experts in plan.target.schemes_of(unit.layer, unit.experts).items():
-            if not experts:
-                continue
-            matrix = unit.layer.experts[experts[0]][proj]
-            kept.append(scheme.encodes and is_kept(scheme, matrix, weight_dtype(matrix) == "F16"))
+    kept = [one for _, one in _kept(plan)]
     if not any(kept):
         return []
-    which = "all matrices have" if all(kept) else "some matrices have"
+    whole = all(kept) and all(
+        scheme.encodes
+        for unit in plan.layers
+        for _, scheme in plan.target.schemes_of(unit.layer, unit.experts)
+    )
+    which = "all matrices have" if whole else "some matrices have"
     return [f"{which} this format in the source: their codes and scales are kept"]
 
 

@@ -8,6 +8,13 @@ from ktconv.checkpoint import BlockGrid, ExpertMatrix, MoELayer
 from ktconv.targets.ktransformers import Options
 
 
+def may_be_kept(matrix: ExpertMatrix) -> bool:
+    """Whether it has integers with one scale per row, as packed rows have."""
+    scale = matrix.scale
+    whole = scale is not None and scale.block_cols >= matrix.cols
+    return matrix.element.integer_zero is not None and whole
+
+
 def integer_notes(layers: Iterable[MoELayer], options: Options) -> Sequence[str]:
     """A sentence for every way in which integers of the source are treated."""
     kinds = (matrix for layer in layers for matrix in layer.kinds)

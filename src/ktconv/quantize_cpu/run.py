@@ -41,7 +41,7 @@ from ktconv.quantize_cpu.gptq.coverage import coverage_facts, coverage_lines
 from ktconv.quantize_cpu.gptq.inputs import Calibration
 from ktconv.quantize_cpu.gptq.task import CompensatedExpert, expert_memory
 from ktconv.quantize_cpu.gptq.threads import one_torch_thread
-from ktconv.quantize_cpu.integers import integer_notes
+from ktconv.quantize_cpu.integers import integer_notes, may_be_kept
 from ktconv.quantize_cpu.source_weights import NormWeights, SourceWeights, WeighedTask
 from ktconv.quantize_cpu.task import QuantizeTask, quantize_buffers
 from ktconv.reading.buffers import BufferSizes
@@ -56,6 +56,7 @@ from ktconv.targets.ktransformers import (
     Plan,
     make_plan,
 )
+from ktconv.targets.second_rounding import refuse_second_rounding
 from ktconv.writer.journal import Journal, Record
 
 if TYPE_CHECKING:
@@ -121,6 +122,9 @@ def prepare(request: Request) -> Preflight:
         calibrate=calibration.record if calibration else None,
     )
     plan = make_plan(checkpoint, options)
+    if not options.requantize:
+        rounded = (m for layer in plan.moe_layers for m in layer.kinds if not may_be_kept(m))
+        refuse_second_rounding(checkpoint, rounded, f"--method {options.method}")
     check_foldable(plan.moe_layers, options)
     notes = [*plan.notes, *integer_notes(plan.moe_layers, options)]
     notes += [*fold_notes(plan.moe_layers, options), *backward_notes(options)]
