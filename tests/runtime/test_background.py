@@ -158,7 +158,7 @@ def test_no_thread_is_left_behind(make_layer: Make) -> None:
     for _ in range(50):
         with Pool(2) as pool:
             on(pool, layer).submit(*one)
-    assert threads() == before
+    assert threads() <= before  # those of earlier tests may end meanwhile
 
 
 # ---- pools that close ------------------------------------------------------------------

@@ -143,6 +143,8 @@ def _refuse_outside(directory: Path, path: Path, descriptor: int) -> None:
         )
     try:
         same = os.path.samestat(os.fstat(descriptor), target.stat())
+    except FileNotFoundError:
+        raise MissingFileError(f"{path} was removed while it was opened", _DOWNLOAD) from None
     except OSError as error:
         raise unreadable(path, error) from error
     if not same:
