@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from ktconv.system import regular_files
 from ktconv.system.regular_files import MissingFileError, read_small
 from ktconv.writer.journal import Journal
 
@@ -29,7 +28,7 @@ def test_a_file_that_is_removed_while_it_is_opened(
             opened.append(path)
         return descriptor
 
-    monkeypatch.setattr(regular_files.os, "open", removing)
+    monkeypatch.setattr(os, "open", removing)
     with pytest.raises(MissingFileError, match="was removed while it was opened"):
         read_small(journal.directory, journal.run_file.name)
     journal.run_file.write_text("{}")

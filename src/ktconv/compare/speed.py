@@ -6,17 +6,19 @@ counted as often as there are such layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ktconv import native
-from ktconv.bench.cases import Request
-from ktconv.bench.measure import Effort
-from ktconv.bench.run import bench
+from ktconv.bench.cases import Layer, Request, prepare
+from ktconv.bench.measure import Effort, Reference, check, make_batch, sample
 from ktconv.errors import CheckpointError, KtconvError, UsageError
 from ktconv.system import machine
+from ktconv.system.pool import Pool
 from ktconv.system.text import Notify
 from ktconv.targets.encoded.recipe import parse_recipe
 from ktconv.writer.manifest import Manifest, read_manifest
@@ -50,26 +52,41 @@ def measure(
     kinds: dict[str, list[int]] = {}
     for layer, kind in layers.items():
         kinds.setdefault(repr(kind), []).append(layer)
-    total = dict.fromkeys(tokens, 0.0)  # microseconds
+    total = dict.fromkeys(tokens, 0.0)  # seconds
     formats: dict[str, None] = {}
+    workers = threads or machine.usable_cores()
     try:
-        for alike in kinds.values():
-            request = Request(
-                methods=(),
-                shapes=(),
-                tokens=tuple(tokens),
-                threads=(threads or machine.usable_cores(),),
-                isas=(native.isa(),),
-                model=model,
-                layer=alike[0],
-                effort=Effort(seconds, None),
-            )
-            for row in bench(request, notify).rows:
-                total[row.tokens] += row.median_us * len(alike)
-                formats[row.method] = None
+        with Pool(workers) as pool:
+            for alike in kinds.values():
+                request = Request(
+                    methods=(),
+                    shapes=(),
+                    tokens=tuple(tokens),
+                    threads=(workers,),
+                    isas=(native.isa(),),
+                    model=model,
+                    layer=alike[0],
+                    effort=Effort(seconds, None),
+                )
+                (layer_plan,) = prepare(request, notify).layers
+                formats[layer_plan.method.key] = None
+                for count, median in _times(request, layer_plan, pool):
+                    total[count] += median * len(alike)
     except (CheckpointError, UsageError) as error:
         return Speed({}, (), str(error))
-    return Speed({n: n * 1e6 / time for n, time in total.items()}, tuple(formats))
+    return Speed({n: n / time for n, time in total.items()}, tuple(formats))
+
+
+def _times(request: Request, layer: Layer, pool: Pool) -> Iterator[tuple[int, float]]:
+    """Tokens, and the median of seconds; the result of the kernels is checked first."""
+    experts, shape = layer.experts, layer.shape
+    assert experts is not None, "of a model"
+    experts.layer.touch(pool)
+    for tokens in request.tokens:
+        ids = layer.routings(request, tokens)
+        batch = make_batch(ids, tokens, shape.hidden, shape.top_k, request.seed, request.effort)
+        check(experts, batch, Reference(experts, batch), pool)
+        yield tokens, float(np.median(sample(experts, batch, pool, request.effort).seconds))
 
 
 def kinds_of_output(output: Path, layers: Sequence[int]) -> dict[int, object]:
