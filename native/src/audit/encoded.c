@@ -9,6 +9,7 @@ static kt_encoded_fn *const levels[KT_LEVELS] = {
     [KT_ISA_SCALAR] = kt_encoded_scalar,
 #if KT_X86
     [KT_ISA_AVX2] = kt_encoded_avx2,
+    [KT_ISA_AVX512] = kt_encoded_avx512,
 #endif
 };
 

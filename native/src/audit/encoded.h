@@ -17,6 +17,6 @@ typedef struct kt_encoded_job {
 } kt_encoded_job;
 
 typedef void kt_encoded_fn(const kt_encoded_job *job, kt_encoded_audit *audit);
-kt_encoded_fn kt_encoded_scalar, kt_encoded_avx2; /* 512 bits are slower */
+kt_encoded_fn kt_encoded_scalar, kt_encoded_avx2, kt_encoded_avx512;
 
 #endif

@@ -1,4 +1,4 @@
-/* The comparison of encoded integers as the compiler vectorizes it for AVX2. */
+/* The comparison of encoded matrices as the compiler vectorizes it for AVX2. */
 #include "../cpu.h"
 
 #if KT_X86

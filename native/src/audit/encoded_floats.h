@@ -42,10 +42,10 @@ INLINE float per_step(const number n, int32_t here) {
 /* Adds `span` columns (LANES or twice as many) that share a scale. */
 INLINE void compare_floats(const number n, const float *restrict w, const uint8_t *restrict codes,
                            float divisor, const int span, group_state *restrict group,
-                           row_sums *restrict sum, sums *restrict all) {
+                           row_sums *restrict sum) {
   float error[PIECE], value[PIECE], steps[PIECE], q[PIECE];
   int32_t place[PIECE], sign[PIECE];
-  int32_t zeros = 0, others = 0, most = group->most;
+  int32_t zero[PIECE], other[PIECE], most = group->most;
   for (int c = 0; c < span; c++) {
     place[c] = codes[c] & ((1 << n.sign) - 1);
     sign[c] = codes[c] >> n.sign;
@@ -59,21 +59,21 @@ INLINE void compare_floats(const number n, const float *restrict w, const uint8_
     const int32_t here = magnitude_bits(n, place[c], 0);
     const int32_t opposite = (int32_t)(bits_of(w[c]) ^ (uint32_t)sign[c] << 31) < 0;
     const int32_t some = q[c] != 0.0f; /* zero may have either sign */
-    others += (is_nearest(n, q[c], place[c]) ^ 1) | (opposite & some);
-    zeros += place[c] == 0;
+    other[c] = (is_nearest(n, q[c], place[c]) ^ 1) | (opposite & some);
+    zero[c] = place[c] == 0;
     steps[c] = fabsf(q[c] - from_bits((uint32_t)here)) * per_step(n, here);
     value[c] = from_bits(bits_of(from_bits((uint32_t)here) * divisor) | (uint32_t)sign[c] << 31);
     error[c] = w[c] - value[c];
   }
   group->most = most;
-  all->zeros += zeros;
-  all->others += others;
   for (int side = 0; side < span; side += LANES)
     for (int i = 0; i < LANES; i++) {
       sum->source[i] += w[side + i] * w[side + i];
       sum->error[i] += error[side + i] * error[side + i];
       sum->value[i] += value[side + i] * value[side + i];
       sum->most_steps[i] = larger(steps[side + i], sum->most_steps[i]);
+      sum->zeros[i] += zero[side + i];
+      sum->others[i] += other[side + i];
     }
 }
 
@@ -160,12 +160,12 @@ INLINE void audit_floats(const kt_encoded_job *job, const number n, const int64_
           uint8_t unpacked[KT_AUDIT_BLOCK];
           source_values(m, stored_on(s, r), row + r, col, width, w);
           const uint8_t *const codes = float_codes(job, row + r, col, width, nibbles, unpacked);
-          row_sums sum = {{0}, {0}, {0}, {0}};
+          row_sums sum = {{0}, {0}, {0}, {0}, {0}, {0}};
           const int64_t line = (tall ? (row + r) / TALL : row + r) * job->groups;
           for (int64_t c = 0; c < width; c += span) {
             const int64_t g = fixed ? (col + c) / fixed : tall ? (col + c) / TALL : 0;
             group_state *const group = tall ? of_block + c / TALL : of_row + r;
-            compare_floats(n, w + c, codes + c, divisor_of(job, line + g), span, group, &sum, &all);
+            compare_floats(n, w + c, codes + c, divisor_of(job, line + g), span, group, &sum);
             if (!tall && (col + c + span) % job->group == 0)
               finish_floats(job, line + g, group, found);
           }
@@ -200,7 +200,7 @@ static __attribute__((noinline)) void audit_bf16(const kt_encoded_job *job,
       const stored s = stored_from(m, row, col, width, room);
       for (int64_t r = 0; r < at_once; r++) {
         float w[KT_AUDIT_BLOCK];
-        row_sums sum = {{0}, {0}, {0}, {0}};
+        row_sums sum = {{0}, {0}, {0}, {0}, {0}, {0}};
         int32_t zeros = 0, others = 0;
         source_values(m, stored_on(s, r), row + r, col, width, w);
         const uint8_t *const codes = job->codes + 2 * ((row + r) * m->cols + col);

@@ -17,6 +17,7 @@ typedef struct group_state {
 /* Sums of some columns of a row. */
 typedef struct row_sums {
   float source[LANES], error[LANES], value[LANES], most_steps[LANES];
+  int32_t zeros[LANES], others[LANES]; /* of floating-point codes */
 } row_sums;
 
 /* Sums over everything, in lanes that are added up at the end. */
@@ -116,6 +117,8 @@ INLINE void add_sums(const row_sums *sum, sums *all) {
     all->source[i] += (double)sum->source[i];
     all->error[i] += (double)sum->error[i];
     all->value[i] += (double)sum->value[i];
+    all->zeros += sum->zeros[i];
+    all->others += sum->others[i];
   }
 }
 
@@ -170,7 +173,7 @@ INLINE void audit_codes(const kt_encoded_job *job, const int bits, const int hal
         float w[KT_AUDIT_BLOCK];
         int8_t codes[KT_AUDIT_BLOCK];
         source_values(m, stored_on(s, r), row + r, col, width, w);
-        row_sums sum = {{0}, {0}, {0}, {0}};
+        row_sums sum = {{0}, {0}, {0}, {0}, {0}, {0}};
         codes_of(job, row + r, col, width, codes);
         for (int64_t c = 0; c < width; c += PIECE) {
           const int64_t g = (col + c) / job->group, at = (row + r) * job->groups + g;

@@ -1,0 +1,15 @@
+/* The comparison of encoded matrices as the compiler vectorizes it for AVX-512. */
+#include "../cpu.h"
+
+#if KT_X86
+#include "../simd/target.h"
+
+KT_TARGET_BEGIN(AVX512)
+#include "encoded_loop.h"
+
+void kt_encoded_avx512(const kt_encoded_job *job, kt_encoded_audit *audit) {
+  audit_encoded(job, audit);
+}
+
+KT_TARGET_END
+#endif
