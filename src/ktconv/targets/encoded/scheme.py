@@ -189,11 +189,12 @@ class Scheme:
         if self.group_size not in row.groups:
             raise _unknown_group(row, self.group_size)
         for layer in layers:
-            wide = "gate and up" if layer.gated else "up"
             hidden, inner = layer.hidden_size, layer.intermediate_size
-            for matrix, rows, cols in ((wide, inner, hidden), ("down", hidden, inner)):
-                if not {*projections} & {*matrix.split(" and ")}:
+            wide = [proj for proj in ("gate", "up") if proj in layer.projections]
+            for some, rows, cols in ((wide, inner, hidden), (["down"], hidden, inner)):
+                if not {*some} & {*projections}:
                     continue
+                matrix = " and ".join(some)
                 if self.group_size > 0 and cols % self.group_size:
                     raise self._unfit(layers, f"the {cols} columns of {matrix}", layer)
                 if rows % row.block:

@@ -209,7 +209,14 @@ class EncodedTarget(Target):
         chosen = [(layer, range(len(layer.experts))) for layer in layers]
         for layer, experts in chosen:
             for proj, scheme in self.schemes_of(layer, experts):
-                scheme.check([layer], [proj])
+                try:
+                    scheme.check([layer], [proj])
+                except UsageError as error:
+                    raise UsageError(
+                        f"the recipe gives {proj} of layer {layer.index} a method that it cannot "
+                        f"have: {error}",
+                        "give it another one",
+                    ) from None
         check_engine(self.recipe, chosen)
 
     def sections(self, layer: MoELayer, experts: Sequence[int]) -> Sequence[Iterator[Tensor]]:
