@@ -79,7 +79,8 @@ KT_INLINE void micro(const int bits, const int tokens, const columns *w, const a
   }
   for (int64_t g = 0; g < w->groups; g++) {
     EACH_TOKEN {
-      const __m512i added = _mm512_slli_epi32(_mm512_set1_epi32(x->sum[t * words + g]), bits - 1);
+      const __m512i added =
+          _mm512_slli_epi32(_mm512_set1_epi32(x->sum[t * words + g]), (unsigned)bits - 1);
       sum[t][0] = sum[t][1] = _mm512_sub_epi32(_mm512_setzero_si512(), added);
     }
     for (int64_t i = 0; i < w->group_tiles; i++) {
