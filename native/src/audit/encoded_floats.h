@@ -88,11 +88,11 @@ INLINE uint32_t stored_scale(const kt_encoded_job *job, int64_t at) {
 
 /* What weights of a group are divided by. */
 INLINE float divisor_of(const kt_encoded_job *job, int64_t at) {
-  const uint32_t stored = stored_scale(job, at);
+  const uint32_t code = stored_scale(job, at);
   switch (job->kind) {
-  case KT_ENCODE_FP8: return from_bits(stored);
-  case KT_ENCODE_NVFP4: return f8_value((uint8_t)stored) / job->tensor_scale;
-  default: return from_bits(choose(stored == 0, 1u << 22, stored << 23)); /* 255: infinity */
+  case KT_ENCODE_FP8: return from_bits(code);
+  case KT_ENCODE_NVFP4: return f8_value((uint8_t)code) / job->tensor_scale;
+  default: return from_bits(choose(code == 0, 1u << 22, code << 23)); /* 255: infinity */
   }
 }
 
@@ -100,22 +100,22 @@ INLINE float divisor_of(const kt_encoded_job *job, int64_t at) {
  * the next one, less that of the largest level. */
 static uint32_t power_of_rule(float amax, int32_t top) {
   const int32_t exponent = (int32_t)(bits_of(amax) >> 23), fraction = bits_of(amax) & 0x7fffff;
-  const int32_t stored = exponent + (fraction >= 0x600000) - top;
-  if (!exponent || stored < 0) return 0;
-  return stored < 254 ? (uint32_t)stored : 254;
+  const int32_t code = exponent + (fraction >= 0x600000) - top;
+  if (!exponent || code < 0) return 0;
+  return code < 254 ? (uint32_t)code : 254;
 }
 
 static int is_rule_scale(const kt_encoded_job *job, float amax, int64_t at) {
-  const uint32_t stored = stored_scale(job, at);
+  const uint32_t code = stored_scale(job, at);
   switch (job->kind) {
-  case KT_ENCODE_FP8: return stored == bits_of((amax > 1e-30f ? amax : 1e-30f) / 448.0f);
-  case KT_ENCODE_MXFP4: return stored == power_of_rule(amax, 2);
-  case KT_ENCODE_MXFP8: return stored == power_of_rule(amax, 8);
+  case KT_ENCODE_FP8: return code == bits_of((amax > 1e-30f ? amax : 1e-30f) / 448.0f);
+  case KT_ENCODE_MXFP4: return code == power_of_rule(amax, 2);
+  case KT_ENCODE_MXFP8: return code == power_of_rule(amax, 8);
   default: break;
   }
   const float wanted = job->tensor_scale * (amax / 6.0f);
-  if (is_nearest(e4m3, wanted, 0)) return stored == 0x20; /* 1/8 where it would be 0 */
-  return is_nearest(e4m3, wanted, (int32_t)stored);
+  if (is_nearest(e4m3, wanted, 0)) return code == 0x20; /* 1/8 where it would be 0 */
+  return is_nearest(e4m3, wanted, (int32_t)code);
 }
 
 INLINE void finish_floats(const kt_encoded_job *job, int64_t at, group_state *group,

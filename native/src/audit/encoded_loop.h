@@ -140,11 +140,10 @@ INLINE int is_searched(const kt_encoded_job *job, float amax, int64_t at) {
 
 INLINE void finish_group(const kt_encoded_job *job, int64_t at, group_state *group,
                          kt_encoded_audit *found) {
-  uint16_t stored;
-  memcpy(&stored, (const uint8_t *)job->scales + 2 * at, sizeof stored);
+  uint16_t bits;
+  memcpy(&bits, (const uint8_t *)job->scales + 2 * at, sizeof bits);
   const float amax = from_bits((uint32_t)group->most);
-  found->other_scales +=
-      job->search ? !is_searched(job, amax, at) : stored != rule_scale(job, amax);
+  found->other_scales += job->search ? !is_searched(job, amax, at) : bits != rule_scale(job, amax);
   group->most = 0;
 }
 
