@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -57,7 +58,7 @@ HELD: dict[str, str | None] = {
     "fp8 block, ModelOpt": "fp8",
     "fp8 block, Qwen": "fp8",
     "fp8 block, DeepSeek-V4": "fp8",
-    "mxfp8": None,
+    "mxfp8": "bf16",
     "mxfp4, DeepSeek-V4": "mxfp4",
     "mxfp4, compressed-tensors": "mxfp4",
     "mxfp4, Quark": "mxfp4",
@@ -127,10 +128,10 @@ def test_the_page_says_the_same() -> None:
     page = (DOCS / "encodings.md").read_text()
     section = page.split("## Without conversion")[1].split("## GGUF")[0]
     rows = re.findall(r"^\| (`.*) \| `([^`]*)` \|$", section, re.MULTILINE)
-    said = {name: key for names, key in rows for name in re.findall("`([^`]*)`", names)}
-    held = {KINDS[kind].name: key for kind, key in HELD.items() if key}
-    floats = {name: key for name, key in held.items() if "fp" in name or "mx" in name}
-    assert said == {"bf16": "bf16", "gguf-mxfp4": "mxfp4"} | floats
+    said = {(name, key) for names, key in rows for name in re.findall("`([^`]*)`", names)}
+    held = {(KINDS[kind].name, key) for kind, key in HELD.items() if key}
+    floats = {(name, key) for name, key in held if "fp" in name or "mx" in name}
+    assert said == {("bf16", "bf16"), ("gguf-mxfp4", "mxfp4")} | floats
 
 
 @pytest.mark.parametrize("kind", [kind for kind, key in HELD.items() if key])
@@ -586,3 +587,17 @@ def test_kernels_compute_the_same_on_each_level(tmp_path: Path, tiles: Any) -> N
             assert kernel_error(experts) < KERNEL_BOUND
     finally:
         native.use_isa(before)
+
+
+def test_numbers_beyond_bf16_are_refused(tmp_path: Path) -> None:
+    """E4M3 times a power of two has 4 bits, but below 2^-133 bf16 has fewer."""
+    model, _, _ = encoded_model(tmp_path / "model", "mxfp8")
+    path = next(model.glob("*.safetensors"))
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    name = next(one for one in header if "scale" in one and "up" in one)
+    first, last = (8 + size + at for at in header[name]["data_offsets"])
+    path.write_bytes(data[:first] + bytes(last - first) + data[last:])  # 2^-127
+    with pytest.raises(CheckpointError, match="has a number that bf16 does not have"):
+        native_experts(model)

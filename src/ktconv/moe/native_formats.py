@@ -18,7 +18,7 @@ _LEVELS = ("int4", "gint4", "int8", "gint8")
 _WIDE = ("int8", "gint8")
 _CODES = {  # kt_format of numbers that are stored as they are
     BF16.name: ("bf16",),
-    F8_E4M3.name: ("fp8",),
+    F8_E4M3.name: ("fp8", "bf16"),  # bf16: times a power of two
     F4_E2M1.name: ("mxfp4",),
     F4_E0M3.name: ("gint4",),  # quarters
     **{name: (block.codes,) for name, block in NIBBLE_BLOCKS.items()},
@@ -69,8 +69,11 @@ def _holds(fmt: Format, matrix: ExpertMatrix) -> bool:
         return False
     if matrix.element.name in NIBBLE_BLOCKS:
         return grid is None and fmt.group == COLS
-    if grid is None or fmt.scale_dtype == "none":
-        return grid is None and fmt.scale_dtype == "none"
+    if fmt.scale_dtype == "none":
+        powers = grid is not None and grid.number == "E8M0"
+        return powers if matrix.element == F8_E4M3 else grid is None
+    if grid is None:
+        return False
     return not grid.any_sign and _is_refined(grid, matrix, *scale_block(fmt, matrix.cols))
 
 

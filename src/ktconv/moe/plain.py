@@ -53,6 +53,8 @@ class PlainReader:
         """Of the columns of `part` in the rows that `source.read` left in `data`."""
         if block := self._block:
             return block.plain_codes(self._blocks(chunk, data, part))
+        if self.format.code == "bf16" and self.scales is not None:
+            return self._multiplied(chunk, data, part)
         mask = self._stored_mask()
         if mask is None:
             return self._decoded(chunk, data, part)
@@ -69,7 +71,7 @@ class PlainReader:
         tensor, grid = self.source.matrix.tensor, self.source.matrix.scale
         if block := self._block:
             values = block.scales(self._blocks(chunk, data, part))
-        elif grid is None or self.scales is None:
+        elif grid is None or self.scales is None or self.format.scale_dtype == "none":
             return None
         else:
             tensor, values = grid.tensor, self._of_grid(grid, self.scales, chunk, part)
@@ -139,6 +141,16 @@ class PlainReader:
             if not least <= number <= most:
                 raise self._beyond(number)
         return self.format.layout.plain_codes(numbers.astype(np.int8))
+
+    def _multiplied(self, chunk: range, data: U8, part: Slice) -> Array:
+        """Codes times their scales, as bf16."""
+        view = self.source.view(chunk, self.scales, data, part.col_start, part.shape[1])
+        bits = native.decode(view).view(np.uint32)
+        codes: Array = (bits >> np.uint32(16)).astype(np.uint16)
+        self._expect_finite(codes, chunk, part)
+        if (bits & np.uint32(0xFFFF)).any():
+            raise self._not_exact("has a number that bf16 does not have")
+        return codes
 
     def _expect_finite(self, codes: Array, chunk: range, part: Slice) -> None:
         if self.format.code not in _INFINITE:
