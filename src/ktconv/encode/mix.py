@@ -7,7 +7,7 @@ from typing import Any
 
 from ktconv.system.units import format_ranges, format_size
 from ktconv.targets.encoded.config import recipe_shares
-from ktconv.targets.encoded.target import Plan, weight_dtype
+from ktconv.targets.encoded.target import Plan, encoded_bytes
 
 
 def method_facts(plan: Plan) -> list[dict[str, Any]]:
@@ -15,22 +15,18 @@ def method_facts(plan: Plan) -> list[dict[str, Any]]:
     recipe."""
     if plan.target.recipe is None:
         return []
-    sizes: dict[str, tuple[int, int]] = {}
+    sizes: dict[tuple[str, int], tuple[int, int]] = {}
     for unit in plan.layers:
         for (proj, scheme), experts in plan.target.schemes_of(unit.layer, unit.experts).items():
-            nbytes, weights = 0, 0
-            for expert in experts:
-                matrix = unit.layer.experts[expert][proj]
-                size = matrix.rows, matrix.cols
-                tensors = scheme.tensors("m", *size, weight_dtype(matrix))
-                nbytes += sum(tensor.nbytes for tensor in tensors)
-                weights += matrix.rows * matrix.cols
-            key = f"{scheme.name} {scheme.group_size}"
-            before = sizes.get(key, (0, 0))
-            sizes[key] = before[0] + nbytes, before[1] + weights
+            matrices = [unit.layer.experts[expert][proj] for expert in experts]
+            nbytes, weights = sizes.get((scheme.name, scheme.group_size), (0, 0))
+            sizes[scheme.name, scheme.group_size] = (
+                nbytes + encoded_bytes(scheme, matrices),
+                weights + sum(one.rows * one.cols for one in matrices),
+            )
     found = []
     for share in recipe_shares(plan):
-        nbytes, weights = sizes[f"{share.method.name} {share.method.group_size}"]
+        nbytes, weights = sizes[share.method.name, share.method.group_size]
         found.append(
             {
                 "method": share.method.name,

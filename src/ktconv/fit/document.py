@@ -20,10 +20,7 @@ def _head(fitted: Fitted, wish: Wish) -> Iterator[str]:
     yield "# Edit it and run: ktconv quantize-cpu MODEL OUTPUT --recipe FILE"
     yield "#"
     yield "# bits per weight, relative RMS error"
-    rows = [("this recipe", fitted.bits, fitted.error)]
-    rows += [(method.words, *both) for method, both in fitted.uniform.items()]
-    for name, bits, error in sorted(rows, key=lambda row: row[1]):
-        yield f"#   {name:<20} {bits:7.3f}  {error:.4f}"
+    yield from (f"# {line}" for line in fitted.table())
 
 
 def _table(fitted: Fitted) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """A recipe that fits, from a request and a wish.
 
-    fit = plan_fit(request, Wish(bits=4.6))
-    recipe = fit.run(observer).recipe
+    recipe = Fitting(request, Wish(bits=4.6)).run(observer).recipe
 
 Planned from headers; then a sample of weights is read and rounded by every method. The same model
 and wish give the same recipe.
@@ -17,8 +16,8 @@ from typing import Any
 
 from ktconv.checkpoint import PROJECTIONS, Projection
 from ktconv.conversion.pipeline import Observer
-from ktconv.conversion.plan import LayerUnit
-from ktconv.encode.request import Preflight, Request
+from ktconv.conversion.plan import LayerUnit, plan_checkpoint
+from ktconv.encode.request import Request
 from ktconv.encode.run import prepare
 from ktconv.errors import UsageError
 from ktconv.fit.choose import Choice, choose, smallest
@@ -28,7 +27,7 @@ from ktconv.quantize_cpu.importance import open_weights
 from ktconv.system.units import format_size
 from ktconv.targets.encoded.recipe import Method, Recipe, Rule
 from ktconv.targets.encoded.scheme import MIXED
-from ktconv.targets.encoded.target import weight_dtype
+from ktconv.targets.encoded.target import EncodedTarget, encoded_bytes
 
 Item = tuple[int, tuple[Projection, ...]]  # a layer's projections that have one method
 _WHOLE = Method("bf16", 0)  # which every model can have
@@ -64,18 +63,20 @@ class Fitted:
             "left_out": {method.words: why for method, why in self.left_out.items()},
         }
 
-    def lines(self) -> list[str]:
-        """For people."""
+    def table(self) -> list[str]:
+        """Bits per weight and error of the recipe among those of each method alone."""
         rows = [("this recipe", self.bits, self.error)]
         rows += [(method.words, *both) for method, both in self.uniform.items()]
+        rows.sort(key=lambda row: row[1])
+        return [f"  {name:<20} {bits:7.3f}  {error:.4f}" for name, bits, error in rows]
+
+    def lines(self) -> list[str]:
+        """For people."""
         lines = [
             f"Chosen by the errors of {self.measured.samples} samples "
             f"({format_size(self.measured.bytes_read)} read). Bits per weight, relative RMS error:"
         ]
-        lines += [
-            f"  {name:<20} {bits:7.3f}  {error:.4f}"
-            for name, bits, error in sorted(rows, key=lambda row: row[1])
-        ]
+        lines += self.table()
         return [*lines, *(f"{one.words} is left out: {why}" for one, why in self.left_out.items())]
 
 
@@ -86,7 +87,9 @@ class Fitting:
         """Reads headers only. UsageError for a wish that nothing fulfils."""
         wish.check()
         self._request, self._wish = request, wish
-        possible = self._plan(Recipe(_WHOLE, "compressed-tensors"))
+        recipe = Recipe(_WHOLE, "compressed-tensors").toml
+        options = replace(request.options, scheme=MIXED.name, group_size=0, recipe=recipe)
+        possible = prepare(replace(request, options=options))
         layers = possible.plan.moe_layers
         found = fitting(wish.candidates, layers)
         self._left_out = {method: why for method, why in found.items() if why is not None}
@@ -97,7 +100,16 @@ class Fitting:
         self._preflight = possible
         self._units = possible.plan.layers
         self._sizes = {
-            method: {unit.layer.index: _bytes(unit, method) for unit in self._units}
+            method: {
+                unit.layer.index: {
+                    proj: encoded_bytes(
+                        method.scheme(search=False),
+                        (unit.layer.experts[expert][proj] for expert in unit.experts),
+                    )
+                    for proj in unit.layer.projections
+                }
+                for unit in self._units
+            }
             for method in self._methods
         }
         self._weights = sum(
@@ -168,11 +180,14 @@ class Fitting:
         parts = (tuple(proj for proj in part if proj in there) for part in self._wish.parts)
         return [part for part in parts if part]
 
-    def _plan(self, recipe: Recipe) -> Preflight:
-        options = replace(
-            self._request.options, scheme=MIXED.name, group_size=0, recipe=recipe.toml
-        )
-        return prepare(replace(self._request, options=options))
+    def _output_bytes(self, recipe: Recipe) -> int:
+        """Of a whole output, from the headers that were read. UsageError for an engine that cannot
+        load it."""
+        plan = self._preflight.plan
+        options = replace(plan.target.options, recipe=recipe.toml)
+        target = EncodedTarget(options, plan.checkpoint)
+        selection = {unit.layer.index: unit.experts for unit in self._units}
+        return plan_checkpoint(plan.checkpoint, target, selection).output_bytes
 
     def _within(self, items: Mapping[Item, Sequence[Choice[Method]]]) -> tuple[Recipe, int]:
         """The recipe, and the bytes of the output with its headers."""
@@ -180,7 +195,7 @@ class Fitting:
         while True:
             found = choose(items, max(budget, smallest(items)))
             recipe = self._recipe({item: one.what for item, one in found.items()})
-            nbytes = self._plan(recipe).plan.output_bytes
+            nbytes = self._output_bytes(recipe)
             if self._wish.nbytes is None or nbytes <= self._wish.nbytes:
                 return recipe, nbytes
             if budget <= smallest(items):
@@ -213,7 +228,7 @@ class Fitting:
         if needed <= self._budget():
             return
         smallest_recipe = self._recipe(self._items(least))
-        raise self._too_small(self._plan(smallest_recipe).plan.output_bytes)
+        raise self._too_small(self._output_bytes(smallest_recipe))
 
     def _items(self, by_cell: Mapping[tuple[int, Projection], Method]) -> dict[Item, Method]:
         return {
@@ -263,16 +278,3 @@ class Fitting:
         ]
         rules.sort(key=lambda rule: (self._methods.index(rule.method), rule.projections))
         return Recipe(usual, self._wish.engine, tuple(rules))
-
-
-def _bytes(unit: LayerUnit, method: Method) -> dict[Projection, int]:
-    """Of the tensors of all experts of a layer, by projection."""
-    scheme, sizes = method.scheme(search=False), dict.fromkeys(unit.layer.projections, 0)
-    known: dict[tuple[int, int, str], int] = {}
-    for expert in unit.experts:
-        for proj, matrix in unit.layer.experts[expert].items():
-            key = matrix.rows, matrix.cols, weight_dtype(matrix)
-            if key not in known:
-                known[key] = sum(tensor.nbytes for tensor in scheme.tensors("m", *key))
-            sizes[proj] += known[key]
-    return sizes

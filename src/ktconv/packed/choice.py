@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ktconv.checkpoint import Checkpoint, ExpertMatrix, MoELayer
+from ktconv.checkpoint import Checkpoint, ExpertMatrix
 from ktconv.errors import KtconvError
 from ktconv.formats import FORMATS, output_formats
 from ktconv.targets.biases import refuse_biases
 from ktconv.targets.encoded.kept import awq_group, is_kept
 from ktconv.targets.encoded.scheme import Scheme, group_size_of, names_of
-from ktconv.targets.encoded.target import weight_dtype
+from ktconv.targets.encoded.target import encoded_bytes, weight_dtype
 
 _SHORT = 5.0  # bits per weight: sources below it were quantized to 4 or 5 bits
 _INTEGER_BITS = {"int4": 4, "int8": 8}
@@ -51,20 +51,13 @@ def _encoded(checkpoint: Checkpoint) -> Mapping[str, Any]:
         kinds = [matrix for layer in checkpoint.layers for matrix in layer.kinds]
         kept = [is_kept(scheme, one, weight_dtype(one) == "F16") for one in kinds]
         found[name] = {
-            "expert_bytes": sum(_expert_bytes(scheme, layer) for layer in checkpoint.layers),
+            "expert_bytes": encoded_bytes(
+                scheme,
+                (one for layer in checkpoint.layers for e in layer.experts for one in e.values()),
+            ),
             "numbers": _of_format(scheme, kept),
         }
     return found
-
-
-def _expert_bytes(scheme: Scheme, layer: MoELayer) -> int:
-    one = layer.experts[0]
-    sizes = (
-        tensor.nbytes
-        for matrix in one.values()
-        for tensor in scheme.tensors("m", matrix.rows, matrix.cols, weight_dtype(matrix))
-    )
-    return len(layer.experts) * sum(sizes)
 
 
 def _of_format(scheme: Scheme, kept: Sequence[bool]) -> str:

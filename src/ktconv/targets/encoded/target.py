@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
@@ -310,6 +311,15 @@ def weight_dtype(matrix: ExpertMatrix) -> str:
     """The dtype of the weights that are quantized, and so of their scales: half precision as the
     model computes in it; everything else is rounded to bf16 first."""
     return "F16" if matrix.tensor.dtype == "F16" else "BF16"
+
+
+def encoded_bytes(scheme: Scheme, matrices: Iterable[ExpertMatrix]) -> int:
+    """Bytes of the tensors that these become; each kind of matrix is computed once."""
+    counts = Counter((one.rows, one.cols, weight_dtype(one)) for one in matrices)
+    return sum(
+        count * sum(tensor.nbytes for tensor in scheme.tensors("m", *kind))
+        for kind, count in counts.items()
+    )
 
 
 Plan: TypeAlias = AnyPlan[EncodedTarget]
