@@ -7,28 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.system.pictures import picture
+from ktconv.verify.report.outputs import ERRORS, deepest
+from ktconv.verify.report.values import records
 
 _SIZE = (11.0, 5.0)
-NAMES = {
-    "kl_mean": "KL divergence, mean, nats",
-    "output_error": "relative error of layers' outputs, worst layer",
-    "relative_rms_error": "relative RMS error of weights",
-}
 Facts = Mapping[str, Any]
-
-
-def deepest(rows: Sequence[Facts]) -> str:
-    """The measure of errors that all conversions have and that tells most."""
-    mine = [row for row in rows if not row["is_source"]]
-    return next(
-        (name for name in NAMES if all(isinstance(row[name], float) for row in mine)),
-        "relative_rms_error",
-    )
 
 
 def plot(rows: Sequence[Facts], path: Path) -> None:
     """Left: error over size; right: tokens/s over size, a line for each number of tokens."""
-    measure = deepest(rows)
+    measure = deepest(records(rows)) or "relative_rms_error"
     with picture(path, _SIZE, 1, 2) as (errors, speeds):
         for row in rows:
             gigabytes = row["bytes"] / 1e9
@@ -36,7 +24,7 @@ def plot(rows: Sequence[Facts], path: Path) -> None:
                 errors.scatter(gigabytes, row[measure], marker="o")
                 errors.annotate(row["name"], (gigabytes, row[measure]), fontsize=8)
         errors.set_xlabel("size, GB")
-        errors.set_ylabel(NAMES[measure])
+        errors.set_ylabel(ERRORS[measure])
         errors.set_ylim(bottom=0)
         errors.grid(alpha=0.3)
         for tokens in dict.fromkeys(n for row in rows for n in row["tokens_per_s"]):

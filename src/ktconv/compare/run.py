@@ -16,6 +16,7 @@ from ktconv.reading.matrices import experts_bytes
 from ktconv.system.elsewhere import elsewhere_of
 from ktconv.system.text import Notify, silent
 from ktconv.verify.findings import Progression
+from ktconv.verify.report.outputs import ERRORS
 from ktconv.verify.request import VerifyRequest
 from ktconv.verify.run import Result, prepare, unwatched, verify
 
@@ -221,7 +222,7 @@ def dominated(rows: Sequence[Row]) -> dict[str, str]:
             measure = next(
                 (
                     name
-                    for name in ("kl_mean", "output_error", "relative_rms_error")
+                    for name in ERRORS
                     if None not in (row.measures.get(name), other.measures.get(name))
                 ),
                 None,

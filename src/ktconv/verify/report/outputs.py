@@ -9,7 +9,7 @@ from ktconv.verify.report.scatter import Point, scatter_chart
 from ktconv.verify.report.values import Column, Facts, finite, items, mapping, records, size_words
 
 # Measures of errors, those that tell most first.
-_ERRORS = {
+ERRORS = {
     "kl_mean": "KL divergence, mean, nats",
     "output_error": "relative error of layers' outputs, worst layer",
     "relative_rms_error": "relative RMS error of the weights",
@@ -49,7 +49,7 @@ def deepest(rows: Sequence[Facts]) -> str | None:
     """The measure that all conversions have and that tells most."""
     mine = [row for row in rows if row["is_source"] is not True]
     return next(
-        (name for name in _ERRORS if mine and all(finite(row[name]) is not None for row in mine)),
+        (name for name in ERRORS if mine and all(finite(row[name]) is not None for row in mine)),
         None,
     )
 
@@ -66,7 +66,7 @@ def errors_picture(rows: Sequence[Facts]) -> Any:
         and (size := finite(row["bytes"])) is not None
         and (error := finite(row[measure])) is not None
     ]
-    return scatter_chart(given, "size, GB", _ERRORS[measure])
+    return scatter_chart(given, "size, GB", ERRORS[measure])
 
 
 def speed_pictures(rows: Sequence[Facts]) -> list[tuple[str, Any]]:
