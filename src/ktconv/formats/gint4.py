@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ktconv.system.arrays import F32, U8, Array
@@ -23,20 +25,28 @@ def scale_of(amax: F32) -> F32:
 
 def quantize(fmt: Format, matrix: F32, choice: Choice = AMAX) -> tuple[U8, Array]:
     """Nibbles of code + 8 [N, K / 2], codes -7..7, and scales float32 or bf16 [N, groups]."""
+    codes, stored = quantized_groups(fmt, matrix, choice, scale_of)
+    return nibbles((codes + BIAS).astype(np.uint8)), stored
+
+
+def quantized_groups(
+    fmt: Format, matrix: F32, choice: Choice, rule: Callable[[F32], F32]
+) -> tuple[Array, Array]:
+    """Codes int32 [N, K] and scales as stored [N, groups]; `rule`: the scales of largest
+    magnitudes."""
     groups = grouped(matrix, fmt.group).reshape(-1, fmt.group)
-    scale = scale_of(np.abs(groups).max(axis=1))
+    scale = rule(np.abs(groups).max(axis=1))
     stored = f32_to_bf16(scale) if fmt.scale_dtype == "bf16" else scale
     codes = first_rounding(groups, values(fmt, stored))
     if choice.rule == "search":
-        importance = None if choice.importance is None else grouped_again(choice, fmt, len(matrix))
+        importance = None if choice.importance is None else _grouped_again(choice, fmt, len(matrix))
         found = searched_scale(fmt, groups, values(fmt, stored), importance)
         stored = f32_to_bf16(found) if fmt.scale_dtype == "bf16" else found
         codes = nearest_codes(fmt, groups, found).astype(np.int32)
-    plain = nibbles((codes.reshape(matrix.shape) + BIAS).astype(np.uint8))
-    return plain, stored.reshape(len(matrix), -1)
+    return codes.reshape(matrix.shape), stored.reshape(len(matrix), -1)
 
 
-def grouped_again(choice: Choice, fmt: Format, rows: int) -> F32:
+def _grouped_again(choice: Choice, fmt: Format, rows: int) -> F32:
     """Importance [K] as [N * groups, group], beside the groups of a matrix."""
     assert choice.importance is not None
     repeated: F32 = np.tile(choice.importance.reshape(-1, fmt.group), (rows, 1))

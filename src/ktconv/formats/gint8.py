@@ -6,13 +6,10 @@ import numpy as np
 
 from ktconv.system.arrays import F32, U8, Array
 
-from .decode import f32_to_bf16
-from .gint4 import grouped_again
-from .groups import grouped
+from .gint4 import quantized_groups
 from .int8 import scale_of
-from .rounding import first_rounding
 from .scales import values
-from .search import AMAX, Choice, nearest_codes, searched_scale
+from .search import AMAX, Choice
 from .table import Format
 
 BIAS = 128
@@ -21,17 +18,8 @@ __all__ = ["dequantize", "pack", "quantize", "scale_of"]  # the scale is that of
 
 def quantize(fmt: Format, matrix: F32, choice: Choice = AMAX) -> tuple[U8, Array]:
     """code + 128 uint8 [N, K], codes -127..127, and scales float32 or bf16 [N, groups]."""
-    groups = grouped(matrix, fmt.group).reshape(-1, fmt.group)
-    scale = scale_of(np.abs(groups).max(axis=1))
-    stored = f32_to_bf16(scale) if fmt.scale_dtype == "bf16" else scale
-    codes = first_rounding(groups, values(fmt, stored))
-    if choice.rule == "search":
-        importance = None if choice.importance is None else grouped_again(choice, fmt, len(matrix))
-        found = searched_scale(fmt, groups, values(fmt, stored), importance)
-        stored = f32_to_bf16(found) if fmt.scale_dtype == "bf16" else found
-        codes = nearest_codes(fmt, groups, found).astype(np.int32)
-    plain = (codes.reshape(matrix.shape) + BIAS).astype(np.uint8)
-    return plain, stored.reshape(len(matrix), -1)
+    codes, stored = quantized_groups(fmt, matrix, choice, scale_of)
+    return (codes + BIAS).astype(np.uint8), stored
 
 
 def dequantize(fmt: Format, codes: U8, scale: Array) -> F32:
