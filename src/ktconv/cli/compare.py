@@ -12,8 +12,12 @@ from ktconv.cli.options import (
     ConfigOption,
     MapOption,
     ProgressOption,
+    SampleOption,
+    SeedOption,
+    TextOption,
     ThreadsOption,
     TowerOption,
+    WindowsOption,
     progress_over,
 )
 from ktconv.cli.output import JsonOption, notify, print_result
@@ -51,16 +55,12 @@ def compare(
             "Default: model, or layers without torch.",
         ),
     ] = None,
-    sample: Annotated[
-        float, option("Fraction of experts and layers to read, in (0, 1].", "F")
-    ] = 1.0,
-    seed: Annotated[int, option("Random seed for the sample and random inputs.", "N", min=0)] = 0,
+    sample: SampleOption = 1.0,
+    seed: SeedOption = 0,
     threads: ThreadsOption = 0,
     max_memory: Annotated[str | None, option("Memory limit of each verification.", "SIZE")] = None,
-    text: Annotated[
-        Path | None, option("Text to read instead of the built-in sample.", "FILE")
-    ] = None,
-    windows: Annotated[int, option("Windows of 512 tokens at level model.", "N", min=1)] = 40,
+    text: TextOption = None,
+    windows: WindowsOption = 40,
     tokens: Annotated[str, option("Tokens of a step at which to measure speed.", "LIST")] = "1,64",
     seconds: Annotated[
         float, option("Time for each measurement of speed.", "S", min=0.0, max=3600.0)

@@ -93,6 +93,10 @@ ProgressOption = Annotated[
         "--progress",
     ),
 ]
+SampleOption = Annotated[float, option("Fraction of experts and layers to read, in (0, 1].", "F")]
+SeedOption = Annotated[int, option("Random seed for the sample and random inputs.", "N", min=0)]
+TextOption = Annotated[Path | None, option("Text to read instead of the built-in sample.", "FILE")]
+WindowsOption = Annotated[int, option("Windows of 512 tokens at level model.", "N", min=1)]
 DryRunOption = Annotated[bool, flag("--dry-run", "Print the plan and write nothing.")]
 
 

@@ -12,8 +12,12 @@ from ktconv.cli.options import (
     ConfigOption,
     MapOption,
     ProgressOption,
+    SampleOption,
+    SeedOption,
+    TextOption,
     ThreadsOption,
     TowerOption,
+    WindowsOption,
     network_facts,
     progress_over,
 )
@@ -60,10 +64,8 @@ def verify(
         Level | None,
         choice(Level, "How much to check; default: layers, or structure without --source."),
     ] = None,
-    sample: Annotated[
-        float, option("Fraction of experts and layers to read, in (0, 1].", "F")
-    ] = 1.0,
-    seed: Annotated[int, option("Random seed for the sample and random inputs.", "N", min=0)] = 0,
+    sample: SampleOption = 1.0,
+    seed: SeedOption = 0,
     threads: ThreadsOption = 0,
     max_memory: Annotated[
         str | None, option("Memory limit; default: headers plus 1.5GiB.", "SIZE")
@@ -72,10 +74,8 @@ def verify(
     gradients: Annotated[
         bool, flag("--gradients", "At level layers, also check every gradient of LoRA.")
     ] = False,
-    text: Annotated[
-        Path | None, option("Text to read instead of the built-in sample.", "FILE")
-    ] = None,
-    windows: Annotated[int, option("Windows of 512 tokens at level model.", "N", min=1)] = 40,
+    text: TextOption = None,
+    windows: WindowsOption = 40,
     work_dir: Annotated[
         Path | None,
         option("Folder for hidden states at level model; default: in the cache.", "DIR"),
