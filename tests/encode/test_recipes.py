@@ -326,6 +326,7 @@ def test_an_engine_that_cannot_mix_is_refused(model: Path, tmp_path: Path) -> No
     card = (tmp_path / "out" / "README.md").read_text()
     assert "Loaded by: compressed-tensors." in card
     assert "- fp8-channel: layers 0-3, down" in card
+    assert "library_name: compressed-tensors" in card
 
 
 # ---- bad input -------------------------------------------------------------------------
@@ -377,6 +378,14 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
         read_recipe(tmp_path / "latin.toml")
     with pytest.raises(UsageError, match=r"name a recipe|directory|regular"):
         read_recipe(tmp_path)
+
+
+def test_a_card_names_a_method_once_and_what_loads_it(model: Path, tmp_path: Path) -> None:
+    toml = 'method = "W4A16"\n[[rule]]\nlayers = "0"\nmethod = "W4A16"\ngroup_size = 32\n'
+    made(model, tmp_path / "out", toml)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "library_name: vllm" in card and card.count("- W4A16\n") == 1
+    assert "- W4A16 (group 32): layers 0" in card
 
 
 def test_a_group_that_divides_no_matrix(model: Path, tmp_path: Path) -> None:

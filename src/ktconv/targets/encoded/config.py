@@ -18,7 +18,7 @@ from ktconv.targets.encoded.ignored import Stored, ignored_modules
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.encoded.names import target_pattern
 from ktconv.targets.encoded.naming import BLK, V4
-from ktconv.targets.encoded.recipe import Method, Share, shares
+from ktconv.targets.encoded.recipe import Share, shares
 from ktconv.targets.encoded.scheme import MIXED, SCHEMES, Scheme
 from ktconv.targets.encoded.sections import compressed_tensors, mixed_precision
 from ktconv.targets.encoded.target import RECIPE_TOML, Chosen, Options, Plan
@@ -110,13 +110,11 @@ def card(plan: Plan, source: SourceCard, errors: ErrorSummary) -> str:
     tool = " and llm-compressor" if options.method == "gptq" else ""
     note = "\nThe other experts of these layers are not in this checkpoint.\n" if chosen else ""
     compressed = scheme.row.section is compressed_tensors or scheme.row is MIXED
-    methods = (
-        [method.name for method in _methods(plan)] if scheme.row is MIXED else [options.scheme]
-    )
+    methods = _methods(plan)
     tags = [_TAGS[0], *(["compressed-tensors"] if compressed else []), *_TAGS[1:], *methods]
     form = f"in the {'compressed-tensors' if compressed else scheme.layout.name} format"
     return f"""---
-{header(source, "transformers" if compressed else "ktransformers", tags)}
+{header(source, _library(plan), tags)}
 ---
 
 # {name}: experts in {" and ".join(methods)}
@@ -147,9 +145,20 @@ def _how(plan: Plan) -> str:
     return f"{how}, {scheme.grouping}" if scheme.encodes else "decoded"
 
 
-def _methods(plan: Plan) -> list[Method]:
-    """Of a recipe, in order of their first use."""
-    return [share.method for share in recipe_shares(plan)]
+def _methods(plan: Plan) -> list[str]:
+    """Their names, each once: of a recipe, in order of their first use."""
+    if plan.target.recipe is None:
+        return [plan.target.options.scheme]
+    return list(dict.fromkeys(share.method.name for share in recipe_shares(plan)))
+
+
+def _library(plan: Plan) -> str:
+    """What the hub shows as a model's library."""
+    recipe, row = plan.target.recipe, plan.target.row
+    if recipe is not None:  # transformers would read a mix wrongly
+        alone = why_not("vllm", recipe, _chosen(plan)) is not None
+        return "compressed-tensors" if alone else "vllm"
+    return "transformers" if row.section is compressed_tensors else "ktransformers"
 
 
 def recipe_shares(plan: Plan) -> list[Share]:
