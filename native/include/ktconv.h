@@ -208,6 +208,8 @@ kt_status kt_decode(const kt_matrix *matrix, float *out);
  *   KT_FORMAT_MXFP4    4     32             UE8M0, BF16   32      E2M1 * scale
  *   KT_FORMAT_GINT4    4     32, 64 or 128  F32, BF16     32      code * scale, -8..7
  *   KT_FORMAT_GINT8    8     32, 64 or 128  F32, BF16     32      code * scale, -128..127
+ *   KT_FORMAT_NVFP4    4.5   0              F32           32      E2M1 * E4M3 * scale; the E4M3 of
+ *                                                                 16 columns, among the codes
  *
  * All want rows % 32 == 0 and cols % group == 0. Codes and scales have two forms:
  *
@@ -218,6 +220,8 @@ kt_status kt_decode(const kt_matrix *matrix, float *out);
  *             MXFP4, GINT4  uint8 [rows, cols / 2], even columns in the low nibbles;
  *                           a nibble of GINT4 is code + 8
  *             GINT8         uint8 [rows, cols], code + 128
+ *             NVFP4         uint8 [rows, cols / 32, 18]: 16 bytes as MXFP4's, then the E4M3 scales
+ *                           of columns 0..15 and 16..31
  *           scales [rows], [rows, cols / group], or [ceil(rows / 128), cols / 128] of FP8 with
  *           group 128
  *   packed  kt_packed_size() and kt_scale_size() bytes, in the order in which kernels read them;
@@ -239,7 +243,8 @@ typedef enum kt_format {
   KT_FORMAT_FP8 = 3,
   KT_FORMAT_MXFP4 = 4,
   KT_FORMAT_GINT4 = 5,
-  KT_FORMAT_GINT8 = 6
+  KT_FORMAT_GINT8 = 6,
+  KT_FORMAT_NVFP4 = 7
 } kt_format;
 
 typedef enum kt_scale_dtype {
@@ -258,6 +263,7 @@ typedef struct kt_layout {
 /* What follows from a layout. */
 typedef struct kt_layout_traits {
   int32_t bits, plain_bits;           /* of a packed code and of a plain one */
+  int32_t inner_scales;               /* bytes of scales among the codes of 32 columns of a row */
   int32_t code_bias;                  /* a plain code is stored as code + this */
   int32_t row_multiple, col_multiple; /* that rows and cols must be multiples of */
   int32_t scale_size;                 /* bytes of one scale, 0 without scales */
@@ -292,8 +298,8 @@ kt_status kt_quantize(const kt_layout *layout, const kt_matrix *matrix, const kt
                       kt_position *bad);
 
 /* scale and packed_scale may both be NULL: only codes are placed. KT_ERR_NONFINITE for a scale, or
- * an FP8 code, that is NaN or Inf. That codes of INT8 and INT4 are in their ranges is not
- * checked. */
+ * an FP8 code, that is NaN or Inf (also one among codes). That codes of INT8 and INT4 are in their
+ * ranges is not checked. */
 kt_status kt_pack(const kt_layout *layout, int64_t rows, int64_t cols, const void *codes,
                   const void *scale, void *packed, void *packed_scale);
 

@@ -117,7 +117,11 @@ static weights make_weights(const kt_layout *layout, int64_t rows, int64_t cols)
   void *const scale = scales ? guarded(scales, 1) : NULL;
   void *const plain_scale = scales ? guarded(scales, 1) : NULL;
   const int32_t dtype = layout->scale_dtype;
-  for (size_t i = 0; i < size; i++) packed[i] = (uint8_t)draw();
+  for (size_t i = 0; i < size; i++) {
+    packed[i] = (uint8_t)draw();
+    if (layout->format == KT_FORMAT_NVFP4 && (packed[i] & 0x7f) == 0x7f)
+      packed[i] ^= 0x40; /* NaN */
+  }
   if (scales) {
     draw_scales(dtype, plain_scale, kt_scale_count(layout, rows, cols));
     if (kt_scales_pack(layout, rows, cols, plain_scale, scale)) failures++;
@@ -129,8 +133,14 @@ static weights make_weights(const kt_layout *layout, int64_t rows, int64_t cols)
 /* Element i of row-major codes, in units of its format's scale. */
 static float code_value(const kt_layout *layout, const uint8_t *codes, int64_t i) {
   static const float e2m1[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
-  const int nibble = codes[i / 2] >> (i % 2 * 4) & 15, byte = codes[i];
+  const int nibble = codes[i / 2] >> (i % 2 * 4) & 15,
+            byte = layout->format == KT_FORMAT_MXFP4 ? 0 : codes[i];
   const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+  if (layout->format == KT_FORMAT_NVFP4) {
+    const uint8_t *const block = codes + i / 32 * 18;
+    const kt_layout as_codes = {KT_FORMAT_MXFP4, 0, 0}, as_scales = {KT_FORMAT_FP8, 0, 0};
+    return code_value(&as_codes, block, i % 32) * code_value(&as_scales, block + 16, i % 32 / 16);
+  }
   const float e4m3 = (byte & 0x7f) == 0x7f ? NAN
                      : exponent            ? ldexpf((float)(8 + mantissa), exponent - 10)
                                            : ldexpf((float)mantissa, -9);
@@ -140,6 +150,7 @@ static float code_value(const kt_layout *layout, const uint8_t *codes, int64_t i
   case KT_FORMAT_BF16: return from_bits((uint32_t)((const uint16_t *)(const void *)codes)[i] << 16);
   case KT_FORMAT_FP8: return copysignf(e4m3, byte & 0x80 ? -1.0f : 1.0f);
   case KT_FORMAT_MXFP4: return copysignf(e2m1[nibble & 7], nibble & 8 ? -1.0f : 1.0f);
+  case KT_FORMAT_GINT8: return (float)(byte - 128);
   default: return (float)(nibble - 8);
   }
 }
@@ -227,7 +238,7 @@ static void check_weights(const kt_layout *layout, int64_t rows, int64_t cols) {
 /* Every layout that there is. */
 static void check_formats(void) {
   static const int32_t groups[] = {0, 32, 64, 128};
-  for (int32_t format = 0; format < 6; format++)
+  for (int32_t format = 0; format <= KT_FORMAT_NVFP4; format++)
     for (int32_t i = 0; i < 4; i++)
       for (int32_t dtype = KT_SCALE_NONE; dtype <= KT_SCALE_UE8M0; dtype++) {
         const kt_layout layout = {format, groups[i], dtype};

@@ -48,6 +48,10 @@ class UnknownNamesError(CheckpointError):
     """Experts of the source have names, if it has any, that no known family has."""
 
 
+class PackedExpertsError(CheckpointError):
+    """Experts of the source were packed for KTransformers."""
+
+
 class SourceChangedError(CheckpointError):
     """A file of the source changed while it was read."""
 

@@ -26,6 +26,13 @@ from ktconv.verify.report.scatter import Point, scatter_chart
 
 MIX = 'method = "int4-g128"\n[[rule]]\nlayers = "1,3"\nmethod = "fp8-channel"\n'
 
+NO_KERNELS = """engine = "compressed-tensors"
+method = "int4-g128"
+[[rule]]
+projections = "down"
+method = "fp8-channel"
+"""
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -37,7 +44,8 @@ def outputs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     where = tmp_path_factory.mktemp("outputs")
     encode(model, where / "four", "int4-g128", scale="search")
     encode(model, where / "eight", "fp8-channel")
-    encode(model, where / "none", "NVFP4A16")
+    by_projection = parse_recipe(NO_KERNELS).toml
+    encode(model, where / "none", MIXED.name, recipe=by_projection, scale="search")
     recipe = parse_recipe(MIX).toml
     encode(model, where / "mix", MIXED.name, recipe=recipe, scale="search")
     return {path.name: path for path in where.iterdir()}

@@ -89,10 +89,10 @@ def test_arguments_that_are_refused(make: Make, changes: dict[str, Any], message
 
 def test_an_unknown_method_is_answered_with_the_list(make: Make) -> None:
     with pytest.raises(UsageError) as refused:
-        make(own=None, method="NVFP4")
+        make(own=None, method="MXFP8")
     assert refused.value.hint == (
         "supported: AMXINT4, AMXINT8, BF16, FP8, FP8_PERCHANNEL, RAWINT4, GPTQ_INT4, MXFP4, "
-        "LLAMAFILE, MOE_INT4, MOE_INT8"
+        "NVFP4, LLAMAFILE, MOE_INT4, MOE_INT8"
     )
 
 
@@ -102,7 +102,7 @@ def test_an_unknown_method_is_answered_with_the_list(make: Make) -> None:
     [
         ("AMXINT4", 0.25), ("MOE_INT4", 0.25), ("AMXINT8", 0.025), ("MOE_INT8", 0.025),
         ("BF16", EXACT), ("FP8", 0.05), ("FP8_PERCHANNEL", 0.05), ("RAWINT4", 0.22),
-        ("GPTQ_INT4", 0.22), ("MXFP4", 0.26),
+        ("GPTQ_INT4", 0.22), ("MXFP4", 0.26), ("NVFP4", 0.2),
     ],
 )  # fmt: skip
 def test_every_method_packs_tensors(make: Make, method: str, bound: float) -> None:

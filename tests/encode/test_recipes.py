@@ -286,13 +286,13 @@ def test_it_can_be_a_source(model: Path, mixed: Path, tmp_path: Path) -> None:
 
 LOADS = [
     (PER_LAYER, {"vllm", "ktconv"}),
-    (PER_LAYER.replace("int8-g128", "NVFP4A16"), {"vllm"}),
+    (PER_LAYER.replace("int8-g128", "NVFP4A16"), {"vllm", "ktconv"}),
     ('method = "rawint4"\n[[rule]]\nlayers = "0"\nmethod = "bf16"\n', {"vllm", "ktconv"}),
     ('method = "rawint4"\n[[rule]]\nprojections = "down"\nmethod = "fp8-channel"\n', set()),
     ('method = "rawint4"\n[[rule]]\nprojections = "gate"\nmethod = "int4-g64"\n', set()),
     ('method = "int4-g64"\n[[rule]]\nexperts = { 1 = "0" }\nmethod = "rawint4"\n', set()),
     ('method = "int4-g64"\n', set(ENGINES)),
-    ('method = "NVFP4A16"\n', {"vllm", "transformers", "sglang", "ktransformers"}),
+    ('method = "NVFP4A16"\n', set(ENGINES)),
 ]
 
 

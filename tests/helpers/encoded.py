@@ -273,6 +273,17 @@ def of_awq(rng: Rng, rows: int, cols: int, group: int = 64, asymmetric: bool = T
     return parts, dequantized(codes, scale, zero, group_index(rng, cols, cols // group, False))
 
 
+def of_reordered_awq(rng: Rng, rows: int, cols: int, group: int = 64) -> Stored:
+    codes = rng.integers(0, 16, (rows, cols), np.uint8)
+    scale, zero = scales_and_zeros(rng, 4, rows, cols // group, True)
+    parts: dict[str, Tensor] = {
+        "weight": stream(codes, 4).view(np.int32),
+        "scale": halves(np.ascontiguousarray(scale.T).reshape(-1)),
+        "qzeros": stream(np.ascontiguousarray(zero.T), 4).view(np.int32),
+    }
+    return parts, dequantized(codes, scale, zero, group_index(rng, cols, cols // group, False))
+
+
 @dataclass(frozen=True)
 class Kind:
     """One encoding: ktconv's name for it, a generator of one weight [rows, cols], and the
@@ -398,6 +409,7 @@ KINDS: dict[str, Kind] = {
         partial(of_awq, asymmetric=False, group=128),
         {"quant_method": "awq", "version": "gemm"},
     ),
+    "awq, KTransformers": Kind("awq-reordered", of_reordered_awq),
 }
 
 # ---- a whole model ---------------------------------------------------------------------

@@ -27,7 +27,7 @@ Array = NDArray[Any]
 
 # Methods whose results are the same bits on every level.
 EXACT = ("int4", "int8", "gint4-32", "gint4-64", "gint4-128", "gint8-64")
-OTHERS = ("bf16", "fp8", "fp8-channel", "mxfp4")
+OTHERS = ("bf16", "fp8", "fp8-channel", "mxfp4", "nvfp4")
 # hidden, intermediate, experts, top-k, parts
 LAYERS = [(256, 256, 4, 2, 1), (384, 256, 5, 3, 2), (128, 512, 3, 3, 4), (1152, 128, 1, 1, 1)]
 
@@ -687,6 +687,7 @@ PACKED: dict[str, tuple[Layout, Any, tuple[int, int], Any, tuple[int, ...]]] = {
     "fp8": (Layout("fp8", 128), np.uint8, (64, 256), np.float32, (1, 2)),
     "fp8-channel": (Layout("fp8"), np.uint8, (64, 256), np.float32, (64,)),
     "mxfp4": (Layout("mxfp4", 32, "ue8m0"), np.uint8, (64, 128), np.uint8, (64, 8)),
+    "nvfp4": (Layout("nvfp4"), np.uint8, (64, 144), np.float32, (64,)),
     "gint4": (Layout("gint4", 64, "bf16"), np.uint8, (64, 128), np.uint16, (64, 4)),
     "gint4-f32": (Layout("gint4", 32), np.uint8, (64, 128), np.float32, (64, 8)),
 }

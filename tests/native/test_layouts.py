@@ -24,6 +24,7 @@ LAYOUTS = [
     Layout("fp8", 128),
     Layout("mxfp4", 32, "ue8m0"),
     Layout("mxfp4", 32, "bf16"),
+    Layout("nvfp4"),
     *(Layout("gint4", group, dtype) for group in (32, 64, 128) for dtype in ("f32", "bf16")),
     Layout("gint8", 32, "f32"),
     Layout("gint8", 64, "bf16"),
@@ -43,9 +44,10 @@ def some_codes(layout: Layout, rows: int, cols: int) -> np.ndarray:
     rng = np.random.default_rng(5)
     if largest := layout.traits.max_level if layout.code_array == np.int8 else 0:
         return rng.integers(-largest, largest + 1, (rows, cols), np.int8)
-    codes = rng.integers(0, 256, (rows, cols * layout.code_array.itemsize), np.uint8)
+    width = layout.code_shape(rows, cols)[1]
+    codes = rng.integers(0, 256, (rows, width * layout.code_array.itemsize), np.uint8)
     codes[codes & 0x7F == 0x7F] = 0  # the NaN of FP8
-    return codes.view(layout.code_array)[:, : layout.code_shape(rows, cols)[1]]
+    return codes.view(layout.code_array)
 
 
 def some_scales(layout: Layout, rows: int, cols: int) -> np.ndarray | None:
@@ -80,7 +82,9 @@ def test_given_codes_and_scales_come_back(layout: Layout, shape: tuple[int, int]
 def test_sizes_follow_from_the_traits(layout: Layout) -> None:
     traits = layout.traits
     rows, cols = 2 * traits.row_multiple, 3 * traits.col_multiple
-    assert layout.weight_size(rows, cols) == rows * cols * traits.bits // 8
+    inner = rows * cols // 32 * traits.inner_scales
+    assert layout.weight_size(rows, cols) == rows * cols * traits.bits // 8 + inner
+    assert layout.cols_of(layout.code_shape(rows, cols)[1]) == cols
     assert layout.multiplies(rows, cols)
     for shape in ((rows + 1, cols), (rows, cols + traits.col_multiple // 2)):
         assert layout.weight_size(*shape) == layout.scale_size(*shape) == 0

@@ -9,7 +9,7 @@ static const kt_weight_format *const table[] = {
     [KT_FORMAT_INT8] = &kt_int8_format,   [KT_FORMAT_INT4] = &kt_int4_format,
     [KT_FORMAT_BF16] = &kt_bf16_format,   [KT_FORMAT_FP8] = &kt_fp8_format,
     [KT_FORMAT_MXFP4] = &kt_mxfp4_format, [KT_FORMAT_GINT4] = &kt_gint4_format,
-    [KT_FORMAT_GINT8] = &kt_gint8_format,
+    [KT_FORMAT_GINT8] = &kt_gint8_format, [KT_FORMAT_NVFP4] = &kt_nvfp4_format,
 };
 
 const kt_weight_format *kt_format_of(const kt_layout *layout) {
@@ -42,6 +42,7 @@ kt_status kt_layout_describe(const kt_layout *layout, kt_layout_traits *traits) 
   if (!format || !traits) return KT_ERR_ARGUMENT;
   *traits = (kt_layout_traits){.bits = format->bits,
                                .plain_bits = format->plain_bits,
+                               .inner_scales = format->inner_scales,
                                .code_bias = format->code_bias,
                                .row_multiple = KT_ROW_MULTIPLE,
                                .col_multiple = col_multiple(layout, format),
@@ -52,9 +53,14 @@ kt_status kt_layout_describe(const kt_layout *layout, kt_layout_traits *traits) 
   return KT_OK;
 }
 
+static size_t packed_size(const kt_weight_format *format, int64_t rows, int64_t cols) {
+  const int64_t inner = cols / KT_INNER_COLS * format->inner_scales;
+  return (size_t)(rows * cols * format->bits / 8 + rows * inner);
+}
+
 size_t kt_packed_size(const kt_layout *layout, int64_t rows, int64_t cols) {
   if (kt_layout_check(layout, rows, cols)) return 0;
-  return (size_t)(rows * cols * kt_format_of(layout)->bits / 8);
+  return packed_size(kt_format_of(layout), rows, cols);
 }
 
 size_t kt_scale_size(const kt_layout *layout, int64_t rows, int64_t cols) {
@@ -76,7 +82,7 @@ static kt_status check_places(const kt_layout *layout, int64_t rows, int64_t col
 /* Row n of a matrix [rows, cols], or the strip of rows that begins with it. */
 static void pack_rows(const kt_weight_format *format, const uint8_t *codes, int64_t rows,
                       int64_t cols, int64_t n, uint8_t *packed) {
-  const int64_t tile_size = KT_STRIP * KT_TILE_COLS * format->bits / 8;
+  const int64_t tile_size = (int64_t)packed_size(format, KT_STRIP, KT_TILE_COLS);
   const size_t row_size = kt_plain_row_size(format, cols);
   if (!format->pack_tile) {
     format->pack_row(codes, rows, cols, n, packed);

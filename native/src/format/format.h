@@ -9,7 +9,10 @@
 #include "../moe/gemm.h"
 #include "ktconv.h"
 
-enum { KT_ROW_MULTIPLE = 32 }; /* rows of every packed matrix are a multiple of this */
+enum {
+  KT_ROW_MULTIPLE = 32, /* rows of every packed matrix are a multiple of this */
+  KT_INNER_COLS = 32    /* columns that `inner_scales` belong to */
+};
 
 typedef struct kt_weight_format kt_weight_format;
 
@@ -30,9 +33,9 @@ typedef void kt_unpack_row_fn(const uint8_t *packed, int64_t rows, int64_t cols,
 typedef void kt_pack_tile_fn(const uint8_t *codes, size_t row_size, uint8_t *tile);
 
 struct kt_weight_format {
-  /* Codes: bits of a packed one, bits of a plain one, what cols must be a multiple of beside
-   * the group. */
-  int32_t bits, plain_bits, col_multiple;
+  /* Codes: bits of a packed one, bits of a plain one, bytes of scales that are among the codes of
+   * 32 columns of a row (packed and plain), what cols must be a multiple of beside the group. */
+  int32_t bits, plain_bits, inner_scales, col_multiple;
   /* Scales: allowed groups (0: one per row), allowed dtypes as a set of 1 << kt_scale_dtype, and
    * the rows that share a scale where group is not 0. */
   int32_t group_count, groups[3];
@@ -61,7 +64,7 @@ struct kt_weight_format {
 };
 
 extern const kt_weight_format kt_int8_format, kt_int4_format, kt_bf16_format, kt_fp8_format,
-    kt_mxfp4_format, kt_gint4_format, kt_gint8_format;
+    kt_mxfp4_format, kt_gint4_format, kt_gint8_format, kt_nvfp4_format;
 
 /* The table row of a layout; NULL if there is no such format, group or scale dtype. */
 const kt_weight_format *kt_format_of(const kt_layout *layout);
@@ -81,7 +84,7 @@ static inline float kt_kept_scale(const kt_weight_format *format, const kt_matri
 
 /* Bytes of a row of plain codes. */
 static inline size_t kt_plain_row_size(const kt_weight_format *format, int64_t cols) {
-  return (size_t)(cols * format->plain_bits / 8);
+  return (size_t)(cols * format->plain_bits / 8 + cols / KT_INNER_COLS * format->inner_scales);
 }
 
 #endif

@@ -52,6 +52,22 @@ KT_INLINE void kt_row_pairs(const int words, const uint8_t *lines, __m512i pair[
   kt_transpose8x64(row, pair);
 }
 
+/* Eight lines with 16 columns of 16 rows. */
+KT_INLINE void kt_transpose_quarter(const uint8_t *lines, uint8_t *out) {
+  __m512i row[8], pair[8];
+  for (int i = 0; i < 8; i++) row[i] = kt_words_in_turn(_mm512_loadu_si512(lines + i * KT_LINE));
+  kt_transpose8x64(row, pair);
+  for (int j = 0; j < 8; j++) _mm512_store_si512(out + j * KT_LINE, pair[j]);
+}
+
+/* A tile of bf16, whose columns become rows. */
+KT_INLINE void kt_transpose_tile(const uint8_t *tile, uint8_t *out) {
+  for (int i = 0; i < 2; i++)   /* rows */
+    for (int j = 0; j < 2; j++) /* columns */
+      kt_transpose_quarter(tile + (2 * i + j) * KT_BF16_HALF_TILE / 2,
+                           out + (2 * j + i) * KT_BF16_HALF_TILE / 2);
+}
+
 /* Line q of both halves. */
 KT_INLINE void kt_store_lines(uint8_t *tile, int q, __m512i line0, __m512i line1) {
   _mm512_store_si512(tile + q * KT_LINE, line0);

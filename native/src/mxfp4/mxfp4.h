@@ -1,17 +1,10 @@
-/* mxfp4.h - E2M1 weights with a scale per 32 columns of a row (OCP Microscaling, MXFP4).
- *
- * A packed line is 32 rows x 4 columns, as 16-bit words. Word 2r + c has column c of row r in
- * nibble 0, of row r + 16 in nibble 1, and column c + 2 of the two in nibbles 2 and 3: shifted
- * right by 4j, all are the low nibbles of words, which one VPERMW turns into a line of bf16. */
+/* mxfp4.h - E2M1 weights with a scale per 32 columns of a row (OCP Microscaling, MXFP4). */
 #ifndef KT_MXFP4_H
 #define KT_MXFP4_H
 
-#include "../gemm/bf16_gemm.h"
+#include "../gemm/fp4_gemm.h"
 
-enum { KT_MXFP4_TILE = 512, KT_MXFP4_GROUP = 32 };
-
-/* bf16 bits of the 16 codes: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. */
-extern const uint16_t kt_mxfp4_bf16[16];
+enum { KT_MXFP4_GROUP = 32 };
 
 kt_transpose_fn kt_mxfp4_transpose_scalar, kt_mxfp4_transpose_avx512;
 kt_product_fn kt_mxfp4_product_scalar, kt_mxfp4_product_avx512, kt_mxfp4_product_amx;

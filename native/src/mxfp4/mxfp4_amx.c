@@ -28,7 +28,7 @@ static int are_exact(const uint8_t *scale, int64_t count) {
 
 static void decode(const kt_weight *w, int64_t strip, int64_t k, int64_t cols, kt_decoded *out) {
   const int64_t row = strip * KT_STRIP, tiles = cols / KT_TILE_COLS, count = tiles * KT_STRIP;
-  const uint8_t *const codes = w->codes + kt_bf16_tile_start(w->cols, KT_MXFP4_TILE, row, k);
+  const uint8_t *const codes = w->codes + kt_bf16_tile_start(w->cols, KT_FP4_TILE, row, k);
   const int64_t at = kt_group_scale_index(w->cols, KT_MXFP4_GROUP, row, k / KT_MXFP4_GROUP);
   const uint8_t *const scale = (const uint8_t *)w->scale + at;
   if (w->layout.scale_dtype == KT_SCALE_UE8M0 && are_exact(scale, count)) {

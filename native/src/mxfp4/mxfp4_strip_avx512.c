@@ -47,16 +47,16 @@ KT_INLINE void transpose_tile(__m512 numbers, const uint8_t *codes, const float 
 }
 
 void kt_mxfp4_transpose_avx512(const kt_weight *w, int64_t column, uint8_t *strip) {
-  const __m256i bits = _mm256_loadu_si256((const __m256i *)(const void *)kt_mxfp4_bf16);
+  const __m256i bits = _mm256_loadu_si256((const __m256i *)(const void *)kt_fp4_bf16);
   const __m512 numbers = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
   const int64_t strip_size = w->cols * KT_STRIP / 2, g = column / KT_MXFP4_GROUP;
   const int scaled = w->layout.scale_dtype == KT_SCALE_UE8M0;
-  const uint8_t *codes = w->codes + kt_bf16_tile_start(w->cols, KT_MXFP4_TILE, 0, column);
+  const uint8_t *codes = w->codes + kt_bf16_tile_start(w->cols, KT_FP4_TILE, 0, column);
   float scale[KT_STRIP];
   for (int i = 0; i < KT_STRIP; i++) scale[i] = 1.0f;
   for (int64_t n = 0; n < w->rows; n += KT_STRIP, codes += strip_size, strip += KT_BF16_TILE) {
     const int64_t at = kt_group_scale_index(w->cols, KT_MXFP4_GROUP, n, g);
-    kt_prefetch_tile(codes, KT_TILES_AHEAD * strip_size, KT_MXFP4_TILE);
+    kt_prefetch_tile(codes, KT_TILES_AHEAD * strip_size, KT_FP4_TILE);
     if (scaled) kt_mxfp4_decode_scales(w, at, KT_STRIP, scale);
     transpose_tile(numbers, codes, scale, strip);
   }

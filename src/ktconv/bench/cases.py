@@ -20,11 +20,10 @@ from ktconv.bench.measure import Effort, batch_bytes, kept_routings
 from ktconv.bench.presets import Shape
 from ktconv.bench.routing import Routing, check_replay, check_trace, only_here, parse_routing
 from ktconv.bench.rows import Case
-from ktconv.checkpoint import open_checkpoint
 from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.errors import UsageError
 from ktconv.formats import Format
-from ktconv.moe import Experts, experts_per_token, native_experts
+from ktconv.moe import Experts, experts_per_token, native_experts, open_stored
 from ktconv.moe.experts import check_shape
 from ktconv.moe.load import ConvertedModel, expert_activation_of, open_layer
 from ktconv.system import machine
@@ -243,7 +242,7 @@ def _opened(model: Path, layer: int | None) -> tuple[int, Experts]:
     numbers the kernels compute with put into their order."""
     if ConvertedModel(model).layers or not (model / CONFIG_NAME).exists():
         return open_layer(model, layer)
-    checkpoint = open_checkpoint(str(model))
+    checkpoint = open_stored(model)
     number = checkpoint.layers[0].index if layer is None else layer
     return number, native_experts(checkpoint, number)
 

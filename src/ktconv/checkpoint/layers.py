@@ -10,7 +10,7 @@ from ktconv.checkpoint.experts import build_layer
 from ktconv.checkpoint.map_guess import guess_map
 from ktconv.checkpoint.stacks import MAP_HINT, Split, Stack, nearest_keys
 from ktconv.checkpoint.types import MoELayer
-from ktconv.errors import CheckpointError, UnknownNamesError
+from ktconv.errors import CheckpointError, PackedExpertsError, UnknownNamesError
 from ktconv.families import table
 from ktconv.families.names import MTP_MARKS, dense_mlp, looked_for, router_tensors
 from ktconv.system.units import format_ranges
@@ -79,7 +79,7 @@ _PACKED = re.compile(r"blk\.[0-9]+\.ffn_[a-z_]+_exps\.[0-9]+\.")  # as KTransfor
 def _no_experts(split: Split, config: ModelConfig) -> CheckpointError:
     packed = (one.name for one in split.others if _PACKED.match(one.name))
     if (name := next(packed, None)) is not None:
-        return CheckpointError(
+        return PackedExpertsError(
             f"{name}: these experts were packed for KTransformers, by quantize-cpu or its own "
             "converter, and are no source of a conversion",
             "Convert the original model; of outputs, those of the methods in docs/methods.md but "

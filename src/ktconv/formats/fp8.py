@@ -23,7 +23,7 @@ def quantize(fmt: Format, matrix: F32) -> tuple[U8, F32]:
     largest = np.maximum.reduceat(largest, firsts[1], axis=1)
     scale = (np.maximum(largest, 1e-30) / LARGEST).astype(np.float32)
     spread = scale.repeat(block[0], 0)[:rows].repeat(block[1], 1)[:, :cols]
-    codes = _nearest((np.abs(matrix) / spread).astype(np.float32, copy=False))
+    codes = nearest((np.abs(matrix) / spread).astype(np.float32, copy=False))
     signed = (codes | (np.signbit(matrix) << 7)).astype(np.uint8)
     return signed, scale if fmt.group else scale[:, 0]
 
@@ -35,7 +35,7 @@ def dequantize(fmt: Format, codes: U8, scale: F32) -> F32:
     return restored
 
 
-def _nearest(sizes: F32) -> U8:
+def nearest(sizes: F32) -> U8:
     """Nearest codes of magnitudes up to LARGEST, ties to even: float32 has the same fields, 20
     bits further up and with a bias larger by 120; below 2^-6 codes are multiples of 2^-9."""
     bits = sizes.view(np.uint32)

@@ -226,6 +226,7 @@ FORMATS: dict[str, Format] = {
         Format("fp8", "FP8", "fp8", 128, aliases=("fp8-block",)),
         Format("fp8-channel", "FP8_CHANNEL", "fp8"),
         Format("mxfp4", "MXFP4", "mxfp4", 32, "ue8m0"),
+        Format("nvfp4", "NVFP4", "nvfp4"),
         _group_int(4, 32, "gint4", "gint4-g32", "rawint4"),
         _group_int(4, 64, "gint4-g64"),
         _group_int(4, 128, "gint4-g128", "gptq-int4"),

@@ -2,10 +2,10 @@
 
 from ktconv.moe.experts import KERNEL_BOUND, Experts, expert_output, pack_experts
 from ktconv.moe.load import experts_per_token, open_experts
-from ktconv.moe.native_load import native_experts, native_formats
+from ktconv.moe.native_load import native_experts, native_formats, open_stored
 from ktconv.moe.online import pack_online
 
 __all__ = [
     "KERNEL_BOUND", "Experts", "expert_output", "experts_per_token", "native_experts",
-    "native_formats", "open_experts", "pack_experts", "pack_online",
+    "native_formats", "open_experts", "open_stored", "pack_experts", "pack_online",
 ]  # fmt: skip

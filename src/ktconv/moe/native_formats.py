@@ -12,6 +12,7 @@ from ktconv.checkpoint import BlockGrid, ExpertMatrix, MoELayer
 from ktconv.checkpoint.elements import BF16, F4_E0M3, F4_E2M1, F8_E4M3
 from ktconv.formats import FORMATS, Format
 from ktconv.moe.ggml_blocks import COLS, NIBBLE_BLOCKS
+from ktconv.native.layouts import INNER_COLS
 
 # kt_format of integers, the preferred ones first.
 _LEVELS = ("int4", "gint4", "int8", "gint8")
@@ -19,7 +20,7 @@ _WIDE = ("int8", "gint8")
 _CODES = {  # kt_format of numbers that are stored as they are
     BF16.name: ("bf16",),
     F8_E4M3.name: ("fp8", "bf16"),  # bf16: times a power of two
-    F4_E2M1.name: ("mxfp4",),
+    F4_E2M1.name: ("mxfp4", "nvfp4"),
     F4_E0M3.name: ("gint4",),  # quarters
     **{name: (block.codes,) for name, block in NIBBLE_BLOCKS.items()},
 }
@@ -59,7 +60,10 @@ def _codes_of(matrix: ExpertMatrix) -> Sequence[str]:
 
 
 def scale_block(fmt: Format, cols: int) -> tuple[int, int]:
-    """Rows and columns of a matrix with so many columns that share a scale in `fmt`."""
+    """Rows and columns of a matrix with so many columns that share a scale in `fmt`: one of those
+    among its codes, where there are some."""
+    if inner := fmt.traits.inner_scales:
+        return 1, INNER_COLS // inner
     return (fmt.traits.scale_rows, fmt.group) if fmt.group else (1, cols)
 
 
@@ -72,7 +76,7 @@ def _holds(fmt: Format, matrix: ExpertMatrix) -> bool:
     if fmt.scale_dtype == "none":
         powers = grid is not None and grid.number == "E8M0"
         return powers if matrix.element == F8_E4M3 else grid is None
-    if grid is None:
+    if grid is None or (fmt.traits.inner_scales and grid.number != "E4M3"):
         return False
     return not grid.any_sign and _is_refined(grid, matrix, *scale_block(fmt, matrix.cols))
 

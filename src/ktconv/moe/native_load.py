@@ -9,14 +9,17 @@ Codes and scales are only put into the kernels' order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 from ktconv import native
 from ktconv.checkpoint import Checkpoint, MoELayer, open_checkpoint
-from ktconv.errors import CheckpointError, UsageError
-from ktconv.formats import Format, Slice, format_named, split
+from ktconv.checkpoint.naming_map import NamingMap, parse_map
+from ktconv.errors import CheckpointError, PackedExpertsError, UnknownNamesError, UsageError
+from ktconv.formats import PROJECTIONS, Format, Slice, format_named, split
 from ktconv.moe.experts import Experts, OutputNorm, check_shape
 from ktconv.moe.filling import Bind, Packer, Shape, Wanted, fill_experts
+from ktconv.moe.inner_scales import plain_reader
 from ktconv.moe.load import expect_gates, kernel_activation
 from ktconv.moe.native_formats import formats_of_layer
 from ktconv.moe.output_norms import output_norm
@@ -58,7 +61,7 @@ def native_experts(
     infinity, and for an activation that kernels do not have; UsageError for a layer that does not
     exist, for slots, and for a method or number of parts that these weights cannot have.
     """
-    opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_stored(checkpoint)
     found = layer_of(opened, layer)
     activation = kernel_activation(found.activation)
     expect_gates(found.gated, activation, f"layer {found.index} of {opened.path}")
@@ -74,6 +77,25 @@ def native_experts(
         return experts
 
     return _first_exact(formats, load)
+
+
+def open_stored(path: str | Path) -> Checkpoint:
+    """A checkpoint to compute with: also one of `--method awq`, whose names no model has."""
+    try:
+        return open_checkpoint(path)
+    except PackedExpertsError:
+        try:
+            return open_checkpoint(path, naming=_reordered_names())
+        except UnknownNamesError:
+            pass  # packed otherwise
+        raise
+
+
+@cache
+def _reordered_names() -> NamingMap:
+    """Those of KTransformers' export of AWQ (SPEC 7)."""
+    lines = (f'{proj} = "blk.{{layer}}.ffn_{proj}_exps.{{expert}}"' for proj in PROJECTIONS)
+    return parse_map("\n".join(("[experts]", *lines)), "the map of awq")
 
 
 def native_formats(layer: MoELayer) -> list[str]:
@@ -179,7 +201,7 @@ def _pack(
     sizes, parts = (layer.hidden_size, layer.intermediate_size), len(wanted.places)
     owned = [split(wanted.proj, *sizes, part, parts) for part in range(parts)]
     with source.open() as fd:
-        plain = PlainReader(fmt, source, source.load_scales())
+        plain = plain_reader(fmt, source)
         for chunk in chunks(source.matrix, owned[0].shape[0]):
             source.read(fd, chunk, buffers.source, buffers.bounce)
             for part, place in zip(owned, wanted.places, strict=True):

@@ -22,6 +22,7 @@ _STORED = {
     ("bf16", BF16.name): 0,
     ("fp8", F8_E4M3.name): 0,
     ("mxfp4", F4_E2M1.name): 0,
+    ("nvfp4", F4_E2M1.name): 0,
     ("gint4", U4.name): 0,
     ("gint4", I4.name): 0x88,  # two's complement
     ("int8", I8.name): 0,
@@ -29,7 +30,8 @@ _STORED = {
     ("gint8", I8.name): 0x80,
 }
 _INFINITE = {"bf16": 0x7F80, "fp8": 0x7F}  # the smallest code without a sign that is not finite
-_LARGEST = {"fp8": 448, "mxfp4": 6}  # numbers that codes stand for; integers are below 128
+# Numbers that codes stand for; integers are below 128.
+_LARGEST = {"fp8": 448, "mxfp4": 6, "nvfp4": 6 * 448}
 _STEPS = {F4_E0M3.name: np.float32(0.25)}  # between neighbouring numbers; else 1
 
 
@@ -74,19 +76,19 @@ class PlainReader:
         elif grid is None or self.scales is None or self.format.scale_dtype == "none":
             return None
         else:
-            tensor, values = grid.tensor, self._of_grid(grid, self.scales, chunk, part)
+            tensor, values = grid.tensor, self._of_grid(grid, self.scales.scale, chunk, part)
         stored = np.ascontiguousarray(self._as_stored(values, tensor.name))
         return stored.reshape(self.format.layout.scale_shape(len(chunk), part.shape[1]))
 
-    def _of_grid(self, grid: BlockGrid, scales: Scales, chunk: range, part: Slice) -> F32:
+    def _of_grid(self, grid: BlockGrid, scale: F32, chunk: range, part: Slice) -> F32:
         """Scales of the format's blocks."""
-        if scales.group_of_col is not None:
+        if self.scales is not None and self.scales.group_of_col is not None:
             raise self._not_exact("has inputs of a group that are not neighbours (g_idx)")
         height, width = scale_block(self.format, part.shape[1])
         own = range(part.col_start, part.col_stop)
         rows = _places(chunk, height, grid.block_rows, grid.row_origin)
         cols = _places(own, width, grid.block_cols, grid.col_origin)
-        values: F32 = scales.scale[rows][:, cols]
+        values: F32 = scale[rows][:, cols]
         step = _STEPS.get(self.source.matrix.element.name)
         return values if step is None else values * step
 

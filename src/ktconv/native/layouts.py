@@ -20,6 +20,7 @@ def _names(enum: str, prefix: str) -> dict[str, int]:
 
 FORMATS = _names("kt_format", "KT_FORMAT_")
 SCALE_DTYPES = _names("kt_scale_dtype", "KT_SCALE_")
+INNER_COLS = 32  # columns that `inner_scales` belong to
 _STRIP = 32  # rows whose scales are neighbours where a row has several
 _SCALE_ARRAYS: dict[int, type[np.generic]] = {4: np.float32, 2: np.uint16}  # else uint8
 
@@ -29,6 +30,7 @@ class Traits(NamedTuple):
 
     bits: int
     plain_bits: int
+    inner_scales: int
     code_bias: int
     row_multiple: int
     col_multiple: int
@@ -93,7 +95,13 @@ class Layout:
         return nibbles
 
     def code_shape(self, rows: int, cols: int) -> tuple[int, int]:
-        return rows, cols // self.codes_per_element
+        inner = cols // INNER_COLS * self.traits.inner_scales
+        return rows, cols // self.codes_per_element + inner
+
+    def cols_of(self, width: int) -> int:
+        """Columns of a matrix whose array of plain codes has so many."""
+        inner = self.traits.inner_scales
+        return width * INNER_COLS // (INNER_COLS // self.codes_per_element + inner)
 
     @property
     def scale_array(self) -> np.dtype[Any]:

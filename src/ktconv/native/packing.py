@@ -60,7 +60,7 @@ def pack(layout: Layout | str, codes: Array) -> Array:
     """Packed bytes (uint8, 1-D) of plain codes alone, which may be out of their range."""
     layout = layout_of(layout)
     codes = np.ascontiguousarray(codes, layout.code_array)
-    rows, cols = codes.shape[0], codes.shape[1] * layout.codes_per_element
+    rows, cols = codes.shape[0], layout.cols_of(codes.shape[1])
     packed = np.empty(packed_size(layout, rows, cols), np.uint8)
     source = ffi.from_buffer(codes)
     check(lib.kt_pack(layout.c(), rows, cols, source, ffi.NULL, byte_pointer(packed), ffi.NULL))

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ktconv import native
-from ktconv.checkpoint import Checkpoint, open_checkpoint
+from ktconv.checkpoint import Checkpoint
 from ktconv.errors import UsageError
 from ktconv.formats import FORMATS, format_named
-from ktconv.moe import Experts, native_experts, native_formats, pack_online
+from ktconv.moe import Experts, native_experts, native_formats, open_stored, pack_online
 from ktconv.moe.converted import open_converted
 from ktconv.moe.load import ConvertedModel
 from ktconv.moe.requantized import requantized_experts
@@ -33,7 +33,7 @@ def opened(path: Path) -> Source:
         converted = ConvertedModel(path)
         if converted.layers:
             return converted
-    return open_checkpoint(path)
+    return open_stored(path)
 
 
 def loaded(

@@ -22,7 +22,7 @@ from ktconv.checkpoint.encodings.fp4 import (
 )
 from ktconv.checkpoint.encodings.fp8 import FP8
 from ktconv.checkpoint.encodings.gguf import GGUF
-from ktconv.checkpoint.encodings.gptq import AWQ, GPTQ
+from ktconv.checkpoint.encodings.gptq import AWQ, AWQ_REORDERED, GPTQ
 from ktconv.checkpoint.encodings.refusals import (
     packed_without_straddling,
     unsupported,
@@ -36,7 +36,7 @@ from ktconv.errors import CheckpointError
 _SAFETENSORS: tuple[Encoding, ...] = (
     BF16, FP16, FP32, *FP8, INT8, MSMODELSLIM, *PACKED, ANGELSLIM,
     MXFP4, MXFP4_BLOCKS, MXINT4, MXFP4_PACKED, NVFP4_PACKED,
-    NVFP4_MODELOPT, *GPTQ, AWQ,
+    NVFP4_MODELOPT, *GPTQ, AWQ, AWQ_REORDERED,
 )  # fmt: skip
 ENCODINGS = tuple(dict.fromkeys((*_SAFETENSORS, *GGUF)))
 

@@ -4,7 +4,9 @@ All are stored [in, out]: GPTQ's qweight I32 [K * bits / 32, N] has neighbouring
 in a word, AWQ's I32 [K, N / 8] eight outputs of an input, in the order 0, 2, 4, 6, 1, 3, 5, 7.
 Zero points are packed along the outputs in both, [G, N * bits / 32]; GPTQ's first version stores
 z - 1, modulo 2^bits. Scales are [G, N]; g_idx I32 [K] is the group of each input, where GPTQ
-quantized the inputs in another order.
+quantized the inputs in another order. KTransformers' export of AWQ turns the codes: `weight` I32
+[N, K / 8], neighbouring inputs in a word; `qzeros` has neighbouring outputs in order, `scale` is
+[G * N].
 """
 
 from __future__ import annotations
@@ -13,8 +15,14 @@ from ktconv.checkpoint import elements
 from ktconv.checkpoint.config import ModelConfig
 from ktconv.checkpoint.elements import Element
 from ktconv.checkpoint.encodings.base import GROUPS, SCALE, ZERO, Companion, Encoding, Roles
-from ktconv.checkpoint.encodings.shapes import FLOATS, grid_of_groups, grid_with_blocks, group_index
-from ktconv.checkpoint.types import Quantization
+from ktconv.checkpoint.encodings.shapes import (
+    FLOATS,
+    grid_of_groups,
+    grid_with_blocks,
+    group_index,
+    outputs_and_inputs,
+)
+from ktconv.checkpoint.types import BlockGrid, Quantization, TensorRef
 from ktconv.checkpoint.views import StoredView
 from ktconv.errors import CheckpointError
 
@@ -89,6 +97,23 @@ def _awq(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | 
     return _quantization(roles, view, "U4_ROWS_AWQ")
 
 
+def _reordered(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
+    scale, zero = roles[SCALE], roles[ZERO]
+    outputs, inputs = outputs_and_inputs(view)
+    groups, rest = divmod(scale.shape[0] if len(scale.shape) == 1 else 0, outputs)
+    if view.experts is not None or rest or not groups or inputs % groups or outputs % 8:
+        return None
+    if zero.shape != (groups, outputs // 8):
+        return None
+
+    def grid(tensor: TensorRef, number: str, width: int) -> BlockGrid:
+        return BlockGrid(tensor, number, 0, 1, width, 1, inputs // groups, view.row, 0)
+
+    return Quantization(
+        grid(scale, FLOATS[scale.dtype], outputs), grid(zero, "U4_ROWS", outputs // 8)
+    )
+
+
 GPTQ = tuple(_gptq(bits, elements.STREAMS[bits]) for bits in (4, 8, 2, 3))
 AWQ = Encoding(
     "awq-int4",
@@ -99,4 +124,14 @@ AWQ = Encoding(
     transposed=True,
     quantization=_awq,
     methods=("awq", "auto-round", "auto_round"),
+)
+AWQ_REORDERED = Encoding(
+    "awq-reordered",
+    ("I32",),
+    elements.U4,
+    companions=(
+        Companion(SCALE, ("scale",), tuple(FLOATS)),
+        Companion(ZERO, ("qzeros",), ("I32",)),
+    ),
+    quantization=_reordered,
 )

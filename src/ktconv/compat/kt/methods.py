@@ -31,6 +31,7 @@ METHODS: Mapping[str, Method] = {
         "RAWINT4": _GROUPS,
         "GPTQ_INT4": _GROUPS,
         "MXFP4": ("mxfp4",),
+        "NVFP4": ("nvfp4",),
         "LLAMAFILE": (),
         "MOE_INT4": ("int4",),
         "MOE_INT8": ("int8",),
@@ -42,7 +43,6 @@ REPACKED = ("int8", "bf16")
 
 _NOT_HERE = {
     "MXFP8": "no kernel of ktconv computes with MXFP8 numbers",
-    "NVFP4": "no kernel of ktconv computes with NVFP4 numbers",
     "SYCL_GPTQ_INT4": "ktconv has no code for SYCL devices",
 }
 

@@ -98,13 +98,12 @@ def kernel_format(scheme: Scheme) -> str | None:
     """The weight format in which our kernels have exactly the numbers of a scheme with bf16 scales;
     None where there is none."""
     row, size = scheme.row, scheme.group_size
-    if row.kind == "int8":
-        return "int8" if size < 0 else f"gint8-{size}"
-    if row.kind == "int4":
-        return "int4" if size < 0 else f"gint4-{size}"
-    if row.kind == "fp8":
-        return "fp8-channel" if size < 0 else "fp8"
-    return row.kind if row.kind in FORMATS else None
+    key = row.kind
+    if row.is_int and size > 0:
+        key = f"g{row.kind}-{size}"
+    elif row.kind == "fp8" and size < 0:
+        key = "fp8-channel"
+    return key if key in FORMATS else None
 
 
 def _methods(recipe: Recipe, layer: MoELayer, experts: Sequence[int]) -> dict[Method, None]:

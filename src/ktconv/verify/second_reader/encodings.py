@@ -332,6 +332,18 @@ def _awq(source: Source) -> Weight | None:
     return _scaled(source, "qweight", Units(numbers.awq, outs=8), *found, zero, 8)
 
 
+def _reordered(source: Source) -> Weight | None:
+    """AWQ as KTransformers exports it: codes [out, in], scales [groups * outputs]."""
+    place, scale = source.place, source.items("scale")
+    groups = scale.size // place.outs
+    zero = numbers.stream(source.items("qzeros"), 4)  # [groups, outputs]
+    if groups * place.outs != scale.size or zero.shape != (groups, place.outs):
+        return None
+    values = numbers.floats(scale, source.parts["scale"].dtype).reshape(groups, place.outs)
+    blocks = 1, place.ins // groups
+    return _scaled(source, "weight", _stream_units(4), values.T, blocks, zero.T, 8)
+
+
 # ---- which one a weight has ---------------------------------------------------------------
 
 
@@ -375,6 +387,7 @@ ROWS: tuple[Row, ...] = (
     Row("weight", _of("I8", "U8", "F4"), _powers, _mxfp4),
     Row("weight", _of("U8"), _has("weight_scale_2"), _nvfp4),
     Row("weight", _of("I8"), _not(_powers), _int8),
+    Row("weight", _of("I32"), _has("qzeros"), _reordered),
     Row("weight_packed", _of("U8"), _powers, _mxfp4),
     Row("weight_blocks", _of("U8"), _has("weight_scales"), _mxfp4),
     Row("weight_packed", _of("U8"), _has("weight_global_scale"), _nvfp4),

@@ -1,0 +1,98 @@
+/* The table row of NVFP4 weights, their packing and scalar product. */
+#include "nvfp4.h"
+
+#include "../cpu.h"
+#include "../fp8/fp8.h"
+#include "../simd/bits.h"
+
+/* The scale of (row n, columns of tile group g) in a tile. */
+static int64_t scale_at(int64_t n, int64_t g) { return KT_FP4_TILE + g * KT_STRIP + n % KT_STRIP; }
+
+static void pack_row(const uint8_t *codes, int64_t rows, int64_t cols, int64_t n, uint8_t *packed) {
+  (void)rows;
+  for (int64_t k = 0; k < cols; k += KT_TILE_COLS, codes += KT_NVFP4_PLAIN) {
+    uint8_t *const tile = packed + kt_bf16_tile_start(cols, KT_NVFP4_TILE, n, k);
+    kt_fp4_pack_row(codes, n, tile);
+    for (int g = 0; g < KT_NVFP4_TILE_GROUPS; g++)
+      tile[scale_at(n, g)] = codes[KT_TILE_COLS / 2 + g];
+  }
+}
+
+static void pack_tile(const uint8_t *codes, size_t row_size, uint8_t *tile) {
+  kt_fp4_pack_tile(codes, row_size, tile);
+  for (int n = 0; n < KT_STRIP; n++, codes += row_size)
+    for (int g = 0; g < KT_NVFP4_TILE_GROUPS; g++)
+      tile[scale_at(n, g)] = codes[KT_TILE_COLS / 2 + g];
+}
+
+static void unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_t n,
+                       uint8_t *codes) {
+  (void)rows;
+  for (int64_t k = 0; k < cols; k += KT_TILE_COLS, codes += KT_NVFP4_PLAIN) {
+    const uint8_t *const tile = packed + kt_bf16_tile_start(cols, KT_NVFP4_TILE, n, k);
+    kt_fp4_unpack_row(tile, n, codes);
+    for (int g = 0; g < KT_NVFP4_TILE_GROUPS; g++)
+      codes[KT_TILE_COLS / 2 + g] = tile[scale_at(n, g)];
+  }
+}
+
+/* Of plain codes: whether no scale is a NaN. E4M3 has no infinity. */
+static int is_finite(const uint8_t *codes, int64_t count) {
+  int found = 0;
+  for (int64_t k = 0; k < count; k += KT_TILE_COLS, codes += KT_NVFP4_PLAIN)
+    for (int g = 0; g < KT_NVFP4_TILE_GROUPS; g++)
+      found |= (codes[KT_TILE_COLS / 2 + g] & 0x7f) == 0x7f;
+  return !found;
+}
+
+/* The code of (row n, column k) times its E4M3 scale. */
+static double number_at(const kt_weight *w, int64_t n, int64_t k) {
+  int shift;
+  const uint8_t *const tile = w->codes + kt_bf16_tile_start(w->cols, KT_NVFP4_TILE, n, k);
+  const unsigned code = tile[kt_fp4_nibble_at(n, k, &shift)] >> shift & 15;
+  const unsigned scale = tile[scale_at(n, k % KT_TILE_COLS / KT_NVFP4_GROUP)];
+  const double size = kt_bf16_value(kt_fp8_bf16[scale & 0x7f]);
+  return kt_bf16_value(kt_fp4_bf16[code]) * (scale & 0x80 ? -size : size);
+}
+
+static void decode_row(const kt_weight *w, int64_t n, double *out) {
+  const double scale = ((const float *)w->scale)[n];
+  for (int64_t k = 0; k < w->cols; k++) out[k] = number_at(w, n, k) * scale;
+}
+
+void kt_nvfp4_product_scalar(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
+                             int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
+  kt_bf16_product_rows(decode_row, w, strip, strips, x, stride, tokens, out, panel);
+}
+
+static uint16_t number(const kt_weight *w, int64_t n, int64_t k) {
+  return kt_bf16_bits((float)number_at(w, n, k));
+}
+
+void kt_nvfp4_transpose_scalar(const kt_weight *w, int64_t column, uint8_t *strip) {
+  kt_transpose_numbers(number, w, column, strip);
+}
+
+const kt_weight_format kt_nvfp4_format = {
+    .bits = 4,
+    .plain_bits = 4,
+    .inner_scales = KT_NVFP4_TILE_GROUPS,
+    .col_multiple = KT_TILE_COLS,
+    .group_count = 1,
+    .groups = {0},
+    .scale_dtypes = 1u << KT_SCALE_F32,
+    .scale_rows = 1,
+    .scale_units = 1,
+    .pack_row = pack_row,
+    .unpack_row = unpack_row,
+    .pack_tile = pack_tile,
+    .is_finite = is_finite,
+    .rows_kind = KT_ROWS_BF16,
+    .product[KT_ISA_SCALAR] = kt_nvfp4_product_scalar,
+    .transpose[KT_ISA_SCALAR] = kt_nvfp4_transpose_scalar,
+#if KT_X86
+    .transpose[KT_ISA_AVX512_VBMI] = kt_nvfp4_transpose_avx512,
+    .product[KT_ISA_AVX512_VBMI] = kt_nvfp4_product_avx512,
+    .product[KT_ISA_AMX] = kt_nvfp4_product_amx,
+#endif
+};
