@@ -18,6 +18,7 @@ from ktconv.encode.deviation import Deviation
 from ktconv.encode.passing import awq_codes, kept_codes, kept_scales
 from ktconv.encode.stored import second_scale, tensor_scale
 from ktconv.errors import CheckpointError
+from ktconv.formats.decode import f32_to_bf16
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.matrices import MatrixReader, buffer_bytes, chunk_rows, chunks
 from ktconv.reading.reader import BOUNCE_BYTES, SourceReader
@@ -26,7 +27,7 @@ from ktconv.targets.encoded.kept import is_kept
 from ktconv.targets.encoded.layouts.base import Sizes
 from ktconv.targets.encoded.layouts.words import AWQ
 from ktconv.targets.encoded.scheme import Scheme
-from ktconv.targets.encoded.target import EncodedTarget, Plan, weight_dtype
+from ktconv.targets.encoded.target import EncodedTarget, Plan, bias_tensors, weight_dtype
 from ktconv.writer.staging import Staging
 
 _INFINITE = 0x7C00  # of f16
@@ -114,10 +115,24 @@ class EncodeTask(ExpertTask):
         return {
             codes_of.name: record,
             **{
+                one.name: write_tensor(one.name, [_bytes(_bias(self))], staging, self.verify)
+                for one in bias_tensors(module, matrix)
+            },
+            **{
                 one.name: write_tensor(one.name, [_bytes(arrays[part])], staging, self.verify)
                 for part, one in zip(layout.parts[1:], others, strict=True)
             },
         }
+
+
+def _bias(task: EncodeTask) -> Array:
+    """As it is stored in the source, some rows of which may be those of another matrix."""
+    matrix = task.matrix
+    values = MatrixReader(task.reader, matrix).load_bias()
+    assert values is not None and matrix.bias is not None
+    if matrix.bias.number == "BF16":
+        return f32_to_bf16(values)
+    return values.astype("<f2" if matrix.bias.number == "F16" else "<f4")
 
 
 def _bytes(array: Array) -> U8:

@@ -158,7 +158,13 @@ def _library(plan: Plan) -> str:
     if recipe is not None:  # transformers would read a mix wrongly
         alone = why_not("vllm", recipe, _chosen(plan)) is not None
         return "compressed-tensors" if alone else "vllm"
+    if _biased(plan):
+        return "ktconv"
     return "transformers" if row.section is compressed_tensors else "ktransformers"
+
+
+def _biased(plan: Plan) -> bool:
+    return any(layer.biased for layer in plan.moe_layers)
 
 
 def recipe_shares(plan: Plan) -> list[Share]:
@@ -196,11 +202,16 @@ def _of_mix(plan: Plan) -> list[str]:
 def _engines(plan: Plan) -> list[str]:
     """Engines that read the whole checkpoint by its config.json."""
     target = plan.target
+    if _biased(plan):
+        return ["Engines read experts with biases in one tensor of a layer, not one by one."]
     own = all(target.row.naming.keeps(layer) for layer in plan.moe_layers)
     if not own or target.options.experts_only:
         return ["Other engines than KTransformers do not know these names of experts."]
     if target.row.naming is BLK:
-        return ["It is what KTransformers' converter makes of AWQ; no released loader reads it."]
+        return [
+            "It is what KTransformers' converter makes of AWQ. No released loader of its reads it; "
+            "ktconv's runtime does."
+        ]
     if target.row.naming is V4:
         return ["Engines read it that know DeepSeek-V4's FP4 experts."]
     text = "vLLM, SGLang and transformers read it"

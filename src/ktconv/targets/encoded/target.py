@@ -190,11 +190,13 @@ class EncodedTarget(Target):
                 "definition",
                 "omit it",
             )
-        refuse_biases(
-            layers,
-            f"{self.command} {'' if self._is_gpu else f'--method {self.name} '}does not write them",
-            "Serve the original model on the GPU.",
-        )
+        if not self.row.kt_method:  # others follow `mismatch`: they are for our own kernels
+            refuse_biases(
+                layers,
+                f"{self.command} {'' if self._is_gpu else f'--method {self.name} '}does not write "
+                "them",
+                "Serve the original model on the GPU.",
+            )
         if self.recipe is None:
             self.scheme.check(layers)
         else:
@@ -227,9 +229,11 @@ class EncodedTarget(Target):
         for expert in experts:
             for proj in layer.projections:
                 matrix = layer.experts[expert][proj]
+                module = self.module(layer, expert, proj)
                 yield from self.scheme_of(layer, expert, proj).tensors(
-                    self.module(layer, expert, proj), matrix.rows, matrix.cols, weight_dtype(matrix)
+                    module, matrix.rows, matrix.cols, weight_dtype(matrix)
                 )
+                yield from bias_tensors(module, matrix)
 
     def module(self, layer: MoELayer, expert: int, proj: Projection) -> str:
         """The name of a matrix without its last component."""
@@ -256,7 +260,7 @@ class EncodedTarget(Target):
     def read_by_transformers(self, layers: Iterable[MoELayer]) -> bool:
         """Whether transformers knows the names and the numbers of the experts."""
         known = self.row.transformers and not self.options.experts_only
-        return known and all(self.row.naming.keeps(layer) for layer in layers)
+        return known and all(self.row.naming.keeps(layer) and not layer.biased for layer in layers)
 
     def left_out(self) -> str | None:
         return "--experts-only" if self.options.experts_only else None
@@ -311,6 +315,20 @@ def weight_dtype(matrix: ExpertMatrix) -> str:
     """The dtype of the weights that are quantized, and so of their scales: half precision as the
     model computes in it; everything else is rounded to bf16 first."""
     return "F16" if matrix.tensor.dtype == "F16" else "BF16"
+
+
+BIAS = "bias"  # the last component of its name
+
+
+def bias_tensors(module: str, matrix: ExpertMatrix) -> list[Tensor]:
+    """That of a matrix with a bias [rows], in the source's dtype; else none."""
+    if matrix.bias is None:
+        return []
+    dtype = matrix.bias.number
+    return [Tensor(f"{module}.{BIAS}", dtype, (matrix.rows,), BIAS_BYTES[dtype] * matrix.rows)]
+
+
+BIAS_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 
 def encoded_bytes(scheme: Scheme, matrices: Iterable[ExpertMatrix]) -> int:

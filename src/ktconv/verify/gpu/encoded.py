@@ -22,6 +22,7 @@ from ktconv.targets.encoded.kept import is_kept
 from ktconv.targets.encoded.scheme import Scheme
 from ktconv.targets.encoded.target import weight_dtype
 from ktconv.verify.gpu import nearest
+from ktconv.verify.gpu.biases import compare_bias
 from ktconv.verify.gpu.output import Module
 from ktconv.verify.gpu.quantization import Group
 from ktconv.verify.gpu.rounding import RoundingCheck, Rules
@@ -71,6 +72,7 @@ class EncodedCheck:
         sums = None
         if self.matrix is not None and self._is_sound(self.matrix):
             sums = self._compare(self.matrix, streams, buffers)
+            compare_bias(self.context, self.module, self.matrix, streams)
         for stream in streams.values():
             stream.read_rest(buffers.source)
         checked = [stream.check() for stream in streams.values()]

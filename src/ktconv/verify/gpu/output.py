@@ -30,7 +30,7 @@ from ktconv.targets.encoded.layouts.base import Layout
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.encoded.recipe import Recipe, parse_recipe
 from ktconv.targets.encoded.scheme import CHANNEL, FORMATS, MIXABLE, MIXED, SCHEMES, Scheme
-from ktconv.targets.encoded.target import RECIPE, EncodedTarget, Options
+from ktconv.targets.encoded.target import BIAS, RECIPE, EncodedTarget, Options
 from ktconv.verify.gpu.quantization import (
     Group,
     Quantization,
@@ -364,12 +364,12 @@ def _sort(
     known = (*layout.parts, *(_OTHER_PARTS if telling else ()))
     if recipe is not None:
         known = tuple({part: None for name in MIXABLE for part in SCHEMES[name].layout.parts})
-    ends = re.compile(rf"(.+)\.({'|'.join(known)})")
+    ends = re.compile(rf"(.+)\.({'|'.join((*known, BIAS))})")
     parts: dict[str, dict[str, TensorRef]] = {}
     others = {}
     for name, tensor in packed.others.items():
         found = ends.fullmatch(name)
-        if found and (telling or _where(found[1]) is not None):
+        if found and ((telling and found[2] != BIAS) or _where(found[1]) is not None):
             parts.setdefault(found[1], {})[found[2]] = tensor
         else:
             others[name] = tensor

@@ -14,7 +14,7 @@ from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.encoded.module_classes import class_of
 from ktconv.targets.encoded.names import patterns_of, target_pattern
 from ktconv.targets.encoded.scheme import CHANNEL
-from ktconv.targets.encoded.target import RENAMED, EncodedTarget, weight_dtype
+from ktconv.targets.encoded.target import BIAS, RENAMED, EncodedTarget, bias_tensors, weight_dtype
 from ktconv.verify.gpu.output import GpuOutput, Module, is_expert
 from ktconv.verify.gpu.quantization import Group, quantization_elsewhere, unlike_ours, unusual
 from ktconv.verify.gpu.unpack import SCALE_DTYPES
@@ -42,7 +42,11 @@ class GpuStructureCheck(StructureCheck):
             if name not in planned:
                 self._stray(module, known=bool(self._output.plan))
         self._plain_weights()
-        checked = {f"{name}.{part}" for name in planned for part in self._parts_of(name)}
+        checked = {
+            f"{name}.{part}"
+            for name, matrix in planned.items()
+            for part in self._expected_parts(name, matrix)
+        }
         if self._output.plan is not None:
             return self._check_planned(self._output.plan.others, checked)
         if self._output.manifest is not None:
@@ -51,6 +55,15 @@ class GpuStructureCheck(StructureCheck):
 
     def _parts_of(self, module: str) -> Sequence[str]:
         return self._output.module(module).layout.parts
+
+    def _expected_parts(self, name: str, matrix: ExpertMatrix | None) -> Sequence[str]:
+        """With a bias where the source has one; without a source, where it is recorded or there."""
+        parts, module = self._parts_of(name), self._output.module(name)
+        if matrix is not None:
+            biased = matrix.bias is not None
+        else:
+            biased = BIAS in module.parts or f"{name}.{BIAS}" in self._output.records
+        return (*parts, BIAS) if biased else parts
 
     # ---- config.json ----
 
@@ -153,7 +166,7 @@ class GpuStructureCheck(StructureCheck):
 
     def _expert(self, name: str, matrix: ExpertMatrix | None) -> None:
         module = self._output.module(name)
-        parts = module.layout.parts
+        parts = self._expected_parts(name, matrix)
         missing_parts = [f"{name}.{part}" for part in parts if part not in module.parts]
         for missing in missing_parts:
             self._fail("missing tensor", f"{missing} is missing.", tensor=missing, **module.at)
@@ -161,6 +174,8 @@ class GpuStructureCheck(StructureCheck):
             tensor = module.parts[part]
             self._unexpected_tensor(tensor.name, tensor.file, **module.at)
         if not missing_parts:
+            for bias in bias_tensors(name, matrix) if matrix is not None else ():
+                self._as_expected(module.parts[BIAS], (bias.dtype,), bias.shape, module)
             group = self._group(module)
             if group is not None:
                 self._shapes(module, group, matrix)

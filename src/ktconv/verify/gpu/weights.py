@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from ktconv.reading.matrices import MatrixReader, spans_of
 from ktconv.reading.reader import Span
 from ktconv.reading.streamed import Piece, Streamed, piece_rows
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
+from ktconv.verify.gpu.biases import bias_of, compare_bias
 from ktconv.verify.gpu.output import GpuOutput, Module
 from ktconv.verify.gpu.quantization import Group
 from ktconv.verify.gpu.rounding import RoundingCheck, Rules, bound_steps, rules_of
@@ -66,6 +68,7 @@ class ModuleCheck:
         sums = None
         if self.matrix is not None and _is_sound(self.module, self.group, self.matrix):
             sums = self._compare(self.matrix, streams, buffers)
+            compare_bias(self.context, self.module, self.matrix, streams)
         for stream in streams.values():
             stream.read_rest(buffers.source)
         checked = [stream.check() for stream in streams.values()]
@@ -212,10 +215,11 @@ def dequantized(output: GpuOutput, module: Module, matrix: ExpertMatrix) -> Stre
     """The values [rows, cols] of a packed module that passed level structure."""
     if output.layout is not PACK_QUANTIZED:
         stored = stored_parts(output.scheme_of(module), module, matrix)
-        return Streamed(matrix.rows, matrix.cols, stored.pieces)
+        return Streamed(matrix.rows, matrix.cols, stored.pieces, bias_of(module))
     group = output.quantization.group_of(module.name)
     assert group is not None and _is_sound(module, group, matrix)
-    return Streamed(matrix.rows, matrix.cols, lambda: _pieces(module, matrix, group))
+    pieces = partial(_pieces, module, matrix, group)
+    return Streamed(matrix.rows, matrix.cols, pieces, bias_of(module))
 
 
 def _pieces(module: Module, matrix: ExpertMatrix, group: Group) -> Iterator[Piece]:
