@@ -244,6 +244,7 @@ class Family:
     beside: tuple[str, ...] = ()
     unfused: Matrices = USUAL  # what engines call the matrices of experts that are stored together
     no_gpu: bool = False  # no engine reads quantized experts of it one by one
+    fused_only: bool = False  # neither does transformers (5.17), or it does not know the family
     latent: tuple[str, ...] = ()  # projections in the block into and out of the experts' width
     tower: str = ""  # the first word of the language model's layers, where others have experts too
     # of one list of experts the first are the text model's, the others the vision model's

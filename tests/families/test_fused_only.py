@@ -1,0 +1,45 @@
+"""Which families' experts transformers reads one by one, against the one that is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ktconv.families import table
+
+_METHOD = "compressed-tensors"
+
+
+def one_by_one(mapping: Any, model_type: str) -> bool:
+    """Whether numbered experts become its stacked ones while they are loaded."""
+    changes = mapping.get_checkpoint_conversion_mapping(model_type) or []
+    patterns = [p for change in changes for p in getattr(change, "source_patterns", ())]
+    return any("experts.*." in pattern for pattern in patterns)
+
+
+def taken_apart(base: Any, model_type: str) -> bool:
+    """Whether the experts of quantized models become modules of their own (Llama 4)."""
+    return any(
+        kind.lower().startswith(model_type.removesuffix("_text"))
+        and _METHOD in [method.value for method in about["quantization_methods"]]
+        for kind, about in base.MODULES_TO_PATCH_FOR_QUANTIZATION.items()
+    )
+
+
+def test_the_table_says_what_transformers_does() -> None:
+    pytest.importorskip("transformers")
+    from transformers import conversion_mapping
+    from transformers.quantizers import base
+
+    wrong = []
+    for row in table.FAMILIES.rows:
+        for kind in row.types:
+            known = any(
+                one_by_one(conversion_mapping, name) or taken_apart(base, name)
+                for name in (kind, f"{kind}_text")
+            )
+            # A row with kimi_k2, which has the architecture of DeepSeek-V3, but no class of its own
+            if known == row.fused_only and kind != "kimi_k2":
+                wrong.append((kind, known))
+    assert not wrong
