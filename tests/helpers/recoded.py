@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from helpers.encoded import e2m1, powers, spread
@@ -109,7 +109,7 @@ def change_recorded(output: Path, name: str, how: Callable[[U8], None]) -> None:
     manifest = json.loads(path.read_text())
     for unit in manifest["units"].values():
         if name in unit["tensors"]:
-            unit["tensors"][name]["sha256"] = hashlib.sha256(data).hexdigest()
+            unit["tensors"][name]["blake3"] = blake3(data).hexdigest()
             for claim in ("relative_rms_error", "max_error_steps", "zero_share"):
                 unit["tensors"][name].pop(claim, None)
     path.write_text(json.dumps(manifest))

@@ -267,7 +267,7 @@ def test_manifest_and_card(output: Path) -> None:
         assert len(backward) == EXPERTS * 2 * 3 * 2
         weights = [one for name, one in backward.items() if name.endswith("weight")]
         assert all(0 < one["relative_rms_error"] < 0.2 for one in weights)
-        assert all(len(one["sha256"]) == 64 for one in backward.values())
+        assert all(len(one["blake3"]) == 64 for one in backward.values())
     card = (output / "README.md").read_text()
     assert "ffn_up_bwd_exps" in card and "--save-backward" in card
     assert options_of_record({**manifest["options"], "fold": "up-down"}) is None

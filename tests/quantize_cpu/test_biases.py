@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from helpers.convert import convert, ktconv, read_json, read_model
 from helpers.families import Raw, bf16, build_model, simple_config, write_checkpoint, write_family
 from helpers.gpt_oss import EXPERTS, HIDDEN, INNER, SIZES, SOURCE, Blocks
@@ -142,7 +143,6 @@ def test_a_bias_that_is_not_finite(tmp_path: Path) -> None:
 
 def _flip(output: Path, name: str) -> None:
     """Another number, and the checksum of it in the manifest."""
-    import hashlib
 
     from safetensors.numpy import load_file, save_file
 
@@ -153,10 +153,10 @@ def _flip(output: Path, name: str) -> None:
             save_file(tensors, shard, {"format": "pt"})
             text = (output / "ktconv.json").read_text()
             record = json.loads(text)
-            digest = hashlib.sha256(tensors[name].tobytes()).hexdigest()
+            digest = blake3(tensors[name].tobytes()).hexdigest()
             for unit in record["units"].values():
                 if name in unit["tensors"]:
-                    text = text.replace(unit["tensors"][name]["sha256"], digest)
+                    text = text.replace(unit["tensors"][name]["blake3"], digest)
             (output / "ktconv.json").write_text(text)
 
 

@@ -82,7 +82,7 @@ def test_the_manifest_is_honest(shards: Made, tmp_path: Path) -> None:
     assert manifest["resharded_from"]["numa"] == 1
     assert "not the bytes of a fresh conversion" in manifest["resharded_from"]["down_scales"]
     about = manifest["units"]["layer-00000"]["tensors"]["blk.0.ffn_gate_exps.0.numa.1.weight"]
-    assert about.keys() == {"sha256"}
+    assert about.keys() == {"blake3"}
     assert "reshard" in (tmp_path / "out" / "README.md").read_text()
 
 

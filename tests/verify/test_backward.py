@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from helpers.backward import expected_backward
 from helpers.cli import ktconv_done, write_model
 from helpers.convert import assert_same, convert, read_json, read_model, source_matrices
@@ -56,10 +56,10 @@ def record_checksum(output: Path, name: str) -> None:
     """As a writer would that packed these bytes itself."""
     path = output / "ktconv.json"
     manifest = json.loads(path.read_text())
-    digest = hashlib.sha256(bytes_of(place_of(output, name))).hexdigest()
+    digest = blake3(bytes_of(place_of(output, name))).hexdigest()
     for unit in manifest["units"].values():
         if name in unit["tensors"]:
-            unit["tensors"][name]["sha256"] = digest
+            unit["tensors"][name]["blake3"] = digest
     path.write_text(json.dumps(manifest))
 
 

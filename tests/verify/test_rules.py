@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from helpers.cli import write_model
 from helpers.convert import convert, ktconv, read_json, read_model, source_matrices
 from helpers.corrupt import bytes_of, check, forget_manifest, found, overwrite, place_of
@@ -94,10 +94,10 @@ def signed(output: Path) -> Path:
     def change(record: Any) -> None:
         for unit in record["units"].values():
             for name in unit["tensors"].keys() & places.keys():
-                digest = hashlib.sha256(bytes_of(places[name])).hexdigest()
+                digest = blake3(bytes_of(places[name])).hexdigest()
                 about = unit["tensors"][name]
                 kept = {key: about[key] for key in about.keys() - measured}
-                unit["tensors"][name] = kept | {"sha256": digest}
+                unit["tensors"][name] = kept | {"blake3": digest}
 
     return edit_manifest(output, change)
 
@@ -443,11 +443,11 @@ def test_parts_are_joined_with_the_recorded_importance(
 
 
 def test_records_of_codes_go_with_the_parts() -> None:
-    first = {"sha256": "x", "codes": "gptq", "calibration_tokens": 9, "row_error_bound": 0.1}
+    first = {"blake3": "x", "codes": "gptq", "calibration_tokens": 9, "row_error_bound": 0.1}
     second = {**first, "row_error_bound": 0.3}
     expected = {"codes": "gptq", "calibration_tokens": 9, "row_error_bound": 0.3}
     assert carried([first, second]) == expected
-    assert carried([{"sha256": "x", "relative_rms_error": 0.1}]) == {}
+    assert carried([{"blake3": "x", "relative_rms_error": 0.1}]) == {}
 
 
 NAMED = {1: "one", 2: "two", 3: "three", 4: "four"}

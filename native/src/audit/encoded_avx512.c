@@ -1,10 +1,13 @@
-/* The comparison of encoded matrices as the compiler vectorizes it for AVX-512. */
+/* The comparison of encoded matrices for AVX-512: of integers by hand, of the others as the
+ * compiler vectorizes it. */
 #include "../cpu.h"
 
 #if KT_X86
 #include "../simd/target.h"
 
 KT_TARGET_BEGIN(AVX512)
+#include "encoded_integers_avx512.h"
+/* defines KT_COMPARE_RUN */
 #include "encoded_loop.h"
 
 void kt_encoded_avx512(const kt_encoded_job *job, kt_encoded_audit *audit) {

@@ -3,33 +3,14 @@
 #define KT_AUDIT_ENCODED_LOOP_H
 
 #include "audit_source.h"
-#include "encoded.h"
+#include "encoded_sums.h"
 
 #include <math.h>
 
-enum { LANES = 16, PIECE = KT_AUDIT_GROUP_COLS };
-
-/* What is known so far of a row's present group: bits of its largest magnitude. */
-typedef struct group_state {
-  int32_t most;
-} group_state;
-
-/* Sums of some columns of a row. */
-typedef struct row_sums {
-  float source[LANES], error[LANES], value[LANES], most_steps[LANES];
-  int32_t zeros[LANES], others[LANES]; /* of floating-point codes */
-} row_sums;
-
-/* Sums over everything, in lanes that are added up at the end. */
-typedef struct sums {
-  _Alignas(64) double source[LANES], error[LANES], value[LANES];
-  int64_t zeros, others; /* codes that are 0, and those that are not the rule's */
-} sums;
-
-INLINE float scale_value(const kt_encoded_job *job, int64_t at) {
+INLINE float scale_value(const kt_encoded_job *job, const int half, int64_t at) {
   uint16_t found;
   memcpy(&found, (const uint8_t *)job->scales + 2 * at, sizeof found);
-  return job->half ? f16_value(found) : from_bits((uint32_t)found << 16);
+  return half ? f16_value(found) : from_bits((uint32_t)found << 16);
 }
 
 /* binary16 of a number >= 0 up to 65504: the nearest multiple of 2^-24 below 2^-14, else of 2^-10
@@ -50,19 +31,15 @@ INLINE uint16_t rule_scale(const kt_encoded_job *job, float amax) {
   return found ? found : 0x3c00;
 }
 
-/* `count` codes (a multiple of PIECE) of a row from column `col` on, less their offset. */
-INLINE void codes_of(const kt_encoded_job *job, int64_t row, int64_t col, int64_t count,
-                     int8_t *codes) {
-  const int64_t cols = job->source->cols;
-  if (job->bits == 8) {
-    const uint8_t *const from = job->codes + row * cols + col;
-    for (int64_t c = 0; c < count; c++) codes[c] = (int8_t)(from[c] ^ 0x80);
+/* PIECE codes, less their offset. */
+INLINE void codes_of(const uint8_t *restrict bytes, const int bits, int8_t *restrict codes) {
+  if (bits == 8) {
+    for (int c = 0; c < PIECE; c++) codes[c] = (int8_t)(bytes[c] ^ 0x80);
     return;
   }
-  const uint8_t *const from = job->codes + (row * cols + col) / 2;
-  for (int64_t c = 0; c < count / 2; c++) {
-    codes[2 * c] = (int8_t)((from[c] & 15) - 8);
-    codes[2 * c + 1] = (int8_t)((from[c] >> 4) - 8);
+  for (int c = 0; c < PIECE / 2; c++) {
+    codes[2 * c] = (int8_t)((bytes[c] & 15) - 8);
+    codes[2 * c + 1] = (int8_t)((bytes[c] >> 4) - 8);
   }
 }
 
@@ -77,10 +54,11 @@ INLINE float narrowed(float quotient, const int half) {
 }
 
 /* Adds PIECE columns of a group. The code of a weight w is w / scale, narrowed and rounded to an
- * integer of `bits`, halves to the even one. `precise`: whether steps count, 1 or 0. */
-INLINE void compare_piece(const float *restrict w, const int8_t *restrict codes, float scale,
-                          float precise, const int bits, const int half, const int search,
+ * integer of `bits`, halves to the even one. */
+INLINE void compare_piece(const float *restrict w, const int8_t *restrict codes, run_terms run,
+                          const int bits, const int half, const int search,
                           group_state *restrict group, row_sums *restrict sum, sums *restrict all) {
+  const float scale = run.scale, precise = run.precise;
   const int32_t top = (1 << (bits - 1)) - 1;
   float error[PIECE], value[PIECE], steps[PIECE];
   int32_t zeros = 0, others = 0, most = group->most;
@@ -111,6 +89,21 @@ INLINE void compare_piece(const float *restrict w, const int8_t *restrict codes,
     }
 }
 
+/* `count` columns of a group (a multiple of PIECE); codes as stored. A level may have its own, in
+ * the same order: bits of sums are the same. */
+#ifndef KT_COMPARE_RUN
+#define KT_COMPARE_RUN compare_run
+INLINE void compare_run(const float *w, const uint8_t *bytes, int64_t count, run_terms run,
+                        const int bits, const int half, const int search, group_state *group,
+                        row_sums *sum, sums *all) {
+  for (int64_t c = 0; c < count; c += PIECE) {
+    int8_t codes[PIECE];
+    codes_of(bytes + c * bits / 8, bits, codes);
+    compare_piece(w + c, codes, run, bits, half, search, group, sum, all);
+  }
+}
+#endif
+
 /* Sums of KT_AUDIT_BLOCK columns at most are binary32, of more binary64. */
 INLINE void add_sums(const row_sums *sum, sums *all) {
   for (int i = 0; i < LANES; i++) {
@@ -132,7 +125,7 @@ INLINE float largest(const float *lane) {
 /* Whether a scale is one that the search tries: from 0.35 to 1.25 of that of the rule, rounded. */
 INLINE int is_searched(const kt_encoded_job *job, float amax, int64_t at) {
   const uint16_t rule = rule_scale(job, amax);
-  const float scale = scale_value(job, at);
+  const float scale = scale_value(job, job->half, at);
   const float of_rule = job->half ? f16_value(rule) : from_bits((uint32_t)rule << 16);
   if (!(amax >= 0x1p-60f && amax <= 0x1p60f)) return scale == of_rule;
   return scale > 0.0f && scale >= 0.34f * of_rule && scale <= 1.26f * of_rule;
@@ -170,16 +163,21 @@ INLINE void audit_codes(const kt_encoded_job *job, const int bits, const int hal
       const stored s = stored_from(m, row, col, width, room);
       for (int64_t r = 0; r < at_once; r++) {
         float w[KT_AUDIT_BLOCK];
-        int8_t codes[KT_AUDIT_BLOCK];
         source_values(m, stored_on(s, r), row + r, col, width, w);
         row_sums sum = {{0}, {0}, {0}, {0}, {0}, {0}};
-        codes_of(job, row + r, col, width, codes);
-        for (int64_t c = 0; c < width; c += PIECE) {
-          const int64_t g = (col + c) / job->group, at = (row + r) * job->groups + g;
-          const float scale = scale_value(job, at), precise = scale >= smallest ? 1.0f : 0.0f;
-          compare_piece(w + c, codes + c, scale, precise, bits, half, search, groups + r, &sum,
-                        &all);
-          if ((col + c + PIECE) % job->group == 0) finish_group(job, at, groups + r, found);
+        const uint8_t *const codes = job->codes + ((row + r) * m->cols + col) * bits / 8;
+        int64_t at = (row + r) * job->groups + col / job->group;
+        int64_t left = job->group - col % job->group; /* columns of the group */
+        for (int64_t c = 0, count; c < width; c += count) {
+          count = least(left, width - c);
+          const float scale = scale_value(job, half, at);
+          const run_terms run = {scale, scale >= smallest ? 1.0f : 0.0f};
+          KT_COMPARE_RUN(w + c, codes + c * bits / 8, count, run, bits, half, search, groups + r,
+                         &sum, &all);
+          left -= count;
+          if (left) continue;
+          finish_group(job, at++, groups + r, found);
+          left = job->group;
         }
         add_sums(&sum, &all);
         most_steps = larger(largest(sum.most_steps), most_steps);

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from ktconv.reading.buffers import COPY_BYTES, Buffers
 from ktconv.reading.matrices import source_bytes, spans_of
 from ktconv.reading.reader import SourceReader, Span
 from ktconv.system.arrays import U8
+from ktconv.system.checksums import Checksum
 from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging
 
@@ -49,6 +49,10 @@ class CopyTask:
     def spans(self) -> Sequence[Span]:
         return [Span(self.tensor.file, self.tensor.offset, self.tensor.nbytes)]
 
+    def checksum(self) -> Checksum:
+        """A new one, of the algorithm that the manifest gets."""
+        return Checksum()
+
     def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
         with self.reader.open(self.tensor.file) as fd:
 
@@ -56,7 +60,8 @@ class CopyTask:
                 self.reader.read(fd, self.tensor, piece.data, offset)
 
             pieces = pieces_of(self.tensor.nbytes, read, buffers, advance)
-            return {self.name: write_tensor(self.name, pieces, staging, self.verify, buffers)}
+            found = write_tensor(self.name, pieces, staging, self.verify, buffers, self.checksum())
+        return {self.name: found}
 
 
 @dataclass(frozen=True)
@@ -98,13 +103,15 @@ def write_tensor(
     staging: Staging,
     verify: bool,
     buffers: Buffers | None = None,
+    digest: Checksum | None = None,
 ) -> Record:
-    """Write consecutive pieces of a tensor; its record for the manifest.
+    """Write consecutive pieces of a tensor; its record for the manifest, with the checksum of
+    `digest`.
 
     With `verify` each is read back, into the second half of `buffers.source` if `buffers` are
     given. Raises VerificationError where it differs.
     """
-    digest, offset = hashlib.sha256(), 0
+    digest, offset = digest or Checksum(), 0
     for piece in pieces:
         digest.update(piece.data)
         staging.write(name, piece.data, offset)
@@ -117,7 +124,7 @@ def write_tensor(
                     "check this machine's disk, then run the same command again",
                 )
         offset += len(piece)
-    return {"sha256": digest.hexdigest()}
+    return digest.record()
 
 
 def four_digits(value: float) -> float:

@@ -3,7 +3,6 @@ a time; or its codes copied, where the source has them already."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +22,7 @@ from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.matrices import MatrixReader, buffer_bytes, chunk_rows, chunks
 from ktconv.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.system.arrays import U8, Array
+from ktconv.system.checksums import Checksum
 from ktconv.targets.encoded.kept import is_kept
 from ktconv.targets.encoded.layouts.base import Sizes
 from ktconv.targets.encoded.layouts.words import AWQ
@@ -88,7 +88,7 @@ class EncodeTask(ExpertTask):
         codes_of, *others = layout.tensors(module, sizes)
         encoder: _Encoder = _encoder(self, sizes, half)
         deviation = Deviation(scheme, "rtn", codes_of.name, half, encoder.factor, encoder.keeps)
-        digest, done, remaining = hashlib.sha256(), 0, self.source_bytes
+        digest, done, remaining = Checksum(), 0, self.source_bytes
         whole = None if layout.streamed else np.empty((sizes.rows, sizes.row_bytes), np.uint8)
         for chunk, view, codes, scales, count in encoder.pieces(buffers):
             if whole is not None:
@@ -106,7 +106,7 @@ class EncodeTask(ExpertTask):
             remaining -= count
             advance(count)
         advance(remaining)  # block scales
-        record: dict[str, Any] = {"sha256": digest.hexdigest()}
+        record: dict[str, Any] = digest.record()
         if whole is not None:
             stored = layout.whole(whole)
             record = write_tensor(codes_of.name, [stored], staging, self.verify)

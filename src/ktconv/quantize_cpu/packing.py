@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from ktconv.packed.matrix_check import MatrixCheck, Packed, Violation
 from ktconv.packed.proof import Proof
 from ktconv.reading.buffers import Buffers
 from ktconv.system.arrays import U8
+from ktconv.system.checksums import Checksum
 from ktconv.targets.ktransformers import Options
 from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging
@@ -36,7 +36,7 @@ class Part:
     ) -> None:
         self.index, self.owned, self.layout, self.check = index, owned, layout, check
         self.cols, self.choice = shape[1], choice
-        self.digest = hashlib.sha256()
+        self.digest = Checksum()
         self.scale = native.aligned_bytes(layout.scale_size(*shape))
         self.rows_done = 0
         self.bytes_done = 0
@@ -109,7 +109,7 @@ class PackingTask(ExpertTask):
             scale = write_tensor(name, [part.scale], staging, self.verify)
             errors = part.check.finish().as_dict()
             records[self._name(part, "weight")] = {
-                "sha256": part.digest.hexdigest(),
+                **part.digest.record(),
                 "relative_rms_error": four_digits(errors["relative_rms_error"]),
                 "max_error_steps": four_digits(errors["max_error_steps"]),
                 "zero_share": four_digits(errors["zero_share"]),

@@ -32,6 +32,7 @@ from ktconv.repack.sources import check_side_files, layer_alone, source_files
 from ktconv.repack.tasks import check_sum
 from ktconv.repack.tree import Tree, TreeLayer
 from ktconv.system import machine
+from ktconv.system.checksums import Checksum, checksum_for
 from ktconv.targets.card import card, errors_line, header, mismatch_paragraph, runtime, tags
 from ktconv.targets.ktransformers import KTransformersTarget, Options, Plan, target_for
 from ktconv.writer.journal import Record
@@ -60,10 +61,13 @@ class CheckedCopy(CopyTask):
 
     known: Mapping[str, Record]
 
+    def checksum(self) -> Checksum:
+        return checksum_for(self.known.get(self.name))
+
     def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
         result = super().run(staging, buffers, advance)
         where = f"{self.name} in {self.tensor.file}"
-        check_sum(result[self.name]["sha256"], self.known.get(self.name), where)
+        check_sum(result[self.name], self.known.get(self.name), where)
         return result
 
 

@@ -7,7 +7,6 @@ one scale, and columns can only join a part with the same scales.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from ktconv.repack.complete import CompleteWeights
 from ktconv.repack.tasks import check_sum, refuse_odd_scales
 from ktconv.repack.tree import TreeLayer
 from ktconv.system.arrays import F32, I8, U8, Array, Bools
+from ktconv.system.checksums import checksum_for
 from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging
 
@@ -173,8 +173,10 @@ class RecutTask:
         data = np.empty(place.nbytes, np.uint8)
         with self.reader.open(place.file) as fd:
             self.reader.read(fd, place, data.data, 0)
-        checksum = hashlib.sha256(data.data).hexdigest()
-        check_sum(checksum, self.known.get(place.name), f"{place.name} in {place.file}")
+        known = self.known.get(place.name)
+        checksum = checksum_for(known)
+        checksum.update(data.data)
+        check_sum(checksum.record(), known, f"{place.name} in {place.file}")
         return data
 
     # ---- cutting ----

@@ -19,6 +19,7 @@ from ktconv.reading.buffers import Buffers
 from ktconv.reading.reader import Span
 from ktconv.repack.tree import KtEntry
 from ktconv.system.arrays import U8
+from ktconv.system.checksums import checksum_for, of_record
 from ktconv.system.files import read_exactly, translated
 from ktconv.system.regular_files import opened_regular
 from ktconv.writer.journal import Record
@@ -50,7 +51,7 @@ class MergeTask:
     def _copy(self, entry: KtEntry, staging: Staging, buffers: Buffers, advance: Advance) -> Record:
         """What the new manifest records: the checksum, and what a manifest there records too."""
         name, path = name_of(entry.tensor), self.root / entry.name
-        fmt = output_named(entry.method)
+        fmt, known = output_named(entry.method), self.known.get(name)
         assert fmt is not None  # read_tree refuses other methods
         with self._open(entry) as fd:
 
@@ -61,9 +62,9 @@ class MergeTask:
                     refuse_odd_scales(fmt, piece, str(path))
 
             pieces = pieces_of(entry.nbytes, read, buffers, advance)
-            found = write_tensor(name, pieces, staging, self.verify, buffers)
-        known = self.known.get(name)
-        check_sum(found["sha256"], known, str(path))
+            digest = checksum_for(known)
+            found = write_tensor(name, pieces, staging, self.verify, buffers, digest)
+        check_sum(found, known, str(path))
         return dict(known or found)
 
     @contextmanager
@@ -76,9 +77,10 @@ class MergeTask:
             _refuse_changed(fd, entry, path)
 
 
-def check_sum(found: str, known: Record | None, where: str) -> None:
-    """Refuse bytes that are not those that a manifest knows."""
-    if known is not None and known.get("sha256") != found:
+def check_sum(found: Record, known: Record | None, where: str) -> None:
+    """Refuse bytes that are not those that a manifest knows. Both have checksums of one
+    algorithm."""
+    if known is not None and of_record(known) != of_record(found):
         raise VerificationError(
             f"the checksum of {where} differs from the one in its manifest",
             "it was damaged after its conversion: copy it again, or convert again",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from ktconv.packed.matrix_check import ErrorStats
 from ktconv.reading.buffers import Buffers
 from ktconv.reading.reader import SourceReader, Span
 from ktconv.system.arrays import U8
+from ktconv.system.checksums import algorithm_of, checksum_for
 from ktconv.system.files import FileTooShortError, io_error
 from ktconv.system.opened import opened_source
 from ktconv.verify.findings import Findings
@@ -54,8 +54,8 @@ class TensorStream:
 
     def __init__(self, context: Context, tensor: TensorRef) -> None:
         self._context, self._tensor = context, tensor
-        self._expected = context.records.get(tensor.name, {}).get("sha256")
-        self._digest = None if self._expected is None else hashlib.sha256()
+        self._expected = context.records.get(tensor.name, {})
+        self._digest = checksum_for(self._expected) if algorithm_of(self._expected) else None
         self._done = 0
 
     def read(self, target: U8) -> U8:
@@ -75,7 +75,7 @@ class TensorStream:
         """Whether everything that was read has the checksum of the manifest; None: it has none."""
         if self._digest is None:
             return None
-        equal = self._digest.hexdigest() == self._expected
+        equal = self._digest.agrees(self._expected)
         if not equal:
             words = "differs from the checksum in the manifest"
             self._context.findings.fail_tensor(

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeGuard
 
 from ktconv.errors import InUseError, OutputError
+from ktconv.system import checksums
 from ktconv.system.files import io_error, make_directory, write_durably
 from ktconv.system.regular_files import MissingFileError, read_small
 from ktconv.system.text import Notify, silent
@@ -42,7 +43,6 @@ _FLOCK = "hhqqi"  # struct flock of 64-bit Linux: type, whence, start, length, p
 
 Record = dict[str, Any]
 _LAYER = re.compile("[0-9]{1,9}")
-_SHA256 = re.compile("[0-9a-f]{64}")
 _ESCAPES = re.compile(rb"\\u[dD][89a-fA-F]")  # surrogates: pairs are sound, single ones are not
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")  # no escaped backslash before u0000
 
@@ -157,9 +157,8 @@ def _is_file_record(file: object) -> bool:
 def _is_tensor_record(record: object) -> bool:
     if not isinstance(record, dict):
         return False
-    checksum, error = record.get("sha256"), record.get("relative_rms_error", 0.0)
-    form = isinstance(checksum, str) and _SHA256.fullmatch(checksum) is not None
-    return form and isinstance(error, float) and math.isfinite(error)
+    error = record.get("relative_rms_error", 0.0)
+    return checksums.is_sound(record) and isinstance(error, float) and math.isfinite(error)
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
