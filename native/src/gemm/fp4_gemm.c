@@ -17,9 +17,7 @@ void kt_fp4_pack_row(const uint8_t *codes, int64_t n, uint8_t *tile) {
 
 void kt_fp4_unpack_row(const uint8_t *tile, int64_t n, uint8_t *codes) {
   for (int64_t k = 0; k < KT_TILE_COLS; k++) {
-    int shift;
-    const uint8_t byte = tile[kt_fp4_nibble_at(n, k, &shift)];
-    const int code = byte >> shift & 15;
+    const unsigned code = kt_fp4_code_at(tile, n, k);
     codes[k / 2] = (uint8_t)(k % 2 ? codes[k / 2] | code << 4 : code);
   }
 }

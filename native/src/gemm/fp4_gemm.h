@@ -22,6 +22,13 @@ static inline int64_t kt_fp4_nibble_at(int64_t n, int64_t k, int *shift) {
   return k % KT_TILE_COLS / 4 * KT_LINE + n % KT_HALF_ROWS * 4 + k % 2 * 2 + nibble / 2;
 }
 
+/* The code of (row n, column k) in its tile. */
+static inline unsigned kt_fp4_code_at(const uint8_t *tile, int64_t n, int64_t k) {
+  int shift;
+  const int64_t at = kt_fp4_nibble_at(n, k, &shift);
+  return tile[at] >> shift & 15u;
+}
+
 /* 32 codes of row n, two in a byte, the even column in the low nibble: to and from a tile. Rows are
  * packed in ascending order (format.h). */
 void kt_fp4_pack_row(const uint8_t *codes, int64_t n, uint8_t *tile);

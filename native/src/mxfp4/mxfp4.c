@@ -19,9 +19,8 @@ static void unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_
 
 /* The bf16 bits of a code. */
 static uint16_t code_at(const kt_weight *w, int64_t n, int64_t k) {
-  int shift;
   const int64_t tile = kt_bf16_tile_start(w->cols, KT_FP4_TILE, n, k);
-  return kt_fp4_bf16[w->codes[tile + kt_fp4_nibble_at(n, k, &shift)] >> shift & 15];
+  return kt_fp4_bf16[kt_fp4_code_at(w->codes + tile, n, k)];
 }
 
 static void decode_row(const kt_weight *w, int64_t n, double *out) {

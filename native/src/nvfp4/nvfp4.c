@@ -47,12 +47,10 @@ static int is_finite(const uint8_t *codes, int64_t count) {
 
 /* The code of (row n, column k) times its E4M3 scale. */
 static double number_at(const kt_weight *w, int64_t n, int64_t k) {
-  int shift;
   const uint8_t *const tile = w->codes + kt_bf16_tile_start(w->cols, KT_NVFP4_TILE, n, k);
-  const unsigned code = tile[kt_fp4_nibble_at(n, k, &shift)] >> shift & 15;
   const unsigned scale = tile[scale_at(n, k % KT_TILE_COLS / KT_NVFP4_GROUP)];
   const double size = kt_bf16_value(kt_fp8_bf16[scale & 0x7f]);
-  return kt_bf16_value(kt_fp4_bf16[code]) * (scale & 0x80 ? -size : size);
+  return kt_bf16_value(kt_fp4_bf16[kt_fp4_code_at(tile, n, k)]) * (scale & 0x80 ? -size : size);
 }
 
 static void decode_row(const kt_weight *w, int64_t n, double *out) {
