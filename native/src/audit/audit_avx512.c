@@ -1,4 +1,4 @@
-/* The audit as the compiler vectorizes it for AVX-512. */
+/* The audit for AVX-512: its sums by hand, the rest as the compiler vectorizes it. */
 #include "../cpu.h"
 
 #if KT_X86
@@ -6,6 +6,8 @@
 
 KT_TARGET_BEGIN(AVX512)
 enum { AT_ONCE = 4 }; /* see audit_search.h */
+#include "audit_runs_avx512.h"
+/* which the loop takes */
 #include "audit_loop.h"
 
 void kt_audit_avx512(const kt_audit_job *job, kt_audit *audit) { audit_all(job, audit); }

@@ -4,11 +4,10 @@
 
 #include "audit_search.h"
 #include "audit_source.h"
+#include "audit_sums.h"
 
 #include <math.h>
 #include <string.h>
-
-enum { LANES = 16 };
 
 /* ---- Where codes are: SPEC 4.2 and 8.4 of docs/formats.md ----------------- */
 
@@ -109,21 +108,8 @@ INLINE float scale_at(const kt_audit_job *job, int64_t row, int64_t group) {
 
 /* ---- Comparing --------------------------------------------------------------- */
 
-/* What is known so far of a row and of its present group, in lanes that are added up at the end:
- * then neither the order of sums nor their bits depend on how wide the machine's vectors are. */
-typedef struct group_state {
-  float most_error[LANES], most_source[LANES];
-  int64_t squares, zeros, invalid; /* of codes: the sum of their squares, how many are so */
-} group_state;
-
-typedef struct row_state {
-  _Alignas(64) double source[LANES]; /* squares, */
-  double error[LANES];               /* likewise */
-  group_state group;
-} row_state;
-
-INLINE float larger(float a, float b) { return a > b ? a : b; }
-
+/* A level may have its own `compare_runs`, in the same order: bits of sums are the same. */
+#ifndef KT_AUDIT_OWN_RUNS
 /* Of one lane: 4 of 64 columns, or 2 of 32. */
 INLINE float square_sum(const float *x, const int cols) {
   const float sum = x[0] * x[0] + x[LANES] * x[LANES];
@@ -196,6 +182,7 @@ INLINE void compare_runs(const float *w, const int8_t *codes, float step, float 
   group->zeros += count_of(codes, 0, cols, runs);
   if (invalid) group->invalid += count_of(codes, invalid, cols, runs);
 }
+#endif
 
 /* The sums of a row once more, where binary32 squares overflow or vanish. */
 static void sum_extreme_row(const kt_audit_job *job, int64_t row, row_state *state) {
