@@ -55,7 +55,7 @@ typedef enum kt_isa {
   KT_ISA_AVX512 = 1, /* x86-64: AVX-512 F, BW, DQ, VL, saved by the OS; contains avx2 */
   KT_ISA_AMX = 2,    /* x86-64: AMX tile, int8, bf16, granted by the OS; contains avx512 with
                         VNNI, BF16 and VBMI */
-  KT_ISA_AVX2 = 3,   /* x86-64: AVX2 and F16C, saved by the OS; contains scalar */
+  KT_ISA_AVX2 = 3,   /* x86-64: AVX2, F16C and FMA, saved by the OS; contains scalar */
   KT_ISA_NEON = 4,   /* aarch64: NEON, which all of them have; contains scalar */
   KT_ISA_COUNT
 } kt_isa;
@@ -71,7 +71,7 @@ int kt_isa_has(int isa);
 
 /* What the CPU and the OS report, each 0 or 1. On other architectures all 0. */
 typedef struct kt_cpu {
-  int32_t avx2; /* and F16C, which all but the oldest have beside it */
+  int32_t avx2; /* and F16C and FMA, which all but the oldest have beside it */
   int32_t avx512, avx512_vnni, avx512_bf16, avx512_vbmi;
   int32_t amx_tile, amx_int8, amx_bf16;
   int32_t amx_permission; /* the kernel grants tile state to this process */

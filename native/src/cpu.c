@@ -40,10 +40,10 @@ void kt_cpu_detect(kt_cpu *cpu) {
   if (!cpu) return;
   memset(cpu, 0, sizeof *cpu);
   if (!__get_cpuid(1, &a, &b, &c, &d) || !bit(c, 27)) return; /* OSXSAVE */
-  const int32_t f16c = bit(c, 29);
+  const int32_t f16c = bit(c, 29), fma = bit(c, 12);
   const uint64_t xcr0 = read_xcr0();
   if ((xcr0 & XCR0_AVX) != XCR0_AVX || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
-  cpu->avx2 = bit(b, 5) & f16c;
+  cpu->avx2 = bit(b, 5) & f16c & fma;
   if ((xcr0 & XCR0_AVX512) == XCR0_AVX512) {
     cpu->avx512 = bit(b, 16) & bit(b, 17) & bit(b, 30) & bit(b, 31); /* F DQ BW VL */
     cpu->avx512_vnni = cpu->avx512 & bit(c, 11);

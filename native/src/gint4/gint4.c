@@ -104,6 +104,7 @@ const kt_weight_format kt_gint4_format = {
 #if KT_X86
     .transpose[KT_ISA_AVX512_VBMI] = kt_gint4_transpose_avx512,
     .product[KT_ISA_AVX512_VNNI] = kt_gint4_product_avx512,
+    .product[KT_ISA_AVX2] = kt_gint4_product_avx2,
     .product[KT_ISA_AMX] = kt_gint4_product_amx,
 #endif
 };

@@ -80,6 +80,7 @@ const kt_weight_format kt_gint8_format = {
     .transpose[KT_ISA_SCALAR] = kt_gint8_transpose_scalar,
 #if KT_X86
     .product[KT_ISA_AVX512_VNNI] = kt_gint8_product_avx512,
+    .product[KT_ISA_AVX2] = kt_gint8_product_avx2,
     .product[KT_ISA_AMX] = kt_gint8_product_amx,
 #endif
 };

@@ -9,6 +9,7 @@
 static kt_read_fn *const reads[KT_LEVELS] = {
     [KT_ISA_SCALAR] = kt_limit_read_scalar,
 #if KT_X86
+    [KT_ISA_AVX2] = kt_limit_read_avx2,
     [KT_ISA_AVX512] = kt_limit_read_avx512,
 #endif
 };
@@ -17,6 +18,8 @@ static kt_dot_fn *const dots[KT_UNITS][KT_LEVELS] = {
     [KT_UNIT_INT8][KT_ISA_SCALAR] = kt_limit_int8_scalar,
     [KT_UNIT_BF16][KT_ISA_SCALAR] = kt_limit_bf16_scalar,
 #if KT_X86
+    [KT_UNIT_INT8][KT_ISA_AVX2] = kt_limit_int8_avx2,
+    [KT_UNIT_BF16][KT_ISA_AVX2] = kt_limit_bf16_avx2,
     [KT_UNIT_INT8][KT_ISA_AVX512_VNNI] = kt_limit_int8_avx512,
     [KT_UNIT_BF16][KT_ISA_AVX512_BF16] = kt_limit_bf16_avx512,
     [KT_UNIT_INT8][KT_ISA_AMX] = kt_limit_int8_amx,

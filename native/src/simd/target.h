@@ -6,7 +6,7 @@
 #ifndef KT_TARGET_H
 #define KT_TARGET_H
 
-#define KT_TARGET_AVX2 "avx2,f16c"
+#define KT_TARGET_AVX2 "avx2,f16c,fma"
 #define KT_TARGET_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2"
 #define KT_TARGET_AVX512_VNNI "avx512vnni," KT_TARGET_AVX512
 #define KT_TARGET_AVX512_BF16 "avx512bf16,avx512vbmi," KT_TARGET_AVX512_VNNI
