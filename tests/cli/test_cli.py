@@ -485,7 +485,7 @@ def test_a_reader_that_leaves_does_not_end_the_work(redirection: str, tmp_path: 
 
 def test_a_terminal_without_room_gets_lines() -> None:
     """No bar for TERM=dumb: cursor movements would fill the log."""
-    code = "from ktconv.cli.progress import BarObserver; print(BarObserver.fits())"
+    code = "from ktconv.cli.bar import BarObserver; print(BarObserver.fits())"
     leader, follower = pty.openpty()
     answers = []
     for term, columns in (("xterm", "100"), ("dumb", "100"), ("xterm", "30")):

@@ -13,10 +13,11 @@ import pytest
 from helpers.cli import ktconv
 from helpers.paths import EXAMPLE, ROOT
 
+from ktconv.cli import options
 from ktconv.cli.events import Events, shown_as
 from ktconv.cli.events import events as shown_events
 from ktconv.cli.options import progress_mode
-from ktconv.cli.progress import BarObserver, EventObserver
+from ktconv.cli.progress import EventObserver
 from ktconv.quantize_cpu import run as quantize_cpu_run
 
 SCHEMA = json.loads((ROOT / "docs/progress.schema.json").read_text())
@@ -150,7 +151,7 @@ def test_what_libraries_print_becomes_notes(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_bars_that_the_user_does_not_want(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BarObserver, "fits", lambda: True)
+    monkeypatch.setattr(options, "_has_room_for_a_bar", lambda: True)
     assert progress_mode() == "bar"
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     assert progress_mode() == "lines"

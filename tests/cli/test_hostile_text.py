@@ -23,9 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from ktconv.cli.bar import BarObserver
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.output import notify, print_result, print_text
-from ktconv.cli.progress import BarObserver
 from ktconv.errors import CheckpointError
 from ktconv.system.text import path_text, printable, valid_unicode
 

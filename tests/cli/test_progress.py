@@ -11,7 +11,8 @@ from helpers.paths import EXAMPLE
 from rich.console import Console
 
 from ktconv.cli import progress
-from ktconv.cli.progress import BarObserver, LineObserver, Rate
+from ktconv.cli.bar import BarObserver
+from ktconv.cli.progress import LineObserver, Rate
 from ktconv.quantize_cpu.run import Request, quantize_cpu
 from ktconv.system.elsewhere import Transfer
 from ktconv.system.units import format_duration

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 
 from ktconv.cli.process import open_streams, quit_on_signals
+
+_OBJECTS = 50_000  # between two searches for cycles; imports make some 100 000 that stay
 
 
 def main() -> None:
     """Entry point of the `ktconv` command."""
     quit_on_signals()
     open_streams()
-    from ktconv.cli.app import app
+    # OpenBLAS's threads wait for work by looking for it, 30 ms each: from the first import on.
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+    gc.set_threshold(_OBJECTS)
+    from ktconv.cli.app import application_for
 
     try:
         try:
-            app()
+            application_for(sys.argv[1:])()
         finally:
             sys.stdout.flush()
     except OSError as error:  # of --help and --version; commands show their own

@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -356,21 +357,31 @@ def _upload_lines(output: Path) -> Iterator[str]:
 
 def progress_over(sizes: dict[str, int]) -> Any:
     """Progress over units of these sizes, as `--progress` says or the terminal allows."""
-    from ktconv.cli.progress import BarObserver, EventObserver, LineObserver, QuietObserver
+    from ktconv.cli.progress import EventObserver, LineObserver, QuietObserver
 
     if listener := events.events():
         return EventObserver(sizes, listener)
     mode = progress_mode()
     if mode == "none":
         return QuietObserver(sizes, notify)
-    return BarObserver(sizes) if mode == "bar" else LineObserver(sizes, notify)
+    if mode == "lines":
+        return LineObserver(sizes, notify)
+    from ktconv.cli.bar import BarObserver
+
+    return BarObserver(sizes)
+
+
+def _has_room_for_a_bar() -> bool:
+    if sys.stderr is None or not sys.stderr.isatty():
+        return False  # before a library is loaded that knows terminals
+    from ktconv.cli.bar import BarObserver
+
+    return BarObserver.fits()
 
 
 def progress_mode() -> events.Mode:
     """How to show progress: never `auto`. UsageError for a bar where there is no room for one."""
-    from ktconv.cli.progress import BarObserver
-
-    mode, fits = events.mode(), BarObserver.fits()
+    mode, fits = events.mode(), _has_room_for_a_bar()
     if mode == "bar" and not fits:
         raise UsageError(
             "--progress bar needs a terminal with room for a bar on stderr",

@@ -5,26 +5,18 @@ The ETA comes from the bytes of the last half minute, so that it follows the dis
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.table import Column
-from rich.text import Text
-
 from ktconv.cli.events import Events
 from ktconv.conversion.pipeline import Observer
 from ktconv.system.elsewhere import in_use, transfer
-from ktconv.system.text import Notify, printable
+from ktconv.system.text import Notify
 from ktconv.system.units import format_duration, format_size
 
 WINDOW_SECONDS = 30.0
 EVENT_SECONDS = 1.0  # between events of progress
-BAR_WIDTH = 60  # columns; lines serve narrower terminals better
-NETWORK_WIDTH, RETRIES_WIDTH = 80, 96  # columns with which the bar shows these, too
 
 
 class Rate:
@@ -196,66 +188,3 @@ class EventObserver(Progression):
             "network_requests": transfer.requests,
             "network_retries": transfer.retries,
         }
-
-
-class _Live(ProgressColumn):
-    """A column computed from the progression at each refresh."""
-
-    def __init__(self, text: Callable[[], str]) -> None:
-        super().__init__(Column(no_wrap=True))
-        self._text = text
-
-    def render(self, task: Task) -> Text:
-        return Text(self._text())
-
-
-class BarObserver(Progression):
-    """A bar with bytes, speed, layer and ETA on stderr."""
-
-    @staticmethod
-    def fits() -> bool:
-        """Whether stderr is a terminal that can move its cursor and has room for a bar."""
-        if sys.stderr is None or not sys.stderr.isatty():
-            return False
-        console = Console(stderr=True)
-        return not console.is_dumb_terminal and console.width >= BAR_WIDTH
-
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        super().__init__(sizes)
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            _Live(lambda: f"{format_size(self.done)} of {format_size(self.total)}"),
-            _Live(self.speed),
-            _Live(lambda: self.network_speed() if self._width() >= NETWORK_WIDTH else ""),
-            _Live(lambda: self.retries() if self._width() >= RETRIES_WIDTH else ""),
-            _Live(lambda: f"ETA {self.eta()}"),
-            console=Console(stderr=True),
-            transient=True,
-        )
-        self._task = self._bar.add_task("planning", total=self.total)
-
-    def _width(self) -> int:
-        return self._bar.console.width
-
-    def begin(self, keys: list[str]) -> None:
-        super().begin(keys)
-        self._bar.update(self._task, total=self.total)
-
-    def advanced(self, source_bytes: int) -> None:
-        super().advanced(source_bytes)
-        self._bar.update(self._task, completed=self.done)
-
-    def unit_started(self, key: str) -> None:
-        super().unit_started(key)
-        self._bar.update(self._task, description=printable(key))
-
-    def noted(self, text: str) -> None:
-        self._bar.console.print(Text(text))  # above the bar
-
-    def __enter__(self) -> Progression:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()

@@ -37,10 +37,6 @@ from ktconv.quantize_cpu.backward import (
     backward_notes,
 )
 from ktconv.quantize_cpu.folding import FoldTask, check_foldable, fold_memory, fold_notes
-from ktconv.quantize_cpu.gptq.coverage import coverage_facts, coverage_lines
-from ktconv.quantize_cpu.gptq.inputs import Calibration
-from ktconv.quantize_cpu.gptq.task import CompensatedExpert, expert_memory
-from ktconv.quantize_cpu.gptq.threads import one_torch_thread
 from ktconv.quantize_cpu.integers import integer_notes, may_be_kept
 from ktconv.quantize_cpu.source_weights import NormWeights, SourceWeights, WeighedTask
 from ktconv.quantize_cpu.task import QuantizeTask, quantize_buffers
@@ -60,6 +56,7 @@ from ktconv.targets.second_rounding import refuse_second_rounding
 from ktconv.writer.journal import Journal, Record
 
 if TYPE_CHECKING:
+    from ktconv.quantize_cpu.gptq.inputs import Calibration
     from ktconv.quantize_cpu.gptq.streaming import TextCalibration
     from ktconv.quantize_cpu.importance import ExpertWeights, LayerWeights
 
@@ -135,6 +132,8 @@ def prepare(request: Request) -> Preflight:
     kept = weights.memory(min(OPEN_UNITS, len(units))) if weights else 0
     each = _memory(plan)
     if calibration is not None:
+        from ktconv.quantize_cpu.gptq.task import expert_memory
+
         kept += calibration.memory(min(OPEN_UNITS, len(units)))
         each += expert_memory(plan.moe_layers)
     threads, peak = fit_memory(request, each, kept)
@@ -252,6 +251,24 @@ def _buffers(plan: Plan) -> BufferSizes:
     )
 
 
+def recorded(given: Calibration | TextCalibration | None) -> Calibration | None:
+    """Inputs that are in a file; None where a text gives them, or nothing."""
+    if given is None:
+        return None
+    from ktconv.quantize_cpu.gptq.inputs import Calibration  # which most conversions do not need
+
+    return given if isinstance(given, Calibration) else None
+
+
+def text_of(given: Calibration | TextCalibration | None) -> TextCalibration | None:
+    """The text that gives inputs; None where a file has them, or nothing."""
+    if given is None:
+        return None
+    from ktconv.quantize_cpu.gptq.inputs import Calibration
+
+    return None if isinstance(given, Calibration) else given
+
+
 class QuantizeCpu(Conversion):
     """One run of a planned conversion."""
 
@@ -260,8 +277,8 @@ class QuantizeCpu(Conversion):
 
     def __init__(self, preflight: Preflight, observer: Observer) -> None:
         super().__init__(preflight, observer)
-        self._weights, found = preflight.weights, preflight.calibration
-        self._calibration = found if isinstance(found, Calibration) else None
+        self._weights = preflight.weights
+        self._calibration = recorded(preflight.calibration)
 
     def buffers(self) -> BufferSizes:
         return _buffers(self.plan)
@@ -273,6 +290,8 @@ class QuantizeCpu(Conversion):
         weights = self._weights.layer(layer.index) if self._weights and not inputs else None
         for expert in unit.experts:
             if inputs is not None:
+                from ktconv.quantize_cpu.gptq.task import CompensatedExpert
+
                 yield CompensatedExpert(reader, layer, expert, verify, options, inputs)
             else:
                 yield from self._searched(layer, expert, reader, weights)
@@ -305,10 +324,12 @@ class QuantizeCpu(Conversion):
 
     def convert(self, pending: Sequence[Unit]) -> None:
         """With a text, the layers that it passes come first, each when its inputs are there."""
-        text = self.preflight.calibration
-        if text is None or isinstance(text, Calibration):
+        text = text_of(self.preflight.calibration)
+        if text is None:
             super().convert(pending)
             return
+        from ktconv.quantize_cpu.gptq.coverage import coverage_lines
+
         self.observer.begin([unit.key for unit in pending])
         units = {unit.layer.index: unit for unit in self.plan.layers}
         waiting = {index for index in text.layers if units[index] in pending}
@@ -328,15 +349,19 @@ class QuantizeCpu(Conversion):
 
     def more(self) -> Record:
         """Tokens of experts in the layers that a text has passed in this run."""
-        text = self.preflight.calibration
-        if text is None or isinstance(text, Calibration) or not text.counts:
+        text = text_of(self.preflight.calibration)
+        if text is None or not text.counts:
             return {}
+        from ktconv.quantize_cpu.gptq.coverage import coverage_facts
+
         return {"calibration_coverage": coverage_facts(text.counts)}
 
     def run_pipeline(self, units: Sequence[Unit]) -> None:
         if self._calibration is None:
             super().run_pipeline(units)
             return
+        from ktconv.quantize_cpu.gptq.threads import one_torch_thread
+
         with one_torch_thread():  # for each worker
             super().run_pipeline(units)
 
