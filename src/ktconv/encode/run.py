@@ -162,8 +162,8 @@ def _loading_notes(plan: Plan) -> list[str]:
         return engine_lines(target.recipe, [(unit.layer, unit.experts) for unit in plan.layers])
     if not target.row.transformers:
         return [f"transformers does not read {target.name}, which vLLM does; see the model card"]
-    if transformers_reads_packed(checkpoint):
-        return []
+    if transformers_reads_packed(checkpoint) or any(one.biased for one in plan.moe_layers):
+        return []  # another note says who computes experts with biases
     name = checkpoint.config.get("model_type", "this model")
     return [
         f"transformers reads the experts of {name} only in fused form: it cannot load this "

@@ -195,7 +195,9 @@ class EncodedTarget(Target):
                 layers,
                 f"{self.command} {'' if self._is_gpu else f'--method {self.name} '}does not write "
                 "them",
-                "Serve the original model on the GPU.",
+                "Serve the original model on the GPU."
+                if self._is_gpu
+                else "For ktconv's own runtime --method bf16, mxfp4, rawint4 and others do.",
             )
         if self.recipe is None:
             self.scheme.check(layers)
