@@ -1,8 +1,8 @@
 /* encoded_integers_avx512.h - runs of integer codes with AVX-512, 16 columns in a vector: what
  * compare_piece (encoded_loop.h) does, operation by operation, so that all bits are the same.
  *
- * A division takes as long as the rest. (One core of an Emerald Rapids, INT4 in groups of 128: 4.4
- * GB/s of bf16 source, 1.7 as the compiler vectorizes it, which stores and adds up each piece.)
+ * A division takes as long as the rest. (One core of an Emerald Rapids, INT4 in groups of 128: 3.7
+ * GB/s of bf16 source, 1.9 as the compiler vectorizes it, which stores and adds up each piece.)
  *
  * Include after KT_TARGET_BEGIN(AVX512). */
 #ifndef KT_AUDIT_ENCODED_INTEGERS_AVX512_H
