@@ -604,3 +604,14 @@ def test_numbers_beyond_bf16_are_refused(tmp_path: Path) -> None:
     path.write_bytes(data[:first] + bytes(last - first) + data[last:])  # 2^-127
     with pytest.raises(CheckpointError, match="has a number that bf16 does not have"):
         native_experts(model)
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, np.nan, np.inf, 1e-45])
+@pytest.mark.parametrize("kind", ["nvfp4, compressed-tensors", "nvfp4, ModelOpt"])
+def test_second_scales_that_are_none(kind: str, factor: float, tmp_path: Path) -> None:
+    """The smallest denormal divides into infinities, and multiplies into zeros."""
+    part = "weight_global_scale" if "compressed" in kind else "weight_scale_2"
+    name = f"{SOURCE}.1.up_proj.{part}"
+    model, _, _ = encoded_model(tmp_path / "model", kind, **{name: np.array([factor], np.float32)})
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)} has the scale"):
+        native_experts(model)

@@ -7,7 +7,7 @@
 
 KT_TARGET_BEGIN(AVX512)
 #include "encoded_integers_avx512.h"
-/* defines KT_COMPARE_RUN */
+/* which the loop takes */
 #include "encoded_loop.h"
 
 void kt_encoded_avx512(const kt_encoded_job *job, kt_encoded_audit *audit) {

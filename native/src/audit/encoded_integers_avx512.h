@@ -11,7 +11,7 @@
 #include "../simd/unroll.h"
 #include "encoded_sums.h"
 
-#define KT_COMPARE_RUN compare_vectors
+#define KT_ENCODED_OWN_RUN
 
 typedef struct vector_sums {
   __m512 source, error, value, most_steps;
@@ -69,10 +69,9 @@ INLINE void compare_vector(const float *from, __m512i code, __m512 scale, __m512
   sum->value = _mm512_add_ps(sum->value, _mm512_mul_ps(value, value));
 }
 
-/* `compare_run`. */
-INLINE void compare_vectors(const float *w, const uint8_t *stored_codes, int64_t count,
-                            run_terms run, const int bits, const int half, const int search,
-                            group_state *group, row_sums *row, sums *all) {
+INLINE void compare_run(const float *w, const uint8_t *stored_codes, int64_t count, run_terms run,
+                        const int bits, const int half, const int search, group_state *group,
+                        row_sums *row, sums *all) {
   const __m512 scale = _mm512_set1_ps(run.scale), precise = _mm512_set1_ps(run.precise);
   vector_sums sum = {_mm512_loadu_ps(row->source),
                      _mm512_loadu_ps(row->error),

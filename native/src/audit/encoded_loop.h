@@ -91,8 +91,7 @@ INLINE void compare_piece(const float *restrict w, const int8_t *restrict codes,
 
 /* `count` columns of a group (a multiple of PIECE); codes as stored. A level may have its own, in
  * the same order: bits of sums are the same. */
-#ifndef KT_COMPARE_RUN
-#define KT_COMPARE_RUN compare_run
+#ifndef KT_ENCODED_OWN_RUN
 INLINE void compare_run(const float *w, const uint8_t *bytes, int64_t count, run_terms run,
                         const int bits, const int half, const int search, group_state *group,
                         row_sums *sum, sums *all) {
@@ -172,8 +171,8 @@ INLINE void audit_codes(const kt_encoded_job *job, const int bits, const int hal
           count = least(left, width - c);
           const float scale = scale_value(job, half, at);
           const run_terms run = {scale, scale >= smallest ? 1.0f : 0.0f};
-          KT_COMPARE_RUN(w + c, codes + c * bits / 8, count, run, bits, half, search, groups + r,
-                         &sum, &all);
+          compare_run(w + c, codes + c * bits / 8, count, run, bits, half, search, groups + r, &sum,
+                      &all);
           left -= count;
           if (left) continue;
           finish_group(job, at++, groups + r, found);

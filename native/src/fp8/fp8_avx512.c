@@ -5,6 +5,7 @@
 #include "../simd/target.h"
 
 KT_TARGET_BEGIN(AVX512_BF16)
+#include "../gemm/row_scales_avx512.h"
 #include "fp8_tables_avx512.h"
 
 KT_BF16_MICROS(decoding, KT_FORM_FP8, 0, 1)
@@ -41,14 +42,6 @@ static void spread_scales(const kt_weight *w, int64_t strip, int64_t strips, flo
   }
 }
 
-static void scale_rows(const float *scale, int64_t tokens, float *out) {
-  const __m512 scale0 = _mm512_loadu_ps(scale), scale1 = _mm512_loadu_ps(scale + 16);
-  for (int64_t t = 0; t < tokens; t++, out += KT_STRIP) {
-    _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_loadu_ps(out), scale0));
-    _mm512_storeu_ps(out + 16, _mm512_mul_ps(_mm512_loadu_ps(out + 16), scale1));
-  }
-}
-
 /* Scales per block of 128 x 128. */
 static void scaled_product(const kt_line_tables *tables, const kt_weight *w, int64_t strip,
                            int64_t strips, const uint8_t *x, int64_t stride, int64_t tokens,
@@ -71,9 +64,7 @@ void kt_fp8_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, co
   }
   kt_bf16_product(KT_FORM_FP8, &kernels, &tables, w, strip, strips, w->cols, NULL, x, stride,
                   tokens, out, panel);
-  for (int64_t s = 0; s < strips; s++)
-    scale_rows((const float *)w->scale + (strip + s) * KT_STRIP, tokens,
-               out + s * tokens * KT_STRIP);
+  kt_scale_rows(w, strip, strips, tokens, out);
 }
 
 KT_TARGET_END

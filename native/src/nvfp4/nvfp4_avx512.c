@@ -7,6 +7,7 @@
 
 KT_TARGET_BEGIN(AVX512_BF16)
 #include "../gemm/fp4_gemm_avx512.h"
+#include "../gemm/row_scales_avx512.h"
 #include "nvfp4.h"
 
 /* 16 E4M3 scales, as halves of the same mantissa, whose exponents are 8 smaller. */
@@ -50,22 +51,12 @@ void kt_nvfp4_decode_tiles(const uint8_t *codes, int64_t tiles, uint8_t *out) {
     }
 }
 
-static void scale_rows(const float *scale, int64_t tokens, float *out) {
-  const __m512 scale0 = _mm512_loadu_ps(scale), scale1 = _mm512_loadu_ps(scale + KT_HALF_ROWS);
-  for (int64_t t = 0; t < tokens; t++, out += KT_STRIP) {
-    _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_loadu_ps(out), scale0));
-    _mm512_storeu_ps(out + 16, _mm512_mul_ps(_mm512_loadu_ps(out + 16), scale1));
-  }
-}
-
 void kt_nvfp4_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                              int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
   const kt_fp4_form form = {KT_NVFP4_TILE, KT_NVFP4_TILE_GROUPS, scales_of};
   (void)panel;
   kt_fp4_product(form, w, 0, strip, strips, x, stride, tokens, out);
-  for (int64_t s = 0; s < strips; s++)
-    scale_rows((const float *)w->scale + (strip + s) * KT_STRIP, tokens,
-               out + s * tokens * KT_STRIP);
+  kt_scale_rows(w, strip, strips, tokens, out);
 }
 
 KT_TARGET_END

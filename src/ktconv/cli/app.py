@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Annotated
@@ -65,11 +64,9 @@ def application(names: Iterable[str] = COMMANDS) -> typer.Typer:
 
 
 def application_for(words: Sequence[str]) -> typer.Typer:
-    """With the command that these arguments name alone, which takes a third of the time; with all
-    where they name none, or a shell asks for completions."""
-    named = words[:1] if words and words[0] in COMMANDS else COMMANDS
-    completing = any(name.endswith("_COMPLETE") for name in os.environ)
-    return application(COMMANDS if completing else named)
+    """With the command that these arguments name alone, which is loaded sooner; with all where they
+    name none, as where a shell asks for completions."""
+    return application(words[:1] if words and words[0] in COMMANDS else COMMANDS)
 
 
 def __getattr__(name: str) -> typer.Typer:

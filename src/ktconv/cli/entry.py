@@ -15,7 +15,7 @@ def main() -> None:
     """Entry point of the `ktconv` command."""
     quit_on_signals()
     open_streams()
-    # OpenBLAS's threads wait for work by looking for it, 30 ms each: from the first import on.
+    # Else idle threads of OpenBLAS, which start with NumPy, spin for 30 ms before they sleep.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
     gc.set_threshold(_OBJECTS)
     from ktconv.cli.app import application_for

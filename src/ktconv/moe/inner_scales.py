@@ -9,8 +9,8 @@ import numpy as np
 from ktconv.formats import Format, Slice, nvfp4
 from ktconv.formats.decode import E4M3FN_VALUES
 from ktconv.moe.plain import PlainReader
-from ktconv.reading.matrices import MatrixReader
-from ktconv.system.arrays import F32, U8, Array
+from ktconv.reading.matrices import MatrixReader, Scales
+from ktconv.system.arrays import U8, Array
 
 _E4M3 = E4M3FN_VALUES[:127]  # those that are not negative
 
@@ -20,30 +20,29 @@ class InnerScaleReader(PlainReader):
     """A row's scale is the second level, which all of a matrix share: where the source divides by
     it, the reciprocal, rounded to float32."""
 
-    levels: tuple[F32, float]  # scales of groups, and what they are multiplied by
+    factor: float  # `scales` are those of groups alone
 
     def codes(self, chunk: range, data: U8, part: Slice) -> Array:
         nibbles = PlainReader.codes(self, chunk, data, part)
-        grid = self.source.matrix.scale
-        assert grid is not None
-        inner = self._of_grid(grid, self.levels[0], chunk, part)
+        grid, scales = self.source.matrix.scale, self.scales
+        assert grid is not None and scales is not None
+        inner = self._of_grid(grid, scales, chunk, part)
         return nvfp4.plain(nibbles, np.searchsorted(_E4M3, inner).astype(np.uint8))
 
     def scale(self, chunk: range, data: U8, part: Slice) -> Array | None:
         grid = self.source.matrix.scale
         assert grid is not None
-        values = np.full(len(chunk), self.levels[1], np.float32)
+        values = np.full(len(chunk), self.factor, np.float32)
         return self._as_stored(values, (grid.outer or grid).tensor.name)
 
 
 def plain_reader(fmt: Format, source: MatrixReader) -> PlainReader:
     """What reads a matrix in the plain form of `fmt`."""
-    scales = source.load_scales()
     if not fmt.traits.inner_scales:
-        return PlainReader(fmt, source, scales)
-    assert scales is not None and source.matrix.scale is not None
-    levels = scales.scale, 1.0
-    if source.matrix.scale.outer is not None:
-        blocks, factor, divides = source.load_levels()
-        levels = blocks, float(np.float32(1 / factor)) if divides else factor
-    return InnerScaleReader(fmt, source, scales, levels)
+        return PlainReader(fmt, source, source.load_scales())
+    grid = source.matrix.scale
+    if grid is None or grid.outer is None:
+        return InnerScaleReader(fmt, source, source.load_scales(), 1.0)
+    blocks, factor, divides = source.load_levels()
+    factor = float(np.float32(1 / factor)) if divides else factor
+    return InnerScaleReader(fmt, source, Scales(blocks), factor)

@@ -76,19 +76,19 @@ class PlainReader:
         elif grid is None or self.scales is None or self.format.scale_dtype == "none":
             return None
         else:
-            tensor, values = grid.tensor, self._of_grid(grid, self.scales.scale, chunk, part)
+            tensor, values = grid.tensor, self._of_grid(grid, self.scales, chunk, part)
         stored = np.ascontiguousarray(self._as_stored(values, tensor.name))
         return stored.reshape(self.format.layout.scale_shape(len(chunk), part.shape[1]))
 
-    def _of_grid(self, grid: BlockGrid, scale: F32, chunk: range, part: Slice) -> F32:
+    def _of_grid(self, grid: BlockGrid, scales: Scales, chunk: range, part: Slice) -> F32:
         """Scales of the format's blocks."""
-        if self.scales is not None and self.scales.group_of_col is not None:
+        if scales.group_of_col is not None:
             raise self._not_exact("has inputs of a group that are not neighbours (g_idx)")
         height, width = scale_block(self.format, part.shape[1])
         own = range(part.col_start, part.col_stop)
         rows = _places(chunk, height, grid.block_rows, grid.row_origin)
         cols = _places(own, width, grid.block_cols, grid.col_origin)
-        values: F32 = scale[rows][:, cols]
+        values: F32 = scales.scale[rows][:, cols]
         step = _STEPS.get(self.source.matrix.element.name)
         return values if step is None else values * step
 

@@ -171,8 +171,9 @@ class MatrixReader:
         assert scale is not None and scale.outer is not None
         outer, (rows, cols) = scale.outer, (self.matrix.rows, self.matrix.cols)
         blocks = load_block_scale(scale, rows, cols, self._grid(scale))
-        factor = np.frombuffer(self._bytes(outer.tensor, 4 * outer.index, 4), "<f4")[0]
-        return blocks, float(factor), outer.divides
+        data = self._bytes(outer.tensor, 4 * outer.index, 4)
+        load_outer_scale(outer, blocks, data)  # refuses what is no scale
+        return blocks, float(np.frombuffer(data, "<f4")[0]), outer.divides
 
     def _check_declared(self, declared: DeclaredShape) -> None:
         tensor = declared.tensor

@@ -11,6 +11,8 @@ from typing import Literal, TypeAlias
 
 from ktconv import __version__
 from ktconv.checkpoint import Checkpoint, ExpertMatrix, MoELayer, Projection, TensorRef
+from ktconv.checkpoint.encodings.base import BIAS
+from ktconv.checkpoint.encodings.grids import NUMBERS
 from ktconv.checkpoint.gguf.as_hub import hub_name, hub_names_of
 from ktconv.checkpoint.others import OtherWeight
 from ktconv.checkpoint.side_files import find_side_files
@@ -319,18 +321,12 @@ def weight_dtype(matrix: ExpertMatrix) -> str:
     return "F16" if matrix.tensor.dtype == "F16" else "BF16"
 
 
-BIAS = "bias"  # the last component of its name
-
-
 def bias_tensors(module: str, matrix: ExpertMatrix) -> list[Tensor]:
     """That of a matrix with a bias [rows], in the source's dtype; else none."""
     if matrix.bias is None:
         return []
     dtype = matrix.bias.number
-    return [Tensor(f"{module}.{BIAS}", dtype, (matrix.rows,), BIAS_BYTES[dtype] * matrix.rows)]
-
-
-BIAS_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+    return [Tensor(f"{module}.{BIAS}", dtype, (matrix.rows,), NUMBERS[dtype].nbytes * matrix.rows)]
 
 
 def encoded_bytes(scheme: Scheme, matrices: Iterable[ExpertMatrix]) -> int:

@@ -7,14 +7,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from ktconv.checkpoint import ExpertMatrix
+from ktconv.checkpoint.encodings.base import BIAS
 from ktconv.reading.matrices import MatrixReader
 from ktconv.system.arrays import F32, U8
-from ktconv.targets.encoded.target import BIAS, BIAS_BYTES
 from ktconv.verify.gpu.output import Module
 from ktconv.verify.reading import Context, TensorStream, read_tensor
-from ktconv.verify.second_reader.numbers import floats
-
-_WORDS = {2: "<u2", 4: "<f4"}
+from ktconv.verify.second_reader.numbers import ITEMS, floats
 
 
 def bias_of(module: Module) -> F32 | None:
@@ -44,5 +42,4 @@ def compare_bias(
 
 
 def _values(data: U8, dtype: str) -> F32:
-    items = data.view("<f2") if dtype == "F16" else data.view(_WORDS[BIAS_BYTES[dtype]])
-    return floats(items, dtype)
+    return floats(data.view(ITEMS[dtype]), dtype)

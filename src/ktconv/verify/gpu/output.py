@@ -18,6 +18,7 @@ from ktconv.checkpoint import (
 )
 from ktconv.checkpoint.agreement import Dimensions
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
+from ktconv.checkpoint.encodings.base import BIAS
 from ktconv.conversion.plan import plan_checkpoint
 from ktconv.errors import CheckpointError, KtconvError, UsageError
 from ktconv.families.family import PROJECTIONS, UNGATED
@@ -30,7 +31,7 @@ from ktconv.targets.encoded.layouts.base import Layout
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.encoded.recipe import Recipe, parse_recipe
 from ktconv.targets.encoded.scheme import CHANNEL, FORMATS, MIXABLE, MIXED, SCHEMES, Scheme
-from ktconv.targets.encoded.target import BIAS, RECIPE, EncodedTarget, Options
+from ktconv.targets.encoded.target import RECIPE, EncodedTarget, Options
 from ktconv.verify.gpu.quantization import (
     Group,
     Quantization,
@@ -375,6 +376,9 @@ def _sort(
             others[name] = tensor
     modules = {}
     for name, tensors in parts.items():
+        if tensors.keys() == {BIAS}:  # of an expert that is not encoded
+            others[f"{name}.{BIAS}"] = tensors[BIAS]
+            continue
         where, layer = _place(name, numbers)
         own = layout if scheme is None else _scheme_of(scheme, recipe, layer, where).layout
         modules[name] = Module(name, tensors, where, layer, own)

@@ -9,12 +9,13 @@ from typing import Any
 
 from ktconv.checkpoint import ExpertMatrix, TensorRef
 from ktconv.checkpoint.config import CONFIG_NAME
+from ktconv.checkpoint.encodings.base import BIAS
 from ktconv.targets.encoded.config import quantization_section
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.encoded.module_classes import class_of
 from ktconv.targets.encoded.names import patterns_of, target_pattern
 from ktconv.targets.encoded.scheme import CHANNEL
-from ktconv.targets.encoded.target import BIAS, RENAMED, EncodedTarget, bias_tensors, weight_dtype
+from ktconv.targets.encoded.target import RENAMED, EncodedTarget, bias_tensors, weight_dtype
 from ktconv.verify.gpu.output import GpuOutput, Module, is_expert
 from ktconv.verify.gpu.quantization import Group, quantization_elsewhere, unlike_ours, unusual
 from ktconv.verify.gpu.unpack import SCALE_DTYPES
