@@ -63,7 +63,7 @@ def read_header(path: Path) -> Header:
 
 
 def _header(path: Path, raw: bytes, opened: Opened) -> Header:
-    file_bytes = opened.nbytes
+    file_bytes, mtime_ns, etag = opened.state
     entries = parse_object(raw, f"the header of {path}", _DAMAGED)
     if b"\\u0000" in raw:
         _refuse_nul(path, entries)
@@ -73,7 +73,7 @@ def _header(path: Path, raw: bytes, opened: Opened) -> Header:
     tensors.sort(key=attrgetter("offset", "nbytes"))
     _check_coverage(path, tensors, data_start, file_bytes)
     digest = hashlib.sha256(raw).hexdigest()
-    return Header(path, tensors, metadata, file_bytes, opened.mtime_ns, digest, opened.etag)
+    return Header(path, tensors, metadata, file_bytes, mtime_ns, digest, etag)
 
 
 def header_mentions(path: Path, text: bytes) -> bool:
@@ -89,7 +89,7 @@ def header_mentions(path: Path, text: bytes) -> bool:
 def _opened_header(path: Path) -> Iterator[tuple[bytes, Opened]]:
     with opened_source(path) as opened:
         try:
-            raw = _read_length_and_json(path, opened, opened.nbytes)
+            raw = _read_length_and_json(path, opened, opened.state.nbytes)
         except FileTooShortError as error:
             raise CheckpointError(f"{path} became shorter while it was read", _DAMAGED) from error
         except OSError as error:

@@ -90,7 +90,11 @@ class Pipeline:
 
     def __init__(self, threads: int, sizes: BufferSizes, work: Work, observer: Observer) -> None:
         self._threads, self._sizes, self._work, self._observer = threads, sizes, work, observer
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        # Of the same lock: woken for each task, the prefetcher would take time of workers.
+        self._taken_enough = threading.Condition(lock)
+        self._wanted_bytes = 0  # taken, for which the prefetcher waits
         self._units: deque[Unit] = deque()
         self._ready: deque[tuple[_OpenUnit, Task]] = deque()
         self._ready_bytes = 0
@@ -149,6 +153,7 @@ class Pipeline:
             self._error = self._error or error
             self._stopped = True
             self._changed.notify_all()
+            self._taken_enough.notify_all()
 
     def _work_loop(self) -> None:
         buffers = Buffers(self._sizes)
@@ -169,7 +174,8 @@ class Pipeline:
                     opened, task = self._ready.popleft()
                     self._ready_bytes -= task.source_bytes
                     self._taken_bytes += task.source_bytes
-                    self._changed.notify_all()  # room for the prefetcher
+                    if self._taken_bytes >= self._wanted_bytes:
+                        self._taken_enough.notify()
                     return opened, task
                 if not self._units:
                     return None
@@ -217,8 +223,9 @@ class Pipeline:
             advise(spans)
             advised += more
             with self._changed:
-                while not self._stopped and advised - self._taken_bytes > PREFETCH_BYTES:
-                    self._changed.wait()
+                self._wanted_bytes = advised - PREFETCH_BYTES
+                while not self._stopped and self._taken_bytes < self._wanted_bytes:
+                    self._taken_enough.wait()
                 if self._stopped:
                     return
 

@@ -118,7 +118,7 @@ def write_tensor(
         if verify:
             found = buffers.source[COPY_BYTES:][: len(piece)] if buffers else np.empty_like(piece)
             staging.read(name, found.data, offset)
-            if not np.array_equal(found, piece):
+            if found.tobytes() != piece.tobytes():
                 raise VerificationError(
                     f"{name} read back differs from what was written",
                     "check this machine's disk, then run the same command again",

@@ -37,5 +37,11 @@ def values(fmt: Format, stored: Array) -> F32:
 def error_bound(fmt: Format, scale: Array, slack: float = 0.0, rule: str = "amax") -> Array:
     """Largest |x - dequantized| in weight units that the rules allow under float32 scales, with
     `slack` steps on top, in binary64. For a scale of zero that is what amax stays below."""
-    steps = (fmt.error_steps(rule) + slack) * fmt.traits.scale_units * scale.astype(np.float64)
+    steps = step_bound(fmt, scale, slack, rule)
     return np.where(scale == 0, fmt.smallest_amax, np.maximum(steps, SMALLEST_NORMAL))
+
+
+def step_bound(fmt: Format, scale: Array, slack: float, rule: str) -> Array:
+    """What `error_bound` is of scales that are not small; never more than that."""
+    steps = (fmt.error_steps(rule) + slack) * fmt.traits.scale_units
+    return np.multiply(scale, steps, dtype=np.float64)

@@ -35,7 +35,7 @@ class ScratchError(ValueError):
 def aligned_bytes(size: int) -> Array:
     """uint8 memory that starts at a cache line."""
     memory = np.empty(size + 63, np.uint8)
-    start = -memory.ctypes.data % 64
+    start = -address_of(memory) % 64
     return memory[start : start + size]
 
 
@@ -75,7 +75,7 @@ def byte_pointer(array: Array, writable: bool = False) -> Any:
 
 def aligned_to(array: Array, size: int) -> Array:
     """`array` itself, or a copy at a multiple of `size` bytes: files do not align tensors."""
-    return array if array.ctypes.data % size == 0 else array.copy()
+    return array if address_of(array) % size == 0 else array.copy()
 
 
 def words(status: int) -> str:

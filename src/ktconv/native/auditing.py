@@ -53,10 +53,10 @@ def audit(
     expect_bytes("packed", packed, packed_size(layout, rows, source.cols))
     expect_bytes("scale", scale, layout.scale_size(rows, source.cols))
     found = layout.scale_shape(source.rows, source.cols)
-    error, amax, rule = (np.empty(found, np.float32) for _ in range(3))
+    error, amax, rule = maxima = np.empty((3, *found), np.float32)
     squared = np.empty((2, source.rows))
     scratch = new_scratch(source.cols) if scratch is None else scratch
-    sums = ffi.new("kt_audit *")
+    sums, first_maximum = ffi.new("kt_audit *"), ffi.from_buffer("float[]", maxima)
     status = lib.kt_audit_run(
         layout.c(),
         source.c,
@@ -65,10 +65,10 @@ def audit(
         first,
         byte_pointer(packed),
         ffi.from_buffer(aligned_to(scale, layout.scale_array.itemsize)),
-        ffi.cast("float *", ffi.from_buffer(error)),
-        ffi.cast("float *", ffi.from_buffer(amax)),
-        ffi.cast("float *", ffi.from_buffer(rule)),
-        ffi.cast("double *", ffi.from_buffer(squared)),
+        first_maximum,
+        first_maximum + error.size,
+        first_maximum + 2 * error.size,
+        ffi.from_buffer("double[]", squared),
         sums,
         ffi.from_buffer(scratch, require_writable=True),
         scratch.nbytes,

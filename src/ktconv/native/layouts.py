@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +40,7 @@ class Traits(NamedTuple):
     scale_units: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """A format, the columns that share a scale (0: all of a row), and the dtype of scales; see
     kt_layout."""
@@ -53,10 +53,13 @@ class Layout:
         """struct kt_layout; the same one at every call, not to be changed."""
         return _struct(self)
 
-    @property
+    @cached_property
     def traits(self) -> Traits:
         """What follows from the layout. ValueError for one that does not exist."""
-        return _traits(self)
+        found = ffi.new("kt_layout_traits *")
+        if lib.kt_layout_describe(self.c(), found) != lib.KT_OK:
+            raise ValueError(f"{self} does not exist")
+        return Traits(*(getattr(found, name) for name in Traits._fields))
 
     def weight_size(self, rows: int, cols: int) -> int:
         """Bytes of packed codes; 0 for a shape that the layout does not allow."""
@@ -72,7 +75,7 @@ class Layout:
 
     # ---- plain codes and scales, as checkpoints store them ----
 
-    @property
+    @cached_property
     def code_array(self) -> np.dtype[Any]:
         traits = self.traits
         if traits.plain_bits == 16:
@@ -103,9 +106,9 @@ class Layout:
         inner = self.traits.inner_scales
         return width * INNER_COLS // (INNER_COLS // self.codes_per_element + inner)
 
-    @property
+    @cached_property
     def scale_array(self) -> np.dtype[Any]:
-        return _scale_dtype(self.traits.scale_size)
+        return np.dtype(_SCALE_ARRAYS.get(self.traits.scale_size, np.uint8))
 
     def scale_shape(self, rows: int, cols: int) -> tuple[int, ...]:
         if not self.group:
@@ -138,19 +141,6 @@ def _packed_size(layout: Layout, rows: int, cols: int) -> int:
 @lru_cache(1000)
 def _scale_size(layout: Layout, rows: int, cols: int) -> int:
     return int(lib.kt_scale_size(layout.c(), rows, cols))
-
-
-@cache
-def _scale_dtype(size: int) -> np.dtype[Any]:
-    return np.dtype(_SCALE_ARRAYS.get(size, np.uint8))
-
-
-@cache
-def _traits(layout: Layout) -> Traits:
-    found = ffi.new("kt_layout_traits *")
-    if lib.kt_layout_describe(layout.c(), found) != lib.KT_OK:
-        raise ValueError(f"{layout} does not exist")
-    return Traits(*(getattr(found, name) for name in Traits._fields))
 
 
 def layout_of(layout: Layout | str) -> Layout:

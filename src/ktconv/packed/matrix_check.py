@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -79,8 +79,17 @@ class Packed:
     rows: int
 
 
+class _Piece(NamedTuple):
+    """What was found in some rows; scales are [rows, 1], or [rows, groups]."""
+
+    scale: F32
+    allowed: Allowed
+    squares: tuple[F64, F64]
+
+
 class MatrixCheck:
-    """The check of one part's matrix, which `weight` names; its rows may come in pieces."""
+    """The check of one part's matrix, which `weight` names; its rows may come in pieces, in their
+    order."""
 
     def __init__(
         self,
@@ -98,11 +107,7 @@ class MatrixCheck:
             tensor_name(weight.layer, weight.proj, weight.expert, weight.part, kind)
             for kind in KINDS
         )
-        # One per row, or per row and group.
-        columns = cols // fmt.group if fmt.group else 1
-        self._scale, self._error = np.zeros((2, rows, columns), np.float32)
-        self._allowed = Allowed.none(rows, columns)
-        self.squares = np.zeros((2, rows))  # sums of each row's: of its errors, of its source
+        self._pieces: list[_Piece] = []
         self._sums = ErrorStats()
         self.kept_rows = 0  # whose integers and scale are those of the source
 
@@ -112,11 +117,16 @@ class MatrixCheck:
             return self._id.part * self._rows + row, column
         return row, self._id.part * self._cols + column
 
+    @property
+    def squares(self) -> F64:
+        """Sums of each row's, [2, rows]: of its errors, of its source."""
+        return np.concatenate([piece.squares for piece in self._pieces], axis=1)
+
     # ---- elements ----
 
     def compare(self, source: native.Matrix, start: int, packed: Packed) -> None:
         """Rows from `start` on of this part, whose source is `source`."""
-        fmt, here = self._fmt, slice(start, start + source.rows)
+        fmt = self._fmt
         found = native.audit(
             fmt.layout,
             source,
@@ -126,27 +136,31 @@ class MatrixCheck:
             packed.scale,
             self._proof.choice,
         )
-        self._error[here] = found.row_error.reshape(source.rows, -1)
-        self.squares[:, here] = found.row_squared_error, found.row_squared_source
         allowed = allowed_scales(fmt, found, source, self._proof)
-        self._allowed.put(here, allowed)
         self.kept_rows += allowed.kept
-        stored = scales.ordered(fmt, packed.scale, packed.rows, self._cols)
-        self._scale[here] = scales.values(fmt, stored)
+        scale = scales.values(fmt, scales.ordered(fmt, packed.scale, packed.rows, self._cols))
+        squares = found.row_squared_error, found.row_squared_source
+        self._pieces.append(_Piece(scale, allowed, squares))
         self._sums.add(found)
         if found.invalid:
-            self._name_level(start, packed)
+            self._name_level(start, scale, packed)
         if not math.isfinite(found.squared_source):
             self._name_source(source, start)
-        outside = self._outside(here).any(axis=1) & (self._proof.row_error is None)
-        if outside.any():
-            self._name_elements(source, start, np.flatnonzero(outside), packed)
+        if self._proof.row_error is None:
+            outside = self._outside(found.row_error.reshape(scale.shape), scale)
+            if outside is not None:
+                self._name_elements(source, start, np.flatnonzero(outside.any(axis=1)), packed)
 
-    def _outside(self, rows: slice) -> Bools:
-        """Scales under which an element is farther off than rounding allows."""
-        allowed = scales.error_bound(self._fmt, self._scale[rows], BINARY32_SLACK, self._proof.rule)
-        outside: Bools = ~(self._error[rows] <= allowed)
-        return outside | ~np.isfinite(self._error[rows])
+    def _outside(self, error: F32, scale: F32) -> Bools | None:
+        """Scales under which an element is farther off than rounding allows; None: none are."""
+        fmt, rule = self._fmt, self._proof.rule
+        # Of sound rows one comparison tells; the GIL is held here, for every matrix of a model.
+        within = (error <= scales.step_bound(fmt, scale, BINARY32_SLACK, rule)).all()
+        if within and math.isfinite(error.max()):
+            return None
+        outside: Bools = ~(error <= scales.error_bound(fmt, scale, BINARY32_SLACK, rule))
+        outside |= ~np.isfinite(error)
+        return outside if outside.any() else None
 
     def _codes(self, packed: Packed) -> I8:
         return native.audit_codes(self._fmt.layout, packed.weight, packed.rows, self._cols)
@@ -158,7 +172,7 @@ class MatrixCheck:
     def _name_elements(self, matrix: native.Matrix, start: int, rows: I64, packed: Packed) -> None:
         """The worst elements of rows with one that is too far off."""
         source = native.decode(matrix)[rows].astype(np.float64)
-        step = self._scale[start + rows].astype(np.float64) * self._fmt.traits.scale_units
+        step = self._pieces[-1].scale[rows].astype(np.float64) * self._fmt.traits.scale_units
         step = self._of_elements(step)
         reach = self._fmt.traits.max_level * step if self._proof.rule != "amax" else np.inf
         with np.errstate(all="ignore"):
@@ -191,9 +205,8 @@ class MatrixCheck:
             )
         )
 
-    def _name_level(self, start: int, packed: Packed) -> None:
+    def _name_level(self, start: int, scale: F32, packed: Packed) -> None:
         codes, top = self._codes(packed), self._fmt.traits.max_level
-        scale = self._scale[start : start + packed.rows]
         beyond = np.abs(codes.astype(np.int16)) > top
         beyond |= (codes != 0) & self._of_elements(scale == 0)
         row, column = (int(i) for i in np.argwhere(beyond)[0])
@@ -233,20 +246,29 @@ class MatrixCheck:
         Of an output that ktconv reshard made: `allowed`, what scales can be that were chosen for
         other parts; `squares` of the rows of other parts.
         """
-        odd = ~np.isfinite(self._scale) | (self._scale < 0) | _denormal(self._scale)
+        scale = np.concatenate([piece.scale for piece in self._pieces])
+        allowed = allowed or Allowed.joined([piece.allowed for piece in self._pieces])
+        if not allowed.equals(scale, self._proof.factors):
+            self._check_scales(scale, allowed)
+        if self._proof.row_error is not None:
+            errors = relative_errors(self.squares if squares is None else squares)
+            self._name_rows(errors, self._proof.row_error)
+        return self._sums
+
+    def _check_scales(self, scale: F32, allowed: Allowed) -> None:
+        odd = ~np.isfinite(scale) | (scale < 0) | _denormal(scale)
         if odd.any():
             at = _first(odd)
             self._wrong_scale(
-                at, f"has {self._scale[at]} at {self._place(at)}: scales are finite, not "
-                "negative and not denormal."
-            )  # fmt: skip
-        allowed = allowed or self._allowed
-        wrong = ~allowed.includes(self._fmt, self._scale, self._proof.factors) & ~odd
-        self._name_scales(wrong & np.isfinite(allowed.most), allowed)
-        self._name_rows(relative_errors(self.squares if squares is None else squares))
-        return self._sums
+                at,
+                scale,
+                f"has {scale[at]} at {self._place(at)}: scales are finite, not negative and not "
+                "denormal.",
+            )
+        wrong = ~allowed.includes(self._fmt, scale, self._proof.factors) & ~odd
+        self._name_scales(wrong & np.isfinite(allowed.most), scale, allowed)
 
-    def _name_scales(self, wrong: Bools, allowed: Allowed) -> None:
+    def _name_scales(self, wrong: Bools, scale: F32, allowed: Allowed) -> None:
         """Every scale follows from the weights of its row or group."""
         if wrong.any():
             at, count = _first(wrong), int(wrong.sum())
@@ -255,14 +277,14 @@ class MatrixCheck:
             found = f"{most:.9g}" if least == most else f"{least:.9g} to {most:.9g}"
             self._wrong_scale(
                 at,
-                f"has {float(self._scale[at]):.9g} at {self._place(at)}, but "
+                scale,
+                f"has {float(scale[at]):.9g} at {self._place(at)}, but "
                 f"{self._proof.sentence} {found} ({count} of {wrong.size} {of} differ).",
                 most,
             )
 
-    def _name_rows(self, errors: F64) -> None:
-        bound = self._proof.row_error
-        if bound is None or (errors <= bound).all():
+    def _name_rows(self, errors: F64, bound: float) -> None:
+        if (errors <= bound).all():
             return
         row = int(np.nan_to_num(errors, nan=np.inf).argmax())
         count = int((~(errors <= bound)).sum())
@@ -276,8 +298,10 @@ class MatrixCheck:
     def _place(self, at: tuple[int, int]) -> str:
         return f"row {at[0]}" + (f", group {at[1]}" if self._fmt.group else "")
 
-    def _wrong_scale(self, at: tuple[int, int], words: str, expected: float | None = None) -> None:
-        name, value = self._scale_name, float(self._scale[at])
+    def _wrong_scale(
+        self, at: tuple[int, int], scale: F32, words: str, expected: float | None = None
+    ) -> None:
+        name, value = self._scale_name, float(scale[at])
         self._report(Violation("scale", f"{name} {words}", name, at[0], None, expected, value))
 
 

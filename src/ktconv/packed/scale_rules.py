@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,8 @@ from ktconv.formats import Format, reference
 from ktconv.formats.search import possible_scales, storable
 from ktconv.packed.proof import Proof
 from ktconv.system.arrays import F32, Bools
+
+_SMALLEST, _LARGEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +33,24 @@ class Allowed:
             found |= (least <= scale) & (scale <= most)
         return found
 
-    @staticmethod
-    def none(rows: int, columns: int) -> Allowed:
-        """For `put`."""
-        return Allowed(*np.zeros((2, rows, columns), np.float32))
+    def equals(self, scale: F32, factors: tuple[float, ...]) -> bool:
+        """Whether scales are the only ones that are allowed, all of them normal numbers: `includes`
+        is then true. That is so of most matrices, and soon told."""
+        if self.least is not self.most or 1.0 not in factors:
+            return False
+        if not (np.array_equal(scale, self.most) and scale.size):
+            return False
+        return bool(scale.min() >= _SMALLEST and scale.max() <= _LARGEST)
 
-    def put(self, rows: slice, other: Allowed) -> None:
-        """What is allowed of some rows; `kept` is not added."""
-        self.least[rows], self.most[rows] = other.least, other.most
+    @staticmethod
+    def joined(pieces: Sequence[Allowed]) -> Allowed:
+        """Of rows one piece behind the other."""
+        if len(pieces) == 1:
+            return pieces[0]
+        most = np.concatenate([piece.most for piece in pieces])
+        if all(piece.least is piece.most for piece in pieces):
+            return Allowed(most, most)
+        return Allowed(np.concatenate([piece.least for piece in pieces]), most)
 
 
 def allowed_scales(
@@ -49,6 +62,9 @@ def allowed_scales(
         first = reference.scale_of(fmt, found.row_amax)
         least, most = possible_scales(fmt, found.row_amax, first)
     shape, count = (source.rows, -1), 0
+    if source.row_scale is None and least is most:
+        bound = most.reshape(shape)
+        return Allowed(bound, bound)
     if source.row_scale is not None and not fmt.group:
         kept = source.row_scale / np.float32(fmt.traits.scale_units)
         limit = np.float32(fmt.traits.max_level + 0.5) * source.row_scale

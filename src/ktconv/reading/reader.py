@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from ktconv.errors import ResourceError, SourceChangedError
 from ktconv.system import elsewhere
 from ktconv.system.elsewhere import Span as Span
 from ktconv.system.files import io_error, opened_fd
-from ktconv.system.opened import Opened, open_source
+from ktconv.system.opened import Opened, State, open_source
 from ktconv.system.regular_files import MissingFileError
 from ktconv.system.text import path_text
 
@@ -28,9 +29,24 @@ def advise(spans: Sequence[Span]) -> None:
     elsewhere.advise(spans, _advise_local)
 
 
-def _advise_local(span: Span) -> None:
-    with suppress(OSError), opened_fd(span.file, os.O_RDONLY | os.O_NONBLOCK) as fd:
-        os.posix_fadvise(fd, span.offset, span.nbytes, os.POSIX_FADV_WILLNEED)
+def _advise_local(spans: Sequence[Span]) -> None:
+    for file, following in groupby(spans, lambda span: span.file):
+        with suppress(OSError), opened_fd(file, os.O_RDONLY | os.O_NONBLOCK) as fd:
+            for start, stop in _joined(following):
+                os.posix_fadvise(fd, start, stop - start, os.POSIX_FADV_WILLNEED)
+
+
+def _joined(spans: Iterable[Span]) -> Iterator[tuple[int, int]]:
+    """First byte and end of each run of neighbours: experts lie one behind the other."""
+    start = stop = 0
+    for span in spans:
+        if span.offset != stop:
+            if stop > start:
+                yield start, stop
+            start = span.offset
+        stop = span.offset + span.nbytes
+    if stop > start:
+        yield start, stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +64,7 @@ class SourceReader:
 
     def __init__(self, files: Sequence[Path], sources: Sequence[SourceFile]) -> None:
         known = {
-            source.name: (source.nbytes, source.mtime_ns, source.etag)
+            source.name: State(source.nbytes, source.mtime_ns, source.etag)
             for source in sources
             if (source.mtime_ns, source.etag) != (None, None)
         }
@@ -73,10 +89,10 @@ class SourceReader:
             opened.close()
 
     def _refuse_changed(self, opened: Opened) -> None:
-        path = opened.path
-        if self._state.get(path) not in (None, (opened.nbytes, opened.mtime_ns, opened.etag)):
+        known = self._state.get(opened.path)
+        if known is not None and known != opened.state:
             raise SourceChangedError(
-                f"{path} changed while it was read",
+                f"{opened.path} changed while it was read",
                 "make sure nothing writes there, then start again",
             )
 

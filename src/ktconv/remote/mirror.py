@@ -19,7 +19,7 @@ from ktconv.remote.store import RemoteFile, Store, open_store, with_cache
 from ktconv.remote.urls import Url, parse_url
 from ktconv.system.elsewhere import Elsewhere, Span, forget, register
 from ktconv.system.files import FileTooShortError, translated
-from ktconv.system.opened import Opened
+from ktconv.system.opened import Opened, State
 from ktconv.system.regular_files import MAX_SMALL_BYTES, MissingFileError
 
 MAX_FILES = 100_000
@@ -159,16 +159,8 @@ class RemoteOpened(Opened):
         self.path, self._directory, self._file = path, directory, file
 
     @property
-    def nbytes(self) -> int:
-        return self._file.nbytes
-
-    @property
-    def mtime_ns(self) -> int | None:
-        return None
-
-    @property
-    def etag(self) -> str | None:
-        return self._file.etag
+    def state(self) -> State:
+        return State(self._file.nbytes, None, self._file.etag)
 
     def read(self, target: memoryview, offset: int) -> None:
         self._directory.read(self._file, target, offset)

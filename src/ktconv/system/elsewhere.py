@@ -95,16 +95,16 @@ def in_use() -> bool:
     return bool(_directories)
 
 
-def advise(spans: Sequence[Span], local: Callable[[Span], None]) -> None:
+def advise(spans: Sequence[Span], local: Callable[[Sequence[Span]], None]) -> None:
     """These will be read soon, in this order; `local` is for files of this machine."""
-    remote: dict[Elsewhere, list[Span]] = {}
+    by_place: dict[Elsewhere | None, list[Span]] = {}
     for span in spans:
-        if (found := elsewhere_of(span.file)) is None:
-            local(span)
+        by_place.setdefault(elsewhere_of(span.file), []).append(span)
+    for found, wanted in by_place.items():
+        if found is None:
+            local(wanted)
         else:
-            remote.setdefault(found, []).append(span)
-    for found, wanted in remote.items():
-        found.advise(wanted)
+            found.advise(wanted)
 
 
 def memory() -> int:

@@ -7,10 +7,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from ktconv.system.elsewhere import elsewhere_of
 from ktconv.system.files import read_exactly
 from ktconv.system.regular_files import open_regular, unreadable
+
+
+class State(NamedTuple):
+    """What tells whether a file changed."""
+
+    nbytes: int
+    mtime_ns: int | None  # when it was last written; None for a file that is elsewhere
+    etag: str | None  # identifies its content where it is served; None for one of this machine
 
 
 class Opened(ABC):
@@ -20,18 +29,8 @@ class Opened(ABC):
 
     @property
     @abstractmethod
-    def nbytes(self) -> int:
-        """Its size now."""
-
-    @property
-    @abstractmethod
-    def mtime_ns(self) -> int | None:
-        """When it was last written; None for a file that is elsewhere."""
-
-    @property
-    @abstractmethod
-    def etag(self) -> str | None:
-        """What identifies its content where it is served; None for a file of this machine."""
+    def state(self) -> State:
+        """Of this moment."""
 
     @abstractmethod
     def read(self, target: memoryview, offset: int) -> None:
@@ -56,22 +55,12 @@ class LocalFile(Opened):
         self._descriptor = open_regular(path)
 
     @property
-    def nbytes(self) -> int:
-        return self._status().st_size
-
-    @property
-    def mtime_ns(self) -> int | None:
-        return self._status().st_mtime_ns
-
-    @property
-    def etag(self) -> str | None:
-        return None
-
-    def _status(self) -> os.stat_result:
+    def state(self) -> State:
         try:
-            return os.fstat(self._descriptor)
+            found = os.fstat(self._descriptor)
         except OSError as error:
             raise unreadable(self.path, error) from error
+        return State(found.st_size, found.st_mtime_ns, None)
 
     def read(self, target: memoryview, offset: int) -> None:
         read_exactly(self._descriptor, target, offset)

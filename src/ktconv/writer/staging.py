@@ -16,6 +16,7 @@ from typing import Protocol
 
 from ktconv.system.files import (
     allocate,
+    io_error,
     make_directory,
     opened_fd,
     read_exactly,
@@ -56,8 +57,8 @@ class ShardStaging:
     ) -> None:
         self._shards, self._staging, self._output = shards, staging, output
         self._attempt = attempt
-        self._fds: dict[str, int] = {}
-        self._places: dict[str, tuple[Shard, int]] = {}
+        self._fds: dict[Path, int] = {}
+        self._places: dict[str, tuple[Path, int]] = {}  # where each tensor starts
         try:
             for shard in shards:
                 self._open(shard)
@@ -76,29 +77,33 @@ class ShardStaging:
         path = self._path(shard)
         with translated("write", path):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-            self._fds[shard.name] = fd
+            self._fds[path] = fd
             allocate(fd, shard.size)
             write_all(fd, memoryview(shard.header), 0)
         for name, offset in shard.offsets.items():
-            self._places[name] = (shard, offset)
+            self._places[name] = (path, offset)
 
     def write(self, name: str, data: memoryview, offset: int) -> None:
-        shard, start = self._places[name]
-        with translated(f"write tensor {name} to", self._path(shard)):
-            write_all(self._fds[shard.name], data, start + offset)
+        path, start = self._places[name]
+        try:
+            write_all(self._fds[path], data, start + offset)
+        except OSError as error:
+            raise io_error(f"write tensor {name} to", path, error) from error
 
     def read(self, name: str, target: memoryview, offset: int) -> None:
-        shard, start = self._places[name]
-        with translated(f"read tensor {name} back from", self._path(shard)):
-            read_exactly(self._fds[shard.name], target, start + offset)
+        path, start = self._places[name]
+        try:
+            read_exactly(self._fds[path], target, start + offset)
+        except OSError as error:
+            raise io_error(f"read tensor {name} back from", path, error) from error
 
     def seal(self) -> None:
         """Make what is staged durable; nothing more can be written."""
         for shard in self._shards:
-            with translated("write", self._path(shard)):
-                fd = self._fds[shard.name]
-                os.fsync(fd)
-                os.close(self._fds.pop(shard.name))
+            path = self._path(shard)
+            with translated("write", path):
+                os.fsync(self._fds[path])
+                os.close(self._fds.pop(path))
 
     def commit(self) -> list[dict[str, object]]:
         self.seal()

@@ -67,7 +67,7 @@ def read_gguf_header(path: Path) -> Header:
     """
     with opened_source(path) as opened:
         try:
-            file_bytes, mtime_ns, etag = opened.nbytes, opened.mtime_ns, opened.etag
+            file_bytes, mtime_ns, etag = opened.state
             source = _Source(path, opened, file_bytes)
             tensors_count, pairs_count = _read_counts(source)
             metadata = _read_pairs(source, pairs_count)

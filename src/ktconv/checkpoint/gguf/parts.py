@@ -31,7 +31,7 @@ def is_gguf(path: Path) -> bool:
     if path.name.endswith(SUFFIX):
         return True
     with opened_source(path) as opened:
-        return opened.nbytes >= len(MAGIC) and opened.take(len(MAGIC), 0) == MAGIC
+        return opened.state.nbytes >= len(MAGIC) and opened.take(len(MAGIC), 0) == MAGIC
 
 
 def model_files(names: Iterable[str]) -> Mapping[str, str]:

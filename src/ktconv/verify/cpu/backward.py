@@ -114,8 +114,8 @@ class BackwardCheck:
             before = PartsBefore(self.output, (matrix.cols, matrix.rows), proof)
             for index in range(before.count):
                 owned = self._owned(index, before.count)
-                for first, view in transposed(source, fd, scales, owned, buffers):
-                    before.put(index, first, view)
+                for _, view in transposed(source, fd, scales, owned, buffers):
+                    before.put(index, view)
         return before.scales()
 
     def _owned(self, part: int, parts: int) -> Slice:

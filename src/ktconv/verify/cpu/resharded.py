@@ -69,7 +69,7 @@ class PartsBefore:
         self._fmt, self._proof = FORMATS[options.method], proof
         self._cols = shape[1] // self._counts[0]
         self.count = self._counts[0] if len(self._counts) > 1 else 0  # of parts, if there are any
-        self._allowed = [Allowed.none(shape[0], 1) for _ in range(self.count)]
+        self._allowed: list[list[Allowed]] = [[] for _ in range(self.count)]
 
     def compare(
         self, source: MatrixReader, grid: Scales | None, chunk: range, buffers: Buffers
@@ -77,18 +77,18 @@ class PartsBefore:
         """The rows of a chunk that was read."""
         for part in range(self.count):
             first, cols = part * self._cols, self._cols
-            self.put(part, chunk.start, source.view(chunk, grid, buffers.source, first, cols))
+            self.put(part, source.view(chunk, grid, buffers.source, first, cols))
 
-    def put(self, part: int, first: int, view: native.Matrix) -> None:
-        """Rows of a part, from `first` on."""
+    def put(self, part: int, view: native.Matrix) -> None:
+        """The next rows of a part."""
         proof = self._proof.columns(part * self._cols, (part + 1) * self._cols)
-        rows = slice(first, first + view.rows)
-        self._allowed[part].put(rows, scales_of(self._fmt, view, proof))
+        self._allowed[part].append(scales_of(self._fmt, view, proof))
 
     def scales(self) -> Sequence[Allowed | None]:
         """Of each part now; None if it was never cut anew."""
         if not self._allowed:
             return [None] * self._counts[0]
-        least = inherited([one.least for one in self._allowed], self._counts)
-        most = inherited([one.most for one in self._allowed], self._counts)
+        found = [Allowed.joined(pieces) for pieces in self._allowed]
+        least = inherited([one.least for one in found], self._counts)
+        most = inherited([one.most for one in found], self._counts)
         return [Allowed(*both) for both in zip(least, most, strict=True)]
