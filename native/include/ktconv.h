@@ -92,6 +92,15 @@ int kt_isa_active(void);
  * called while other threads compute. KT_ERR_ISA_MISSING if not available. */
 kt_status kt_isa_use(int isa);
 
+/* The same for a level, or part of one, by its name. KT_ERR_ISA_UNKNOWN for a name that is none. */
+kt_status kt_isa_use_named(const char *name);
+
+/* Parts of levels that this machine has, lowest first; NULL beyond the last. KTCONV_ISA and
+ * kt_isa_use_named take their names, too: "avx512-base" is AVX-512 as in Skylake-X, "avx512-vnni"
+ * as in Cascade Lake, "avx512-bf16" as in Cooper Lake, "avx512-vbmi" as in Sapphire Rapids,
+ * "avx512-zen" what is in use on AMD's cores. */
+const char *kt_isa_part(int index);
+
 /* ---- Source matrices ---------------------------------------------------- */
 
 /* What is in one stored unit. */

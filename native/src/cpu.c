@@ -72,6 +72,14 @@ static int has_avx512(const kt_cpu *cpu) { return cpu->avx512; }
 static int has_vnni(const kt_cpu *cpu) { return cpu->avx512_vnni; }
 static int has_bf16(const kt_cpu *cpu) { return cpu->avx512_bf16; }
 static int has_vbmi(const kt_cpu *cpu) { return cpu->avx512_vbmi; }
+
+/* Zen 4 and Intel's cores with the same instructions differ in how fast they are: VDPBF16PS does
+ * twice as many products as multiply-adds there, half as many here; DRAM wants other orders. */
+static int is_amd(void) {
+  uint32_t a, b, c, d;
+  return __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx;
+}
+
 static int has_amx(const kt_cpu *cpu) {
   return cpu->amx_tile && cpu->amx_int8 && cpu->amx_bf16 && cpu->amx_permission;
 }
@@ -82,20 +90,23 @@ typedef struct kt_level {
   const char *name;                 /* NULL: part of the named level below it */
   int contains;                     /* the next lower level, -1 below scalar */
   int (*detect)(const kt_cpu *cpu); /* what the level adds to it; NULL: nothing */
+  const char *part;                 /* its name as a part, without others of the named level */
+  int (*prefer)(void);              /* of a part: whether it is in use unasked; NULL: it is */
 } kt_level;
 
 /* The levels of this architecture, each behind the one it contains. */
 static const kt_level levels[] = {
-    {KT_ISA_SCALAR, "scalar", -1, NULL},
+    {KT_ISA_SCALAR, "scalar", -1, NULL, NULL, NULL},
 #if KT_X86
-    {KT_ISA_AVX2, "avx2", KT_ISA_SCALAR, has_avx2},
-    {KT_ISA_AVX512, "avx512", KT_ISA_AVX2, has_avx512},
-    {KT_ISA_AVX512_VNNI, NULL, KT_ISA_AVX512, has_vnni},
-    {KT_ISA_AVX512_BF16, NULL, KT_ISA_AVX512_VNNI, has_bf16},
-    {KT_ISA_AVX512_VBMI, NULL, KT_ISA_AVX512_BF16, has_vbmi},
-    {KT_ISA_AMX, "amx", KT_ISA_AVX512_VBMI, has_amx},
+    {KT_ISA_AVX2, "avx2", KT_ISA_SCALAR, has_avx2, NULL, NULL},
+    {KT_ISA_AVX512, "avx512", KT_ISA_AVX2, has_avx512, "avx512-base", NULL},
+    {KT_ISA_AVX512_VNNI, NULL, KT_ISA_AVX512, has_vnni, "avx512-vnni", NULL},
+    {KT_ISA_AVX512_BF16, NULL, KT_ISA_AVX512_VNNI, has_bf16, "avx512-bf16", NULL},
+    {KT_ISA_AVX512_VBMI, NULL, KT_ISA_AVX512_BF16, has_vbmi, "avx512-vbmi", NULL},
+    {KT_ISA_AVX512_ZEN, NULL, KT_ISA_AVX512_VBMI, NULL, "avx512-zen", is_amd},
+    {KT_ISA_AMX, "amx", KT_ISA_AVX512_VBMI, has_amx, NULL, NULL},
 #elif KT_ARM64
-    {KT_ISA_NEON, "neon", KT_ISA_SCALAR, NULL},
+    {KT_ISA_NEON, "neon", KT_ISA_SCALAR, NULL, NULL, NULL},
 #endif
 };
 
@@ -118,14 +129,31 @@ const char *kt_isa_name(int isa) {
   return level ? level->name : NULL;
 }
 
-/* A level by the name in an environment variable; `otherwise` if it is not set; -1 for a name
- * that is none. */
-static int level_named_by(const char *variable, int otherwise) {
-  const char *name = getenv(variable);
-  if (!name || !*name) return otherwise;
+static int called(const char *name, const char *word) { return name && strcmp(name, word) == 0; }
+
+/* A level by its name; a part by its own. -1 for a word that is none. */
+static int level_called(const char *word) {
   for (int i = 0; i < ROWS; i++)
-    if (levels[i].name && strcmp(name, levels[i].name) == 0) return levels[i].isa;
+    if (called(levels[i].name, word)) return levels[i].isa;
   return -1;
+}
+
+static int part_called(const char *word) {
+  for (int i = 0; i < ROWS; i++)
+    if (called(levels[i].part, word)) return levels[i].isa;
+  return -1;
+}
+
+/* NULL if it is not set. */
+static const char *word_of(const char *variable) {
+  const char *const word = getenv(variable);
+  return word && *word ? word : NULL;
+}
+
+/* The level that KTCONV_ASSUME claims; -1 for a word that is none. */
+static int assumed_level(void) {
+  const char *const word = word_of("KTCONV_ASSUME");
+  return word ? level_called(word) : KT_ISA_SCALAR;
 }
 
 /* A set of levels, as bits. */
@@ -136,7 +164,7 @@ static int contained(int isa) {
 /* KTCONV_ASSUME claims a level that the CPU does not report, for instruction emulators. The
  * permission for tile data is asked for all the same; an emulator may be listening. */
 static int levels_of_machine(void) {
-  const int assumed = contained(level_named_by("KTCONV_ASSUME", KT_ISA_SCALAR));
+  const int assumed = contained(assumed_level());
   int found = 0;
   kt_cpu cpu;
   kt_cpu_detect(&cpu);
@@ -173,17 +201,25 @@ int kt_isa_available(void) {
 /* The named level, with all that the CPU has of it. */
 static int whole_level(int isa) {
   for (int i = 0; i < ROWS; i++)
-    if (!levels[i].name && levels[i].contains == isa && (available() >> levels[i].isa & 1))
+    if (!levels[i].name && levels[i].contains == isa && (available() >> levels[i].isa & 1) &&
+        (!levels[i].prefer || levels[i].prefer()))
       isa = levels[i].isa;
   return isa;
 }
 
+/* A level or part by its name, or minus a kt_status. */
+static int level_for(const char *word) {
+  const int level = level_called(word), part = part_called(word);
+  if (level >= 0) return kt_isa_has(level) ? whole_level(level) : -KT_ERR_ISA_MISSING;
+  if (part < 0) return -KT_ERR_ISA_UNKNOWN;
+  return available() >> part & 1 ? part : -KT_ERR_ISA_MISSING;
+}
+
 /* KTCONV_ISA as a level, or minus a kt_status. */
 static int wanted_isa(void) {
-  const int level = level_named_by("KTCONV_ISA", kt_isa_available());
-  if (level_named_by("KTCONV_ASSUME", KT_ISA_SCALAR) < 0) return -KT_ERR_ASSUME_UNKNOWN;
-  if (level < 0) return -KT_ERR_ISA_UNKNOWN;
-  return kt_isa_has(level) ? whole_level(level) : -KT_ERR_ISA_MISSING;
+  const char *const word = word_of("KTCONV_ISA");
+  if (assumed_level() < 0) return -KT_ERR_ASSUME_UNKNOWN;
+  return word ? level_for(word) : whole_level(kt_isa_available());
 }
 
 enum { NOT_READ = -1000 };
@@ -206,11 +242,26 @@ static int named(int level) {
 
 int kt_isa_active(void) { return named(level_in_use()); }
 
+/* level: or minus a kt_status. */
+static kt_status use(int level) {
+  if (level < 0) return (kt_status)-level;
+  atomic_store_explicit(&in_use, level, memory_order_relaxed);
+  return KT_OK;
+}
+
 kt_status kt_isa_use(int isa) {
   if (isa < 0 || isa >= KT_ISA_COUNT) return KT_ERR_ARGUMENT;
-  if (!kt_isa_has(isa)) return KT_ERR_ISA_MISSING;
-  atomic_store_explicit(&in_use, whole_level(isa), memory_order_relaxed);
-  return KT_OK;
+  return use(kt_isa_has(isa) ? whole_level(isa) : -KT_ERR_ISA_MISSING);
+}
+
+kt_status kt_isa_use_named(const char *name) {
+  return name ? use(level_for(name)) : KT_ERR_ARGUMENT;
+}
+
+const char *kt_isa_part(int index) {
+  for (int i = 0; i < ROWS && index >= 0; i++)
+    if (levels[i].part && (available() >> levels[i].isa & 1) && index-- == 0) return levels[i].part;
+  return NULL;
 }
 
 /* The level whose cell serves `level`. */

@@ -16,12 +16,14 @@
 #define KT_ARM64 0
 #endif
 
-/* Levels without a name: what some CPUs with AVX-512 have beyond the level avx512, and use where
- * that level is in use. Then the number of all levels, named or not: cells of a table's row. */
+/* Parts of the level avx512, in use where that is and the CPU has them: what some CPUs have beyond
+ * it, last what is best on some. Then the number of all levels and parts: cells of a table's row.
+ */
 enum {
   KT_ISA_AVX512_VNNI = KT_ISA_COUNT,
   KT_ISA_AVX512_BF16, /* and VNNI */
   KT_ISA_AVX512_VBMI, /* and BF16, VNNI */
+  KT_ISA_AVX512_ZEN,  /* the same; for AMD's cores, else only on request */
   KT_LEVELS
 };
 

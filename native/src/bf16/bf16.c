@@ -77,7 +77,8 @@ const kt_weight_format kt_bf16_format = {
     .transpose[KT_ISA_SCALAR] = kt_bf16_transpose_scalar,
 #if KT_X86
     .transpose[KT_ISA_AVX512_VBMI] = kt_bf16_transpose_avx512,
-    .product[KT_ISA_AVX512_VBMI] = kt_bf16_product_avx512,
+    .product[KT_ISA_AVX512_ZEN] = kt_bf16_product_avx512,
+    .product[KT_ISA_AVX512] = kt_bf16_product_float_avx512,
     .product[KT_ISA_AVX2] = kt_bf16_product_avx2,
     .product[KT_ISA_AMX] = kt_bf16_product_amx,
 #endif

@@ -6,9 +6,10 @@
 
 kt_transpose_fn kt_bf16_transpose_scalar, kt_bf16_transpose_avx512;
 kt_product_fn kt_bf16_product_scalar, kt_bf16_product_avx2, kt_bf16_product_avx512,
-    kt_bf16_product_amx;
+    kt_bf16_product_float_avx512, kt_bf16_product_amx;
 
 /* train/strips.h */
-kt_product_fn kt_bf16_adding_product_scalar, kt_bf16_adding_product_avx512;
+kt_product_fn kt_bf16_adding_product_scalar, kt_bf16_adding_product_avx512,
+    kt_bf16_adding_product_float_avx512;
 
 #endif

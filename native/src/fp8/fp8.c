@@ -96,7 +96,8 @@ const kt_weight_format kt_fp8_format = {
     .transpose[KT_ISA_SCALAR] = kt_fp8_transpose_scalar,
 #if KT_X86
     .transpose[KT_ISA_AVX512_VBMI] = kt_fp8_transpose_avx512,
-    .product[KT_ISA_AVX512_VBMI] = kt_fp8_product_avx512,
+    .product[KT_ISA_AVX512_ZEN] = kt_fp8_product_avx512,
+    .product[KT_ISA_AVX512] = kt_fp8_product_float_avx512,
     .product[KT_ISA_AVX2] = kt_fp8_product_avx2,
     .product[KT_ISA_AMX] = kt_fp8_product_amx,
 #endif

@@ -16,5 +16,12 @@ void kt_int4_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, c
   kt_int_product_avx512(1, &kernels, KT_INT4_BLOCK_ROWS, w, strip, strips, x, stride, tokens, out);
 }
 
+void kt_int4_product_zen(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
+                         int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
+  (void)panel;
+  kt_int_product_avx512(1, &kernels_zen, KT_INT4_BLOCK_ROWS, w, strip, strips, x, stride, tokens,
+                        out);
+}
+
 KT_TARGET_END
 #endif

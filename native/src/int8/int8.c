@@ -65,6 +65,7 @@ const kt_weight_format kt_int8_format = {
     .quantize_pack[KT_ISA_AVX2] = kt_int8_quantize_pack_avx2,
     .quantize_pack[KT_ISA_AVX512] = kt_int8_quantize_pack_avx512,
     .transpose[KT_ISA_AVX512_VBMI] = kt_int8_transpose_avx512,
+    .product[KT_ISA_AVX512_ZEN] = kt_int8_product_zen,
     .product[KT_ISA_AVX512_VNNI] = kt_int8_product_avx512,
     .product[KT_ISA_AVX2] = kt_int8_product_avx2,
     .product[KT_ISA_AMX] = kt_int8_product_amx,

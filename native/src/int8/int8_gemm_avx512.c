@@ -16,5 +16,12 @@ void kt_int8_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, c
   kt_int_product_avx512(0, &kernels, KT_INT8_BLOCK_ROWS, w, strip, strips, x, stride, tokens, out);
 }
 
+void kt_int8_product_zen(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
+                         int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
+  (void)panel;
+  kt_int_product_avx512(0, &kernels_zen, KT_INT8_BLOCK_ROWS, w, strip, strips, x, stride, tokens,
+                        out);
+}
+
 KT_TARGET_END
 #endif

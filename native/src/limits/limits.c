@@ -21,7 +21,8 @@ static kt_dot_fn *const dots[KT_UNITS][KT_LEVELS] = {
     [KT_UNIT_INT8][KT_ISA_AVX2] = kt_limit_int8_avx2,
     [KT_UNIT_BF16][KT_ISA_AVX2] = kt_limit_bf16_avx2,
     [KT_UNIT_INT8][KT_ISA_AVX512_VNNI] = kt_limit_int8_avx512,
-    [KT_UNIT_BF16][KT_ISA_AVX512_BF16] = kt_limit_bf16_avx512,
+    [KT_UNIT_BF16][KT_ISA_AVX512_ZEN] = kt_limit_bf16_avx512,
+    [KT_UNIT_BF16][KT_ISA_AVX512] = kt_limit_bf16_float_avx512,
     [KT_UNIT_INT8][KT_ISA_AMX] = kt_limit_int8_amx,
     [KT_UNIT_BF16][KT_ISA_AMX] = kt_limit_bf16_amx,
 #endif

@@ -15,7 +15,7 @@ kt_read_fn kt_limit_read_scalar, kt_limit_read_avx2, kt_limit_read_avx512;
 typedef void kt_dot_fn(int64_t rounds);
 kt_dot_fn kt_limit_int8_scalar, kt_limit_bf16_scalar;
 kt_dot_fn kt_limit_int8_avx2, kt_limit_bf16_avx2;
-kt_dot_fn kt_limit_int8_avx512, kt_limit_bf16_avx512;
+kt_dot_fn kt_limit_int8_avx512, kt_limit_bf16_avx512, kt_limit_bf16_float_avx512;
 kt_dot_fn kt_limit_int8_amx, kt_limit_bf16_amx;
 
 /* Multiply-adds of a round: what all loops have in common. */

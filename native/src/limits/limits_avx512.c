@@ -7,7 +7,7 @@
 KT_TARGET_BEGIN(AVX512_BF16)
 #include "limits.h"
 
-enum { CHAINS = 16, INT8_OPS = 64, BF16_OPS = 32 }; /* multiply-adds of an instruction */
+enum { CHAINS = 16, INT8_OPS = 64, BF16_OPS = 32, FLOAT_OPS = 16 }; /* multiply-adds of one */
 
 /* Plain F only: it also runs where a newer level is missing. */
 uint64_t kt_limit_read_avx512(const uint8_t *memory, size_t size, int32_t streams) {
@@ -46,6 +46,22 @@ void kt_limit_bf16_avx512(int64_t rounds) {
 #pragma GCC unroll 16
     for (int i = 0; i < CHAINS; i++) {
       sum[i] = _mm512_dpbf16_ps(sum[i], a, b);
+    }
+    __asm__ volatile("" ::"v"(sum[0]));
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < CHAINS; i++) __asm__ volatile("" ::"v"(sum[i]));
+}
+
+/* Plain F only: of bf16 numbers as binary32. */
+void kt_limit_bf16_float_avx512(int64_t rounds) {
+  const __m512 a = _mm512_set1_ps(1.0f), b = _mm512_set1_ps(0.5f);
+  __m512 sum[CHAINS];
+  for (int i = 0; i < CHAINS; i++) sum[i] = _mm512_setzero_ps();
+  for (int64_t n = rounds * (KT_ROUND / (CHAINS * FLOAT_OPS)); n > 0; n--) {
+#pragma GCC unroll 16
+    for (int i = 0; i < CHAINS; i++) {
+      sum[i] = _mm512_fmadd_ps(a, b, sum[i]);
     }
     __asm__ volatile("" ::"v"(sum[0]));
   }

@@ -64,7 +64,8 @@ const kt_weight_format kt_mxfp4_format = {
     .scaled_strips = 1u << KT_SCALE_UE8M0,
 #if KT_X86
     .transpose[KT_ISA_AVX512_VBMI] = kt_mxfp4_transpose_avx512,
-    .product[KT_ISA_AVX512_VBMI] = kt_mxfp4_product_avx512,
+    .product[KT_ISA_AVX512_ZEN] = kt_mxfp4_product_avx512,
+    .product[KT_ISA_AVX512] = kt_mxfp4_product_float_avx512,
     .product[KT_ISA_AVX2] = kt_mxfp4_product_avx2,
     .product[KT_ISA_AMX] = kt_mxfp4_product_amx,
 #endif

@@ -8,7 +8,7 @@ enum { KT_MXFP4_GROUP = 32 };
 
 kt_transpose_fn kt_mxfp4_transpose_scalar, kt_mxfp4_transpose_avx512;
 kt_product_fn kt_mxfp4_product_scalar, kt_mxfp4_product_avx2, kt_mxfp4_product_avx512,
-    kt_mxfp4_product_amx;
+    kt_mxfp4_product_float_avx512, kt_mxfp4_product_amx;
 
 /* Packed tiles as tiles of bf16 (bf16_gemm.h), 64-byte aligned. exponents: NULL, or per tile and
  * row the UE8M0 scale of the row, EXACT_FIRST to EXACT_LAST: then numbers are multiplied by them,

@@ -46,7 +46,7 @@ static void decode(const kt_weight *w, int64_t strip, int64_t k, int64_t cols, k
 void kt_mxfp4_product_amx(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                           int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
   if (tokens < KT_AMX_LEAST_TOKENS)
-    kt_mxfp4_product_avx512(w, strip, strips, x, stride, tokens, out, panel);
+    kt_mxfp4_product_float_avx512(w, strip, strips, x, stride, tokens, out, panel);
   else
     kt_bf16_decoded_product(decode, w, strip, strips, x, stride, tokens, out, panel);
 }

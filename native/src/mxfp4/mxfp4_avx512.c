@@ -7,24 +7,11 @@
 KT_TARGET_BEGIN(AVX512_BF16)
 #include "../gemm/fp4_gemm_avx512.h"
 #include "mxfp4.h"
-
-/* 16 packed scales as floats. UE8M0: the byte is the exponent; 0 means 2^-127, the one
- * denormal. */
-KT_INLINE __m512 load_scales(int32_t dtype, const void *scale, int64_t at) {
-  if (dtype == KT_SCALE_BF16) {
-    const uint16_t *const from = (const uint16_t *)scale + at;
-    const __m256i bits = _mm256_loadu_si256((const __m256i *)(const void *)from);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-  }
-  const uint8_t *const from = (const uint8_t *)scale + at;
-  const __m128i codes = _mm_loadu_si128((const __m128i *)(const void *)from);
-  const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(codes), 23);
-  return _mm512_castsi512_ps(_mm512_max_epu32(bits, _mm512_set1_epi32(0x00400000)));
-}
+#include "mxfp4_scales_avx512.h"
 
 KT_INLINE __m512 scales_of(const kt_fp4_columns *w, const uint8_t *tile, int64_t group, int row) {
   (void)tile;
-  return load_scales(w->scale_dtype, w->scale, group * KT_STRIP + row);
+  return kt_mxfp4_scales(w->scale_dtype, w->scale, group * KT_STRIP + row);
 }
 
 /* What scales of 16 rows add to bf16 bits: (code - 127) << 7, twice for each row. */
@@ -62,7 +49,7 @@ void kt_mxfp4_decode_tiles(const uint8_t *codes, const uint8_t *exponents, int64
 
 void kt_mxfp4_decode_scales(const kt_weight *w, int64_t first, int64_t count, float *out) {
   for (int64_t i = 0; i < count; i += 16)
-    _mm512_storeu_ps(out + i, load_scales(w->layout.scale_dtype, w->scale, first + i));
+    _mm512_storeu_ps(out + i, kt_mxfp4_scales(w->layout.scale_dtype, w->scale, first + i));
 }
 
 void kt_mxfp4_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,

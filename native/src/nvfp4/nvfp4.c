@@ -90,7 +90,8 @@ const kt_weight_format kt_nvfp4_format = {
     .transpose[KT_ISA_SCALAR] = kt_nvfp4_transpose_scalar,
 #if KT_X86
     .transpose[KT_ISA_AVX512_VBMI] = kt_nvfp4_transpose_avx512,
-    .product[KT_ISA_AVX512_VBMI] = kt_nvfp4_product_avx512,
+    .product[KT_ISA_AVX512_ZEN] = kt_nvfp4_product_avx512,
+    .product[KT_ISA_AVX512] = kt_nvfp4_product_float_avx512,
     .product[KT_ISA_AVX2] = kt_nvfp4_product_avx2,
     .product[KT_ISA_AMX] = kt_nvfp4_product_amx,
 #endif

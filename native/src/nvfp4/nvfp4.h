@@ -17,7 +17,7 @@ enum {
 
 kt_transpose_fn kt_nvfp4_transpose_scalar, kt_nvfp4_transpose_avx512;
 kt_product_fn kt_nvfp4_product_scalar, kt_nvfp4_product_avx2, kt_nvfp4_product_avx512,
-    kt_nvfp4_product_amx;
+    kt_nvfp4_product_float_avx512, kt_nvfp4_product_amx;
 
 /* Packed tiles, without the scales of rows, as tiles of bf16 (bf16_gemm.h), 64-byte aligned. */
 void kt_nvfp4_decode_tiles(const uint8_t *codes, int64_t tiles, uint8_t *out);

@@ -17,7 +17,8 @@ kt_product_fn *kt_bf16_adding_product(void) {
   static kt_product_fn *const product[KT_LEVELS] = {
       [KT_ISA_SCALAR] = kt_bf16_adding_product_scalar,
 #if KT_X86
-      [KT_ISA_AVX512_VBMI] = kt_bf16_adding_product_avx512,
+      [KT_ISA_AVX512_ZEN] = kt_bf16_adding_product_avx512,
+      [KT_ISA_AVX512] = kt_bf16_adding_product_float_avx512,
 #endif
   };
   return KT_CELL(product);

@@ -29,7 +29,14 @@ from ktconv.native.encoding import (
     largest,
 )
 from ktconv.native.layouts import FORMATS, SCALE_DTYPES, Layout, packed_size, stored_scale
-from ktconv.native.levels import ISA_NAMES, cpu_features, isa, isa_available, use_isa
+from ktconv.native.levels import (
+    ISA_NAMES,
+    cpu_features,
+    isa,
+    isa_available,
+    isa_parts,
+    use_isa,
+)
 from ktconv.native.limits import UNITS, limit_dot, limit_ops, limit_read
 from ktconv.native.moe import (
     GATE_FUNCTIONS,
