@@ -21,7 +21,7 @@
 enum {
   KT_FLOAT_BLOCK = 12,    /* tokens of the micro kernel: 24 sums of 32 registers */
   KT_FLOAT_FEW = 2,       /* tokens that do two groups at a time */
-  KT_FLOAT_K_BLOCK = 256, /* columns that are decoded to the panel: 32 KiB of a strip */
+  KT_FLOAT_K_BLOCK = 128, /* columns that are decoded to the panel: 32 KiB of a strip */
   KT_FLOAT_PAD = 16,      /* floats behind a row of activations: not all in one set of the cache */
   KT_FLOAT_TILES = KT_FLOAT_K_BLOCK * KT_STRIP, /* floats of the panel before activations */
   KT_FLOAT_AHEAD = 8192                         /* bytes by which weights are prefetched */
@@ -210,6 +210,7 @@ KT_INLINE void kt_float_add_product(const kt_float_form form, const kt_float_ker
         KT_UNROLL(16)
         for (int q = 0; q < KT_TILE_COLS / 2; q++) {
           __m512 line[4];
+          kt_float_prefetch(form, tile, q);
           form.lines(tile, q, line);
           for (int j = 0; j < 4; j++)
             _mm512_store_ps(tiles + (c + 2 * q) * KT_STRIP + 16 * j, line[j]);
