@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 from ktconv.checkpoint.config import ModelConfig, Setting
 from ktconv.checkpoint.encodings import Candidate, candidates, stored_matrix
@@ -63,6 +64,20 @@ def build_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) -> 
         tuple(experts),
         encodings.biased,
     )
+
+
+def _kind_of(parts: Parts, views: _Views) -> Hashable:
+    """What weights have in common that are stored alike; called for each of a million."""
+    if len(parts) == 1:
+        ((part, one),) = parts.items()
+        return id(views), part, one.dtype, one.shape
+    return id(views), *[(part, one.dtype, one.shape) for part, one in parts.items()]
+
+
+def _but_tensor(matrix: ExpertMatrix) -> tuple[Any, ...]:
+    """The other fields of a matrix without scales."""
+    one = matrix
+    return one.rows, one.cols, one.start, one.row_stride, one.col_stride, one.element
 
 
 def _is_numbered(rest: str) -> bool:
@@ -123,8 +138,18 @@ def _group_by_expert(stack: Stack) -> _Found:
     """The tensors of each expert; gate and up have the same ones where they are together."""
     found: _Found = {}
     projections, fused = table.FAMILIES.projections, table.FAMILIES.fused
+    # What nearly all names are made of, once it was looked at: "gate_proj.weight", "17".
+    tails: dict[str, tuple[Projection, str]] = {}
+    numbers: dict[str, dict[Projection, dict[str, TensorRef]]] = {}
     for rest, tensor in stack.tensors.items():
         number, _, tail = rest.partition(".")
+        if tail in tails and number in numbers:
+            which, part = tails[tail]
+            parts = numbers[number].setdefault(which, {})
+            if part in parts:
+                raise _twice(parts[part], tensor)
+            parts[part] = tensor
+            continue
         name, _, part = tail.partition(".")
         if not number.isdecimal():
             number, name = name, number
@@ -138,6 +163,8 @@ def _group_by_expert(stack: Stack) -> _Found:
                 f"Known are {known_spellings()} with .weight; {MAP_HINT}.",
             )
         expert = found.setdefault(int(number), {})
+        if name in projections and rest.startswith(f"{number}."):
+            tails[tail], numbers[number] = (projection, part), expert
         parts = expert.setdefault(projection, {})
         if (
             name in fused
@@ -273,6 +300,8 @@ class _EncodingsOfLayer:
         self._seen: dict[str, None] = {}
         # A hundred thousand weights are of few kinds: of each, the first is looked at closely.
         self._kinds: dict[Hashable, Candidate] = {}
+        # The same for weights without scales: what they are but for their tensor.
+        self._plain: dict[Hashable, tuple[Encoding, tuple[Any, ...]]] = {}
         self.biased = False
 
     @property
@@ -293,9 +322,10 @@ class _EncodingsOfLayer:
         return matrix
 
     def _stored(self, parts: Parts, views: _Views) -> tuple[Encoding, ExpertMatrix]:
-        kind = views[0].experts is None and (
-            id(views), *[(part, one.dtype, one.shape) for part, one in parts.items()]
-        )  # fmt: skip
+        kind = views[0].experts is None and _kind_of(parts, views)
+        if kind in self._plain:
+            encoding, rest = self._plain[kind]
+            return encoding, ExpertMatrix(parts[encoding.primary], *rest)
         if kind in self._kinds:
             same = self._kinds[kind].of(parts)
             known = same.matrix(views[same.encoding.transposed], self._config)
@@ -304,7 +334,9 @@ class _EncodingsOfLayer:
         found, matrix = stored_matrix(
             parts, lambda one: views[one.transposed], self._config, self._wrong_shape
         )
-        if kind:
+        if kind and matrix.quantization is None:
+            self._plain[kind] = found.encoding, _but_tensor(matrix)
+        elif kind:
             self._kinds[kind] = found
         return found.encoding, matrix
 
