@@ -34,7 +34,7 @@ from ktconv.errors import (
     UsageError,
 )
 from ktconv.reading.buffers import BufferSizes
-from ktconv.reading.reader import SourceReader
+from ktconv.reading.reader import KeptReader, SourceReader
 from ktconv.system import elsewhere, machine
 from ktconv.system.files import sync, translated, write_durably
 from ktconv.system.units import format_ranges, format_size
@@ -229,6 +229,7 @@ class Conversion(ABC):
         self.done: set[str] = set()
         self.errors = ErrorSummary()
         self.source_card = source_card(self.plan.checkpoint, self.request.model)
+        self._readers: dict[str, KeptReader] = {}  # of units under way
 
     def run(self) -> Report:
         started = time.monotonic()
@@ -390,10 +391,19 @@ class Conversion(ABC):
         self.run_pipeline(pending)
 
     def run_pipeline(self, units: Sequence[Unit]) -> None:
-        Pipeline(self.preflight.threads, self.buffers(), self, self.observer).run(units)
+        try:
+            Pipeline(self.preflight.threads, self.buffers(), self, self.observer).run(units)
+        finally:
+            for reader in self._readers.values():
+                reader.close()
 
     def confirm(self, unit: Unit) -> None:
-        """SourceChangedError where the source is elsewhere, and not what it was."""
+        """SourceChangedError where the source is not what it was."""
+        reader = self._readers.pop(unit.key)
+        try:
+            reader.confirm()
+        finally:
+            reader.close()
         elsewhere.confirm(self.plan.checkpoint.files)
 
     def finished(self, unit: Unit, files: list[dict[str, object]], tensors: dict[str, Any]) -> None:
@@ -410,7 +420,7 @@ class Conversion(ABC):
         return staging_of(unit, self.journal.directory, self.output)
 
     def tasks(self, unit: Unit) -> list[Task]:
-        reader = self.reader()
+        reader = self._readers[unit.key] = self.reader().keeping()
         tasks = [self.copy_task(reader, tensor, name) for tensor, name in unit.copies]
         return tasks + list(self.expert_tasks(unit, reader) if isinstance(unit, LayerUnit) else [])
 

@@ -31,7 +31,14 @@ from ktconv.encode.request import Preflight as GpuPreflight
 from ktconv.encode.request import Request as GpuRequest
 from ktconv.errors import KtconvError, UsageError
 from ktconv.quantize_cpu.run import Preflight, QuantizeCpu, Request
-from ktconv.system.files import make_directory, remove, sync, translated, write_all, write_durably
+from ktconv.system.files import (
+    make_directory,
+    remove,
+    sync,
+    translated,
+    write_behind,
+    write_durably,
+)
 from ktconv.system.text import Notify, silent
 from ktconv.writer.journal import Record, file_is_intact
 from ktconv.writer.staging import publish_folder, publish_shards, shard_record, staged_name
@@ -216,7 +223,7 @@ class _Received:
                 make_directory(path.parent)
                 self._fds[name] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
                 self._sums[name] = hashlib.sha256()
-            write_all(self._fds[name], memoryview(data), offset)
+            write_behind(self._fds[name], memoryview(data), offset)
         self._sums[name].update(data)
 
     def close(self) -> dict[str, str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -21,6 +22,7 @@ from ktconv.system.regular_files import MissingFileError
 from ktconv.system.text import path_text
 
 BOUNCE_BYTES = 1 << 20
+KEPT_FILES = 32  # per unit of commit, of which few are under way
 
 
 def advise(spans: Sequence[Span]) -> None:
@@ -68,17 +70,14 @@ class SourceReader:
             for source in sources
             if (source.mtime_ns, source.etag) != (None, None)
         }
-        self._state = {
+        self._state: Mapping[Path, State] = {
             path: known[name] for path in files if (name := path_text(path.name)) in known
         }
 
     @contextmanager
     def open(self, path: Path) -> Iterator[Opened]:
         """A shard that is as it was when the headers were read, to the end."""
-        try:
-            opened = open_source(path)
-        except MissingFileError as error:  # it was there when the headers were read
-            raise ResourceError(f"cannot read {path}: No such file or directory") from error
+        opened = _open(path)
         try:
             self._refuse_changed(opened)
             try:
@@ -87,6 +86,10 @@ class SourceReader:
                 self._refuse_changed(opened)
         finally:
             opened.close()
+
+    def keeping(self) -> KeptReader:
+        """One that keeps files open from one matrix to the next."""
+        return KeptReader(self._state)
 
     def _refuse_changed(self, opened: Opened) -> None:
         known = self._state.get(opened.path)
@@ -129,3 +132,53 @@ class SourceReader:
             dense[first : first + count] = np.ndarray(
                 (count, runs.length), np.uint8, span, strides=(runs.stride, 1)
             )
+
+
+class KeptReader(SourceReader):
+    """Opens each file once, of a few: to open and to look at a file for each of many small matrices
+    takes longer than to convert them, and threads wait for each other after every call of the
+    system. What was read counts only after `confirm`, unless reading failed."""
+
+    def __init__(self, state: Mapping[Path, State]) -> None:
+        self._state = state
+        self._lock = threading.Lock()
+        self._kept: dict[Path, Opened] = {}
+
+    @contextmanager
+    def open(self, path: Path) -> Iterator[Opened]:
+        opened = self._kept.get(path) or self._keep(path)
+        if opened is None:
+            with super().open(path) as opened:
+                yield opened
+            return
+        try:
+            yield opened
+        except BaseException:  # that can be the change's doing
+            self._refuse_changed(opened)
+            raise
+
+    def _keep(self, path: Path) -> Opened | None:
+        """None: enough are open."""
+        with self._lock:
+            if path not in self._kept and len(self._kept) < KEPT_FILES:
+                self._kept[path] = _open(path)
+                self._refuse_changed(self._kept[path])
+            return self._kept.get(path)
+
+    def confirm(self) -> None:
+        """Refuses files that changed since they were opened, or are others now."""
+        for path in list(self._kept):
+            with super().open(path):
+                pass
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        while self._kept:
+            self._kept.popitem()[1].close()
+
+
+def _open(path: Path) -> Opened:
+    try:
+        return open_source(path)
+    except MissingFileError as error:  # it was there when the headers were read
+        raise ResourceError(f"cannot read {path}: No such file or directory") from error

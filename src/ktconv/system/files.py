@@ -37,6 +37,7 @@ _KINDS: dict[int, tuple[type[ResourceError], str, str | None]] = {  # class, rea
     ),
 }
 _READABLE = "make it readable for this user"
+BEHIND_BYTES = 64 << 10  # smaller pieces wait for fsync
 MKDIR_ATTEMPTS = 20  # each fails only if another run makes or removes a directory meanwhile
 
 
@@ -74,6 +75,15 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
         done += os.pwrite(fd, data[done:], offset + done)
+
+
+def write_behind(fd: int, data: memoryview, offset: int) -> None:
+    """`write_all`, and the system begins to bring a large piece to the disk: what a later fsync
+    waits for is short, and the disk does not idle while later pieces are computed."""
+    write_all(fd, data, offset)
+    if len(data) >= BEHIND_BYTES:
+        with contextlib.suppress(OSError):  # a hint; Linux starts writing pages that are dirty
+            os.posix_fadvise(fd, offset, len(data), os.POSIX_FADV_DONTNEED)
 
 
 class FileTooShortError(OSError):

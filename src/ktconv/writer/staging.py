@@ -24,6 +24,7 @@ from ktconv.system.files import (
     sync,
     translated,
     write_all,
+    write_behind,
 )
 from ktconv.writer.shards import Shard
 
@@ -86,7 +87,7 @@ class ShardStaging:
     def write(self, name: str, data: memoryview, offset: int) -> None:
         path, start = self._places[name]
         try:
-            write_all(self._fds[path], data, start + offset)
+            write_behind(self._fds[path], data, start + offset)
         except OSError as error:
             raise io_error(f"write tensor {name} to", path, error) from error
 
@@ -169,7 +170,7 @@ class FolderStaging:
     def write(self, name: str, data: memoryview, offset: int) -> None:
         path = self._path(name)
         with translated("write", path), opened_fd(path, os.O_WRONLY | os.O_CREAT) as fd:
-            write_all(fd, data, offset)
+            write_behind(fd, data, offset)
 
     def read(self, name: str, target: memoryview, offset: int) -> None:
         path = self._path(name)
