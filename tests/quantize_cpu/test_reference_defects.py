@@ -49,7 +49,7 @@ from helpers.families import (
 from ktconv.errors import CheckpointError, KtconvError, OutputError, ResourceError, UsageError
 from ktconv.formats import FORMATS, reference, scales
 from ktconv.formats.decode import round_to_bf16
-from ktconv.system.files import write_all
+from ktconv.system.files import write_behind
 from ktconv.writer import staging
 
 SOURCE = "model.layers.{}.mlp.experts"
@@ -116,14 +116,14 @@ def test_a1_full_disk_is_an_error(
         calls.append(offset)
         if len(calls) > 10:
             raise OSError(28, "No space left on device")
-        write_all(fd, data, offset)
+        write_behind(fd, data, offset)
 
-    monkeypatch.setattr(staging, "write_all", full)
+    monkeypatch.setattr(staging, "write_behind", full)
     with pytest.raises(ResourceError, match="the disk is full") as caught:
         convert(model, tmp_path / "out")
     assert caught.value.exit_code == 3
     assert not list(tmp_path.glob("out/*"))
-    monkeypatch.setattr(staging, "write_all", write_all)
+    monkeypatch.setattr(staging, "write_behind", write_behind)
     convert(model, tmp_path / "out")
     assert_right(tmp_path / "out")
 

@@ -17,6 +17,7 @@ typedef struct kt_strip {
   const uint8_t *data;
   int64_t row_size; /* bytes from one row to the next */
   int form;
+  int in_place; /* rows of the source, not decoded ones */
 } kt_strip;
 
 /* Bits of the largest magnitude of a row, widened to binary32; cols % 64 == 0. */
@@ -54,11 +55,11 @@ KT_INLINE kt_strip kt_strip_at(const kt_matrix *m, int64_t n, float *scratch,
   if (m->col_stride == 1 && !changed && (m->dtype == KT_BF16 || plain_f32)) {
     const int64_t size = plain_f32 ? 4 : 2;
     return (kt_strip){(const uint8_t *)m->data + n * m->row_stride * size, m->row_stride * size,
-                      plain_f32 ? KT_ROW_F32 : KT_ROW_BF16};
+                      plain_f32 ? KT_ROW_F32 : KT_ROW_BF16, 1};
   }
   const int64_t stride = kt_scratch_stride(m->cols);
   decode(m, n, KT_STRIP_ROWS, scratch, stride);
-  return (kt_strip){(const uint8_t *)scratch, stride * 4, KT_ROW_F32};
+  return (kt_strip){(const uint8_t *)scratch, stride * 4, KT_ROW_F32, 0};
 }
 
 /* A strip fills every other KiB of its tiles, which no hardware prefetcher follows: claim the
@@ -70,13 +71,24 @@ KT_INLINE void kt_prefetch_half_tile(const uint8_t *half_tile) {
     __builtin_prefetch((const void *)((uintptr_t)half_tile + (uintptr_t)at), 1, 3);
 }
 
+/* The same columns of the next strip, while this one, from the cache, keeps the memory idle. */
+KT_INLINE void kt_prefetch_strip(kt_strip strip, int64_t at, int64_t size) {
+  const uintptr_t next = (uintptr_t)strip.data + (uintptr_t)(KT_STRIP_ROWS * strip.row_size + at);
+  for (int r = 0; r < KT_STRIP_ROWS; r++)
+    for (int64_t line = 0; line < size; line += 64)
+      __builtin_prefetch((const void *)(next + (uintptr_t)(r * strip.row_size) + (uintptr_t)line),
+                         0, 2);
+}
+
 KT_INLINE void kt_pack_strip(const kt_matrix *m, int64_t n, kt_strip strip, const float *inverse,
                              uint8_t *packed, kt_strip_rule rule, kt_half_tile_fn *half_tile_of,
                              int form, int flush) {
   for (int64_t k = 0; k < m->cols; k += rule.tile_cols) {
     const int64_t tile = kt_tile_start(m->rows, m->cols, rule.block_rows, n, k);
     uint8_t *const half_tile = packed + tile / rule.codes_per_byte + kt_half_tile(n);
+    const int64_t size = form == KT_ROW_BF16 ? 2 : 4;
     kt_prefetch_half_tile(half_tile);
+    if (strip.in_place) kt_prefetch_strip(strip, k * size, rule.tile_cols * size);
     half_tile_of(strip, k, inverse, half_tile, form, flush);
   }
 }
