@@ -6,6 +6,7 @@
 # make lint    ruff, mypy, clang-format, compiler warnings as errors
 # make format  rewrite sources the way lint wants them
 # make bench   speed of the kernels, of packing and of a whole conversion
+# make fuzz    the readers of files, with coverage guidance, for SECONDS=60
 # make clean   remove everything that make made
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ C_HEADERS := $(shell find native -name '*.h')
 SETUP     := pyproject.toml setup.py constraints.txt native/build_ffi.py $(C_SOURCES) $(C_HEADERS)
 WARNINGS  := -std=c11 -Wall -Wextra -Wconversion -Wshadow -Wstrict-prototypes -Werror
 
-.PHONY: demo test check test-fast asan lint format bench clean
+.PHONY: demo test check test-fast asan lint format bench fuzz clean
 
 demo: $(VENV)/.core
 	rm -rf build/demo
@@ -31,7 +32,7 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30
 
 # Every room has some; none needs torch or waits for processes that are killed.
-FAST := tests/checkpoint tests/formats tests/placement tests/system tests/targets tests/writer \
+FAST := tests/checkpoint tests/formats tests/fuzz tests/placement tests/system tests/targets tests/writer \
 	tests/moe tests/route tests/families/test_document.py tests/families/test_table.py tests/test_docs.py \
 	tests/test_structure.py tests/cli/test_map.py tests/cli/test_progress.py \
 	tests/conversion/test_pipeline.py tests/native/test_audit.py tests/native/test_golden.py \
@@ -91,6 +92,11 @@ bench: $(VENV)/.core
 	$(BIN)/python benchmarks/make_checkpoint.py build/bench/model --preset qwen3-30b --layers 1
 	$(BIN)/python benchmarks/convert.py build/bench/model --work build/bench/out
 
+SECONDS ?= 60
+
+fuzz: $(VENV)/.fuzz
+	$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS)
+
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf src/*.egg-info src/ktconv/_native.c src/ktconv/_native*.so
@@ -107,6 +113,10 @@ $(VENV)/.core: $(VENV)/.python $(SETUP)
 $(VENV)/.check: $(VENV)/.python $(SETUP)
 	$(PIP) -e '.[check]'
 	touch $@ $(VENV)/.core
+
+$(VENV)/.fuzz: $(VENV)/.python $(SETUP)
+	$(PIP) -e '.[fuzz]'
+	touch $@ $(VENV)/.check $(VENV)/.core
 
 $(VENV)/.dev: $(VENV)/.python $(SETUP)
 	$(PIP) -e '.[dev]'
