@@ -7,6 +7,7 @@
 # make format  rewrite sources the way lint wants them
 # make bench   speed of the kernels, of packing and of a whole conversion
 # make fuzz    the readers of files, with coverage guidance, for SECONDS=60
+# make wheels  wheels for x86-64 and aarch64, checked, and a source distribution: dist/
 # make clean   remove everything that make made
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ C_HEADERS := $(shell find native -name '*.h')
 SETUP     := pyproject.toml setup.py constraints.txt native/build_ffi.py $(C_SOURCES) $(C_HEADERS)
 WARNINGS  := -std=c11 -Wall -Wextra -Wconversion -Wshadow -Wstrict-prototypes -Werror
 
-.PHONY: demo test check test-fast asan lint format bench fuzz clean
+.PHONY: demo test check test-fast asan lint format bench fuzz wheels clean
 
 demo: $(VENV)/.core
 	rm -rf build/demo
@@ -97,6 +98,9 @@ SECONDS ?= 60
 fuzz: $(VENV)/.fuzz
 	$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS)
 
+wheels: $(VENV)/.wheels
+	$(BIN)/python packaging/wheels.py
+
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf src/*.egg-info src/ktconv/_native.c src/ktconv/_native*.so
@@ -112,6 +116,10 @@ $(VENV)/.core: $(VENV)/.python $(SETUP)
 
 $(VENV)/.check: $(VENV)/.python $(SETUP)
 	$(PIP) -e '.[check]'
+	touch $@ $(VENV)/.core
+
+$(VENV)/.wheels: $(VENV)/.python $(SETUP)
+	$(PIP) -e '.[wheels]'
 	touch $@ $(VENV)/.core
 
 $(VENV)/.fuzz: $(VENV)/.python $(SETUP)

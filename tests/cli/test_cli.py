@@ -417,6 +417,19 @@ def test_entry_points(entry: str) -> None:
     assert "quantize-cpu" in done.stdout + done.stderr
 
 
+def test_the_version_as_json() -> None:
+    facts = json.loads(run("--version", "--json").stdout)
+    assert facts["ktconv"] == package.__version__
+    assert facts["levels"] == native.isa_available()
+    assert run("--json", "--version").exit_code == 0
+
+
+def test_json_needs_version_or_a_command() -> None:
+    result = run("--json")
+    assert result.exit_code == 2
+    assert "--version" in result.stderr
+
+
 # ---- what is imported ------------------------------------------------------------------
 
 WATCH = """

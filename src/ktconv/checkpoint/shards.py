@@ -26,6 +26,7 @@ _ENTRY_BYTES = 90  # of a tensor in a header, beside its name: dtype, shape and 
 _METADATA_BYTES = 256  # and what else a header has
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_LONGEST_NAME = 255  # bytes of a name, in every file system of Linux
 _NUMBERED = re.compile(r"^(.*-)(\d+)(-of-)(\d+)(\.safetensors)$")
 _INDEX_HINT = "Download the checkpoint again, or repair the index by hand."
 _SHARD_HINT = "Download the missing files; incomplete checkpoints are not converted."
@@ -200,6 +201,10 @@ def _check_plain_name(index: Path, name: str) -> None:
             f"{index} names the file {name!r}, which is not a plain name in its own directory",
             "For safety, shards must be in the same directory as the index (symlinks "
             "are followed).",
+        )
+    if len(os.fsencode(name)) > _LONGEST_NAME:
+        raise CheckpointError(
+            f"{index} names a file with {len(name)} characters: {name[:40]!r}...", _INDEX_HINT
         )
     if not name.endswith(".safetensors"):
         raise CheckpointError(f"{index} names {name!r}, not a safetensors file", _INDEX_HINT)

@@ -29,19 +29,37 @@ COMMANDS = {
 }
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        print(f"ktconv {__version__}")
-        raise typer.Exit
-
-
 def _root(
-    version: Annotated[
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+    as_json: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+        typer.Option("--json", help="With --version: what this build is, as a JSON document."),
     ] = False,
 ) -> None:
-    pass
+    if version:
+        print(_build() if as_json else f"ktconv {__version__}")
+        raise typer.Exit
+    if as_json:
+        context.fail("--json is an option of --version and of commands: ktconv COMMAND --json")
+
+
+def _build() -> str:
+    """What identifies a build, for scripts and bug reports; `ktconv doctor` tells about the
+    machine."""
+    import json
+    import platform
+
+    from ktconv import native
+
+    facts = {
+        "schema": 1,
+        "ktconv": __version__,
+        "python": platform.python_version(),
+        "architecture": platform.machine(),
+        "levels": native.isa_available(),
+    }
+    return json.dumps(facts)
 
 
 def application(names: Iterable[str] = COMMANDS) -> typer.Typer:
@@ -55,7 +73,7 @@ def application(names: Iterable[str] = COMMANDS) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
         help="Convert Mixture-of-Experts checkpoints into CPU expert weights, provably right.",
     )
-    found.callback()(_root)
+    found.callback(invoke_without_command=True)(_root)
     for name in names:
         module, _, function = COMMANDS[name].partition(":")
         command = getattr(import_module(f"ktconv.cli.{module}"), function)
