@@ -23,6 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 DIST, WORK = ROOT / "dist", ROOT / "build/wheels"
 ARCHITECTURES = ("x86_64", "aarch64")
 GLIBC = "2.17"  # the oldest that manylinux has
+# Without it clang hoists loads and broadcasts over the asm that keeps unrolled lines apart, and runs
+# out of vector registers: INT8 was 0.86 times as fast as with GCC at 512 tokens, and is 0.95 times.
+CODE = "-mllvm -enable-misched=false"
 EXAMPLE = ROOT / "docs/example/tiny-moe"
 CONSTRAINTS = ROOT / "constraints.txt"
 
@@ -52,7 +55,7 @@ def build(architecture: str) -> Path:
     command = [sys.executable, "setup.py", "-q", "build", "--build-base", str(base)]
     command += ["bdist_wheel", "--plat-name", tag, "--dist-dir", str(DIST)]
     command += ["--bdist-dir", str(base / "wheel")]
-    run(command, CC=compiler, LDSHARED=f"{compiler} -shared -s", ARCHFLAGS="")
+    run(command, CC=f"{compiler} {CODE}", LDSHARED=f"{compiler} -shared -s")
     return newest(f"*abi3-{tag}.whl")
 
 
