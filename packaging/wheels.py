@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DIST, WORK = ROOT / "dist", ROOT / "build/wheels"
 ARCHITECTURES = ("x86_64", "aarch64")
 GLIBC = "2.17"  # the oldest that manylinux has
-# Without it clang hoists loads and broadcasts over the asm that keeps unrolled lines apart, and runs
+# Without it clang hoists broadcasts over the asm that keeps unrolled lines apart, and runs
 # out of vector registers: INT8 was 0.86 times as fast as with GCC at 512 tokens, and is 0.95 times.
 CODE = "-mllvm -enable-misched=false"
 EXAMPLE = ROOT / "docs/example/tiny-moe"
