@@ -7,6 +7,7 @@
 # make format  rewrite sources the way lint wants them
 # make bench   speed of the kernels, of packing and of a whole conversion
 # make fuzz    the readers of files, with coverage guidance, for SECONDS=60
+# make docs    the documentation as a site, with links checked: build/site
 # make wheels  wheels for x86-64 and aarch64, checked, and a source distribution: dist/
 # make clean   remove everything that make made
 
@@ -21,7 +22,7 @@ C_HEADERS := $(shell find native -name '*.h')
 SETUP     := pyproject.toml setup.py constraints.txt native/build_ffi.py $(C_SOURCES) $(C_HEADERS)
 WARNINGS  := -std=c11 -Wall -Wextra -Wconversion -Wshadow -Wstrict-prototypes -Werror
 
-.PHONY: demo test check test-fast asan lint format bench fuzz wheels clean
+.PHONY: demo test check test-fast asan lint format bench fuzz docs wheels clean
 
 demo: $(VENV)/.core
 	rm -rf build/demo
@@ -47,6 +48,7 @@ check: $(VENV)/.check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES) $(C_HEADERS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(FAST) --ignore=tests/checkpoint/test_mutations.py
 
 test-fast: $(VENV)/.check
@@ -97,6 +99,9 @@ SECONDS ?= 60
 
 fuzz: $(VENV)/.fuzz
 	$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS)
+
+docs: $(VENV)/.check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 wheels: $(VENV)/.wheels
 	$(BIN)/python packaging/wheels.py

@@ -46,14 +46,16 @@ methods of KTransformers run other models without a word, and their results are 
    rounding them again to one scale for each row, as `int4` has, loses much.
 
 `ktconv quantize-cpu MODEL OUTPUT --method METHOD`, where METHOD is one of the table, is all it
-takes; `--dry-run` tells sizes and memory before. For KTransformers through sglang-kt 0.7.2, the plan, the
-end of the run and the model card name the options to serve it with. *Runtime* is
+takes; `--dry-run` tells sizes and memory before. For KTransformers through sglang-kt 0.7.2, the
+plan, the end of the run and the model card name the options to serve it with. *Runtime* is
 [ktconv's own](runtime.md), which follows every activation of this table that has a "yes".
 
 SGLang and vLLM without KTransformers run the model's own code on GPUs, whatever it computes:
-`ktconv quantize-gpu MODEL OUTPUT --scheme W4A16`, or a scheme of [quantize-gpu.md](quantize-gpu.md),
-which has what each engine loads. In KTransformers `fp8-channel` needs AVX-512, and `nvfp4` has an
-AVX2 kernel alone: set `KT_MXFP4_BACKEND=avx2` where there is AMX.
+`ktconv quantize-gpu MODEL OUTPUT --scheme W4A16`, or a scheme of
+[quantize-gpu.md](quantize-gpu.md), which has what each engine loads.
+
+In KTransformers `fp8-channel` needs AVX-512, and `nvfp4` has an AVX2 kernel alone: set
+`KT_MXFP4_BACKEND=avx2` where there is AMX.
 """
 
 SIZES = """\
