@@ -3,7 +3,8 @@
 One for each architecture, for every CPython from 3.10 on (abi3) and every glibc from 2.17 on
 (manylinux_2_17), with Zig's clang as the compiler for both. Each is checked with auditwheel. That
 of this machine's architecture is installed into an empty environment, where no compiler can be
-found, and converts and verifies the example. They go to dist/, with SHA-256 in dist/SHA256SUMS.
+found, and converts and verifies the example. They go to dist/, with a source distribution, what the
+wheel was tried with (ktconv.cdx.json, CycloneDX) and SHA-256 of all in SHA256SUMS.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def main() -> None:
         print(f"{wheel.relative_to(ROOT)}: {wheel.stat().st_size / 1e6:.1f} MB")
         if architecture == platform.machine():
             print(f"in an empty environment: levels {', '.join(try_out(wheel))}")
+            bill_of_materials()
     run([sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(DIST)])
     write_sums()
 
@@ -96,9 +98,17 @@ def try_out(wheel: Path) -> list[str]:
     return levels
 
 
+def bill_of_materials() -> None:
+    """Names, versions, licences and sources of the packages of the environment of `try_out`."""
+    bill = DIST / "ktconv.cdx.json"
+    command = [sys.executable, "-m", "cyclonedx_py", "environment", "--output-reproducible"]
+    command += ["--pyproject", str(ROOT / "pyproject.toml"), "-o", str(bill)]
+    run([*command, str(WORK / "empty/bin/python")])
+
+
 def write_sums() -> None:
     """For sha256sum --check."""
-    files = sorted(path for path in DIST.iterdir() if path.suffix in (".whl", ".gz"))
+    files = sorted(path for path in DIST.iterdir() if path.suffix in (".whl", ".gz", ".json"))
     sums = (f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files)
     (DIST / "SHA256SUMS").write_text("".join(sums))
 
