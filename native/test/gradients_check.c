@@ -35,13 +35,31 @@ static uint64_t draw(void) {
 
 static float unit(void) { return (float)(draw() >> 40) / 16777216.0f * 2.0f - 1.0f; }
 
-/* `size` bytes that end at an unreadable page; never freed, except by the end of the program. */
+typedef struct mapping {
+  uint8_t *memory;
+  size_t size;
+} mapping;
+
+static mapping mappings[64];
+static int mapping_count;
+
+/* `size` bytes that end at an unreadable page, until release_all(). */
 static void *guarded(size_t size) {
   const size_t page = (size_t)sysconf(_SC_PAGESIZE), inner = (size + page - 1) / page * page;
   uint8_t *memory =
       mmap(NULL, inner + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED || mprotect(memory + inner, page, PROT_NONE) != 0) exit(2);
+  if (mapping_count == sizeof mappings / sizeof *mappings) exit(2);
+  mappings[mapping_count++] = (mapping){memory, inner + page};
   return memory + inner - size;
+}
+
+/* Every check ends with it: the system allows a process some 65000 mappings. */
+static void release_all(void) {
+  while (mapping_count) {
+    mapping_count--;
+    munmap(mappings[mapping_count].memory, mappings[mapping_count].size);
+  }
 }
 
 static uint32_t bits_of(float value) {
@@ -259,6 +277,7 @@ static void check_derivatives(const kt_activation *a, int with_lora) {
       near("middle", a, g, u, wide(n.middle[t * STRIDE + r]), of_gate.value * of_up.value,
            gate_size * fmax(1, up_size));
     }
+  release_all();
 }
 
 static void check_dots(const kt_activation *a, int with_codes) {
@@ -277,6 +296,7 @@ static void check_dots(const kt_activation *a, int with_codes) {
     }
     if (!(fabs(sum - (double)n.dot[t]) <= doubt + 1e-7)) failed("dot", a->function, t, n.dot[t]);
   }
+  release_all();
 }
 
 /* Anything at all in one of a few places. */
@@ -323,6 +343,7 @@ static void compare_activation(const kt_gradients *level, const kt_activation *a
                    !memcmp(n.middle, other.middle, size) &&
                    !memcmp(n.dot, other.dot, (size_t)tokens * 4);
   if (!same) failed("activate", a->function, tokens, (float)parts);
+  release_all();
 }
 
 /* ---- Sums of outer products -------------------------------------------------- */
@@ -370,6 +391,7 @@ static void check_outer(const kt_gradients *level, int64_t count, int64_t rank, 
   const product p = new_product(count, rank, cols, ways & 1, ways & 2);
   level->outer(&p.o);
   if (memcmp(p.o.out, p.expected, p.floats * 4)) failed("outer", (int)rank, count, (float)ways);
+  release_all();
 }
 
 /* A NaN and an Inf reach their row and column, and nothing else. */
@@ -384,6 +406,7 @@ static void check_odd_outer(const kt_gradients *level, int ways) {
       if (j == 9 ? !isnan(found) : c == 40 ? !isinf(found) : !isfinite(found))
         failed("outer with NaN", (int)j, c, found);
     }
+  release_all();
 }
 
 static void check_outers(const kt_gradients *level) {
@@ -465,6 +488,7 @@ static void check_randomness(const kt_gradients *level, double p) {
   check_pair("far pairs", mask, other, BITS, p);
   draw_mask(level, &drop, 0, 1 << 20, other);
   check_pair("far columns", mask, other, BITS, p);
+  release_all();
 }
 
 /* Any part of a row, in either dtype, is dropped as the reference drops the whole. */
@@ -487,6 +511,7 @@ static void check_drop(const kt_gradients *level, uint32_t below, int64_t pair) 
           (below == 0 && !half[k]))
         failed("drop", (int)first, k, full[k]);
   }
+  release_all();
 }
 
 static void check_level(const kt_gradients *level) {
