@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ktconv.errors import UsageError
+from ktconv.families.sizes import size_named
+from ktconv.families.table import FAMILIES
+from ktconv.moe.load import kernel_activation
 from ktconv.native import Activation
 
 _EXAMPLE = "hidden,intermediate,experts,top-k like 2048,768,128,8"
@@ -29,24 +32,31 @@ class Shape:
         return self.activation.products * 2 * self.hidden * self.intermediate
 
 
-# From each model's config.json on the hub. DeepSeek-V4-Flash clamps at 10, gpt-oss at 7; experts of
-# Nemotron-3 and Nomic's embedding model have no gate.
-PRESETS = {
-    shape.name: shape
-    for shape in (
-        Shape("deepseek-v3", 7168, 2048, 256, 8),
-        Shape("deepseek-v4-flash", 4096, 2048, 256, 6, Activation(limit=10.0)),
-        Shape("qwen3-30b-a3b", 2048, 768, 128, 8),
-        Shape("qwen3-235b-a22b", 4096, 1536, 128, 8),
-        Shape("kimi-k2", 7168, 2048, 384, 8),
-        Shape("glm-4.5-air", 4096, 1408, 128, 8),
-        Shape("minimax-m2", 3072, 1536, 256, 8),
-        Shape("mixtral-8x7b", 4096, 14336, 8, 2),
-        Shape("gpt-oss-120b", 2880, 2880, 128, 4, Activation("swiglu", 1.702, 1.0, 7.0)),
-        Shape("nemotron-3-nano", 2688, 1856, 128, 6, Activation("relu2")),
-        Shape("nomic-embed-text-v2-moe", 768, 3072, 8, 2, Activation("ungated_gelu")),
-    )
-}
+_MODELS = (
+    "DeepSeek-V3",
+    "DeepSeek-V4-Flash",
+    "Qwen3-30B-A3B",
+    "Qwen3-235B-A22B",
+    "Kimi-K2",
+    "GLM-4.5-Air",
+    "MiniMax-M2",
+    "Mixtral-8x7B",
+    "gpt-oss-120b",
+    "Nemotron-3-Nano",
+    "nomic-embed-text-v2-moe",
+)
+
+
+def _preset(model: str) -> Shape:
+    """A model's shape, with what its family's experts compute."""
+    size = size_named(model)
+    family = FAMILIES.of(size.type)
+    assert family is not None
+    shape = size.hidden, size.intermediate, size.experts, size.top_k
+    return Shape(model.lower(), *shape, kernel_activation(family.activation))
+
+
+PRESETS = {shape.name: shape for shape in map(_preset, _MODELS)}
 
 
 def parse_shape(text: str) -> Shape:
