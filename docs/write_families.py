@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
-from ktconv.families.family import ExpertActivation, Family, Released, Router
+from ktconv.families.family import Family, Released, Router
 from ktconv.families.table import FAMILIES
 from ktconv.targets.consumers import METHODS, right_methods
 
@@ -47,8 +46,8 @@ are read as well. A family that is not listed can be [described in a map](maps.m
 - *INT4, INT8*: whether KTransformers computes experts in the formats of `ktconv quantize-cpu` as
   the model does. Where it does not, `quantize-cpu` refuses without `--allow-activation-mismatch`.
   ktconv's own runtime computes the experts of all these families.
-- *KTransformers*: other methods of KTransformers 0.7.2 that compute the model's activation. They
-  read other encodings than ktconv writes.
+- *KTransformers*: other methods of KTransformers 0.7.2 that compute the model's activation.
+  [which-method.md](which-method.md) has commands for them, sizes, and other engines.
 """
 
 ROUTERS = """\
@@ -114,7 +113,7 @@ def _layouts() -> Iterator[tuple[str, ...]]:
 def _rows(routers: dict[str, str]) -> Iterator[tuple[str, ...]]:
     for row in FAMILIES.rows:
         for released in row.released:
-            activation = activation_of(row, released)
+            activation = row.activation_of(released)
             right = right_methods([activation], [released.type])
             router = routers.setdefault(router_in_words(row.routing), f"R{len(routers) + 1}")
             others = [name for name in right if name not in ("AMXINT4", "AMXINT8")]
@@ -136,17 +135,6 @@ def tensors_of(row: Family, released: Released) -> str:
     """Names of the experts' tensors."""
     words = [f"{row.layers}.L", row.block, row.experts]
     return released.prefix + ".".join(filter(None, words)) + LAYOUTS[released.layout][0]
-
-
-def activation_of(row: Family, released: Released) -> ExpertActivation:
-    """What the experts compute with the released config.json."""
-    on_input = isinstance(row.routing, Router) and row.routing.spec.weight_on_input
-    return replace(
-        released.activation or row.activation,
-        biases=row.expert_biases,
-        post_norm=bool(row.post_norm),
-        weight_on_input=on_input,
-    )
 
 
 _SCORES = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt(softplus)"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Literal
 
 Projection = Literal["gate", "up", "down"]
@@ -199,7 +199,7 @@ def activation_of_record(record: object) -> ExpertActivation | None:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Released checkpoints of a family, for docs/families.md; nothing depends on it."""
+    """Released checkpoints of a family, for documentation; no conversion depends on it."""
 
     type: str  # model_type
     models: str
@@ -210,6 +210,9 @@ class Released:
     shared: bool = False  # whether there is a shared expert
     activation: ExpertActivation | None = None  # None: the row's
     where: str = ""  # in which layers the activation is that
+    mxfp8: bool = (
+        False  # whether blocks of fp8-block are 1 x 32, with scales that are powers of two
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,3 +279,13 @@ class Family:
 
     # further names of settings in config.json, by the keys of table.KEYS
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def activation_of(self, released: Released) -> ExpertActivation:
+        """What the experts compute with the released config.json."""
+        on_input = isinstance(self.routing, Router) and self.routing.spec.weight_on_input
+        return replace(
+            released.activation or self.activation,
+            biases=self.expert_biases,
+            post_norm=bool(self.post_norm),
+            weight_on_input=on_input,
+        )

@@ -146,7 +146,7 @@ ROWS = (
            routing=_router(replace(_SHARES, routed_scaling_factor=2.0), "scale"),
            released=(
                Released("minimax_m3_vl", "MiniMax-M3", "W", "bf16 fp8-block nvfp4",
-                        prefix=_LANGUAGE, shared=True),)),
+                        prefix=_LANGUAGE, shared=True, mxfp8=True),)),
     Family(("phimoe",), **_MIXTRAL,
            routing=_router(replace(_PLAIN, jitter=0.01), "router jitter"),
            released=(Released("phimoe", "Phi-3.5-MoE", "W"),)),
@@ -249,7 +249,7 @@ ROWS = (
            released=(
                Released("hy_v4", "Hy4-preview", "F1", shared=True),
                Released("hy_v4", "the same in MXFP8, MXFP4", "F12", "fp8-block mxfp4",
-                        shared=True))),
+                        shared=True, mxfp8=True))),
     Family(("bailing_moe_v2", "bailing_hybrid"), fused_only=True, correction="gate.expert_bias",
            routing=_noaux(n_group=8, topk_group=4, routed_scaling_factor=2.5),
            released=(
@@ -368,7 +368,8 @@ ROWS = (
            routing=_router(replace(_CORRECTED, routed_scaling_factor=8.0), "scoring", "scale"),
            keys={"scale": ("route_scale",)},
            released=(
-               Released("inkling2", "Inkling-2-Small", "F5", "fp8-block", prefix="model.llm."),)),
+               Released("inkling2", "Inkling-2-Small", "F5", "fp8-block", prefix="model.llm.",
+                        mxfp8=True),)),
     Family(("jamba",), block="feed_forward", router="router",
            routing=_router(_PLAIN),
            released=(Released("jamba", "Jamba-1.5, Jamba-2"),)),

@@ -27,6 +27,7 @@ class Method:
     computes: frozenset[str] = frozenset()
     families: Mapping[str, frozenset[str]] = field(default_factory=dict)  # model_type -> instead
     encoding: str = ""  # of checkpoints whose experts it reads as they are
+    needs: str = ""  # of the CPU, the environment and the file, in words
 
 
 _LIMIT = frozenset({"limit"})
@@ -35,17 +36,93 @@ _ONLY_FP8: Mapping[str, frozenset[str]] = {"glm5_next": frozenset()}  # which it
 METHODS = (
     Method("AMXINT4"),
     Method("AMXINT8"),
-    Method("RAWINT4"),
+    Method("RAWINT4", needs="groups of 32"),
     Method("BF16"),
     Method("FP8", families={"glm5_next": _LIMIT}, encoding="fp8-block"),
-    Method("FP8_PERCHANNEL"),
-    Method("GPTQ_INT4"),
-    Method("NVFP4"),
+    Method("FP8_PERCHANNEL", needs="AVX-512"),
+    Method("GPTQ_INT4", needs="symmetric, without activation order (`desc_act`)"),
+    Method(
+        "NVFP4", needs="`KT_MXFP4_BACKEND=avx2` where there is AMX: it has an AVX2 kernel alone"
+    ),
     Method("MXFP4", _LIMIT, _ONLY_FP8, "mxfp4"),
     Method("MXFP8", _LIMIT | {"alpha"}, _ONLY_FP8, "fp8-group"),
-    Method("LLAMAFILE"),
+    Method(
+        "LLAMAFILE",
+        needs="a GGUF file with gate and up apart, an intermediate size that 256 divides",
+    ),
 )
 _BY_NAME = {method.name: method for method in METHODS}
+
+
+def server_refuses(model_type: str) -> bool:
+    """Whether sglang-kt refuses wrong methods for such models when it starts; others run, and
+    their results are wrong."""
+    return any(model_type in method.families for method in METHODS)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine that serves whole models, as the source of this version has it: nothing of it was
+    run on a GPU. `computes`: fields of ExpertActivation that its Marlin kernels, for `quantize-gpu
+    --scheme W4A16` and `W8A16`, follow beside plain SiLU; of others they compute plain SiLU without
+    a word, unless they are in `stops`, which end in an error, or in `unread`, of which nothing is
+    known."""
+
+    name: str
+    version: str
+    has: frozenset[str]  # model types that it has a class for
+    lacks: frozenset[str]  # that it has none for; of types in neither nothing is known
+    computes: frozenset[str] = frozenset()
+    stops: frozenset[str] = frozenset()
+    unread: frozenset[str] = frozenset()
+    own_config: frozenset[str] = frozenset()  # types with a quantization of their own in its class
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Types of which all three have a class, whose experts KTransformers can take over.
+_ALL = _words(
+    "qwen2_moe qwen3_moe qwen3_next qwen3_omni_moe qwen3_5_moe qwen3_vl_moe mixtral minimax_m2 "
+    "minimax_m3_vl phimoe kimi_linear deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 kimi_k25 "
+    "deepseek_v4 glm4_moe glm4v_moe glm4_moe_lite glm_moe_dsa glm5_next gpt_oss ernie4_5_moe "
+    "ernie4_5_vl_moe hunyuan_v1_moe bailing_moe_v2 step3p5 mimo_v2_flash longcat_flash exaone_moe "
+    "granitemoe granitemoehybrid lfm2_moe llama4 nemotron_h olmoe"
+)
+# Neither SGLang nor vLLM has one.
+_NONE = _words("solar_open axk2 flint inkling2 jetmoe kolibri1")
+_BOTH = _words(  # they have, sglang-kt has not
+    "qwen4_exp kimi_k3 hy_v3 hy_v4 cohere2_moe dots3_note gemma4 diffusion_gemma granitemoeshared "
+    "granitemoe_swa inkling_mm_model laguna mellum"
+)
+# In sglang-kt their experts are computed by a function that KTransformers does not take over.
+_BY_FUNCTION = _words("afmoe dbrx")
+_OF_SGLANG = _words("beam muse_spark zaya")
+_OF_VLLM = _words(
+    "minimax deepseek_ocr2 openai_privacy_filter aria axk1 dots1 jamba nomic_bert flex_olmo"
+)
+
+SGLANG_KT = Engine("sglang-kt", "0.7.2", _ALL, _NONE | _BOTH | _BY_FUNCTION | _OF_SGLANG | _OF_VLLM)
+SGLANG = Engine(
+    "SGLang",
+    "0.5.23",
+    _ALL | _BOTH | _BY_FUNCTION | _OF_SGLANG,
+    _NONE | _OF_VLLM,
+    computes=_LIMIT,
+    stops=_words("function gate_cap up_cap"),
+    unread=_words("post_norm"),
+    own_config=_words("deepseek_v4"),
+)
+VLLM = Engine(
+    "vLLM",
+    "0.32",
+    _ALL | _BOTH | _BY_FUNCTION | _OF_VLLM,
+    _NONE | _OF_SGLANG,
+    computes=_words("function alpha limit limit_after gate_cap up_cap weight_on_input"),
+    unread=_words("gated post_norm"),
+    own_config=_words("deepseek_v4 kimi_k3"),
+)
 
 # What a method does in place of a field that it does not follow, beside plain SiLU.
 _INSTEAD = {
