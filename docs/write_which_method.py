@@ -376,8 +376,8 @@ that a method does not have as zero, without a word.
 - *Runtime*: ktconv's own.
 
 Read in the source of sglang-kt {kt}, SGLang {sglang} and vLLM {vllm}; none of it was run on a GPU.
-"not known": not read, or not clear from reading. Of other schemes of `quantize-gpu`, and of
-activations other than SiLU in them, nothing is known. What was run: kt-kernel 0.7.2, every method
+"not known": not read, or not clear from reading. Of other schemes of `quantize-gpu` with other
+activations than SiLU nothing is known. What was run: kt-kernel 0.7.2, every method
 ([methods.md](methods.md)), and vLLM 0.32 on a CPU, `bf16` only: it has no CPU kernels for other
 formats.
 """

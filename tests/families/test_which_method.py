@@ -186,6 +186,52 @@ def test_sizes_agree_with_the_names_of_models(size: Any) -> None:
     assert size.top_k <= size.experts
 
 
+# Models whose dimensions are the defaults of transformers' classes, and the names of these.
+DEFAULTS = {
+    "Qwen1.5-MoE-A2.7B": "qwen2_moe",
+    "Qwen3-Next-80B-A3B": "qwen3_next",
+    "Qwen3.5-35B-A3B": "qwen3_5_moe_text",
+    "Mixtral-8x7B": "mixtral",
+    "MiniMax-M2": "minimax_m2",
+    "Phi-3.5-MoE": "phimoe",
+    "Kimi-Linear-48B-A3B": "kimi_linear",
+    "DeepSeek-V3": "deepseek_v3",
+    "DeepSeek-V3.2": "deepseek_v32",
+    "DeepSeek-V4-Flash": "deepseek_v4",
+    "GLM-4.5-Air": "glm4_moe",
+    "GLM-4.5V": "glm4v_moe_text",
+    "GLM-4.7-Flash": "glm4_moe_lite",
+    "GLM-5": "glm_moe_dsa",
+    "GLM-5.3-Flash": "glm5_next_text",
+    "Solar-Open-100B": "solar_open",
+    "gpt-oss-120b": "gpt_oss",
+    "Step-3.5-Flash": "step3p5",
+    "MiMo-V2-Flash": "mimo_v2_flash",
+}
+
+
+@pytest.mark.parametrize("model", DEFAULTS)
+def test_sizes_are_the_defaults_of_transformers(model: str) -> None:
+    """Its classes have the released dimensions as defaults."""
+    auto = pytest.importorskip("transformers.models.auto.configuration_auto")
+    if DEFAULTS[model] not in auto.CONFIG_MAPPING:
+        pytest.skip(f"transformers has no {DEFAULTS[model]} yet")
+    values = auto.CONFIG_MAPPING[DEFAULTS[model]]().to_dict()
+
+    def value(*keys: str) -> Any:
+        return next((values[key] for key in keys if values.get(key) is not None), None)
+
+    size = SCRIPT["size_named"](model)
+    kinds = value("mlp_layer_types")
+    dense = value("first_k_dense_replace") or 0
+    layers = len([kind for kind in kinds if kind != "dense"]) if kinds else None
+    assert size.layers == (layers or value("num_hidden_layers") - dense)
+    assert size.experts == value("n_routed_experts", "num_experts", "num_local_experts")
+    assert size.hidden == value("hidden_size")
+    assert size.intermediate == value("moe_intermediate_size", "intermediate_size")
+    assert value("num_experts_per_tok", "num_experts_per_token") in (None, size.top_k)
+
+
 def test_a_model_has_one_row() -> None:
     assert len({size.model for size in SIZES}) == len(SIZES)
     hubs = [size.hub for size in SIZES if size.hub]
