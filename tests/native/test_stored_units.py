@@ -11,6 +11,7 @@ from helpers.encoded import awq_words, e0m3, e2m1, pairs, signed, stream
 from numpy.typing import NDArray
 
 from ktconv import native
+from ktconv.formats.decode import e4m3fn_to_f32
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
@@ -35,9 +36,15 @@ def unsigned(numbers: U8) -> F32:
     return numbers.astype(np.float32)
 
 
+def finite(numbers: U8) -> U8:
+    """Codes of E4M3 whose lowest bit of the exponent is 0: none of them is NaN."""
+    return numbers & np.uint8(0xF7)
+
+
 # dtype -> bits, how numbers [rows, cols] are stored, and what they mean.
 PACKED: dict[str, tuple[int, Callable[[U8], Any], Callable[[U8], F32]]] = {
     "F4_E2M1": (4, pairs, e2m1),
+    "F8_E4M3": (8, finite, lambda numbers: e4m3fn_to_f32(finite(numbers))),
     "I8": (8, lambda numbers: numbers, lambda numbers: numbers.view(np.int8).astype(np.float32)),
     "F4_E0M3": (4, pairs, e0m3),
     "I4": (4, pairs, signed),
