@@ -131,6 +131,7 @@ def test_lines_and_page(facts: dict[str, Any]) -> None:
     assert page.count("<figure>") == 3  # error, and speed at 1 and 2 tokens
     assert "int4-g128" in page and "none: speed not measured" in page
     assert "http" not in page.replace("http-equiv", "")
+    assert "<strong>ktconv compare</strong>" in page
 
 
 def test_a_hostile_name_stays_text(facts: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from ktconv.verify.report import render_report
+from ktconv.verify.report.values import figure
 
 HOSTILE = "<script>document.title='owned'</script>\"'&<img src=x onerror=alert(1)>"
 _VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -512,3 +513,17 @@ def test_chromium_sorts_a_table_by_a_click(browser: str, tmp_path: Path) -> None
     rows = document[document.index('id="by-layer"') :].split("<tr>")[2:5]
     assert [re.findall(r">([^<]+)</td>", row)[0] for row in rows] == ["2", "1", "0"]
     assert not console
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (9999.4, "9999"),
+        (25083.3, "25,083"),
+        (-446208.1, "−446,208"),
+        (1.5e7 + 0.5, "1.5e7"),
+        (0.1, "0.1"),
+    ],
+)
+def test_rates_have_no_exponent(value: float, shown: str) -> None:
+    assert figure(value) == shown

@@ -55,13 +55,15 @@ def finite(value: Any) -> float | None:
 
 
 def figure(value: float) -> str:
-    """Four significant digits and a real minus sign."""
+    """Four significant digits, of rates in whole numbers all, and a real minus sign."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}".replace("-", "−")
+    if 9999.5 <= abs(value) < 1e7:
+        return f"{value:,.0f}".replace("-", "−")
     mantissa, _, exponent = f"{value:.4g}".partition("e")
     if exponent:
         mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
