@@ -35,7 +35,7 @@ test: $(VENV)/.dev
 
 # Every room has some; none needs torch or waits for processes that are killed.
 FAST := tests/checkpoint tests/formats tests/fuzz tests/placement tests/system tests/targets tests/writer \
-	tests/moe tests/route tests/families/test_document.py tests/families/test_table.py tests/families/test_which_method.py tests/test_docs.py \
+	tests/moe tests/route tests/families/test_document.py tests/families/test_table.py tests/families/test_which_method.py tests/test_adding.py tests/test_docs.py tests/test_site.py \
 	tests/test_structure.py tests/cli/test_map.py tests/cli/test_progress.py \
 	tests/conversion/test_pipeline.py tests/native/test_audit.py tests/native/test_golden.py \
 	tests/quantize_cpu/test_encodings.py \

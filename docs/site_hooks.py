@@ -1,21 +1,76 @@
 """What mkdocs cannot know: pages that are made from the program, and links out of docs/.
 
-Commands have a page each, from their own options; index.md is README.md, contributing.md is
-CONTRIBUTING.md. Links to files that are not pages lead to the repository.
+Commands have a page each (`site_commands`), public packages one of the API reference; some files
+beside docs/ are pages. Links to other files lead to the repository, if they exist.
 """
 
 from __future__ import annotations
 
+import logging
 import posixpath
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from site_commands import commands, page
+
 ROOT = Path(__file__).resolve().parents[1]
-OF_ROOT = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
-PUBLIC = ("ktconv.model", "ktconv.train", "ktconv.moe", "ktconv.runtime", "ktconv.errors")
+LOG = logging.getLogger("mkdocs.hooks.ktconv")  # a warning ends a strict build
+# Pages that are files beside docs/.
+OF_ROOT = {
+    "index.md": "README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+    "benchmarks/measuring.md": "benchmarks/README.md",
+    "benchmarks/results.md": "benchmarks/RESULTS.md",
+}
+# Pages of the API reference: what they are about, and their packages, modules and classes.
+API = {
+    "converting": (
+        "Converting",
+        "What `ktconv quantize-cpu`, `merge` and `reshard` do, as functions. A request says what "
+        "to do, `prepare` plans it and writes nothing, the function does it and returns a report.",
+        [
+            "ktconv.quantize_cpu",
+            "ktconv.targets.ktransformers.Options",
+            "ktconv.conversion.run.BaseRequest",
+            "ktconv.conversion.pipeline.Observer",
+            "ktconv.merge",
+            "ktconv.reshard",
+        ],
+    ),
+    "verifying": ("Verifying", "The checks of `ktconv verify`, as a function.", ["ktconv.verify"]),
+    "runtime": (
+        "Layers to call",
+        "With examples: [runtime.md](../runtime.md).",
+        ["ktconv.runtime"],
+    ),
+    "moe": (
+        "Experts of a layer",
+        "What `ktconv.runtime` is made of: weights in any format, the forward, and the reference.",
+        ["ktconv.moe"],
+    ),
+    "route": ("Routers", "With examples: [routers.md](../routers.md).", ["ktconv.route"]),
+    "model": ("Models", "With examples: [models.md](../models.md).", ["ktconv.model"]),
+    "train": (
+        "Fine-tuning",
+        "With examples: [fine-tuning.md](../fine-tuning.md).",
+        ["ktconv.train"],
+    ),
+    "plan": ("Placement", "What a plan has: [plan.md](../plan.md).", ["ktconv.plan"]),
+    "kt-wrapper": (
+        "KTransformers' interface",
+        "What differs on purpose: [kt-wrapper.md](../kt-wrapper.md).",
+        ["ktconv.compat.kt"],
+    ),
+    "errors": (
+        "Errors",
+        "What to do about one: [troubleshooting.md](../troubleshooting.md).",
+        ["ktconv.errors"],
+    ),
+}
 _LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+_CODE = re.compile(r"(<td[^>]*>)(.*?)(</td>)", re.DOTALL)
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -27,17 +82,22 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_config(config: Any) -> Any:
-    """The pages of commands, in the order of --help."""
+    """Commands in the order of --help, the API in that of `API`."""
+    pages = {
+        "commands/": [{name: f"commands/{name}.md"} for name in commands()],
+        "api/": ["api/index.md", *({title: f"api/{name}.md"} for name, (title, *_) in API.items())],
+    }
     for entry in config.nav:
-        if isinstance(entry, dict) and entry.get("Commands") == "commands/":
-            entry["Commands"] = [f"commands/{name}.md" for name in commands()]
+        for title, place in entry.items() if isinstance(entry, dict) else ():
+            if isinstance(place, str) and place in pages:
+                entry[title] = pages[place]
     return config
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """With links as the site has them."""
     here = page.file.src_uri
-    base = "" if here in OF_ROOT else "docs/" + posixpath.dirname(here)
+    base = posixpath.dirname(OF_ROOT.get(here, f"docs/{here}"))
 
     def changed(match: re.Match[str]) -> str:
         target, anchor = match[1], match[2] or ""
@@ -50,56 +110,50 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         if site is not None and files.get_file_from_path(site) is not None:
             start = posixpath.dirname(here) or "."
             return f"]({posixpath.relpath(site, start)}{anchor})"
+        if not (ROOT / path).exists():
+            LOG.warning("%s has a link to %s, which does not exist", here, target)
         kind = "tree" if (ROOT / path).is_dir() else "blob"
         return f"]({config.repo_url}/{kind}/main/{path}{anchor})"
 
     return _LINK.sub(changed, markdown)
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Bars in the code of tables, which GitHub and this site want escaped, as bars."""
+    return _CODE.sub(lambda found: found[1] + found[2].replace("\\|", "|") + found[3], html)
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Without what makes the theme ask api.github.com for stars."""
+    return output.replace(' data-md-component="source"', "")
+
+
+def on_post_template(output: str, **_: Any) -> str:
+    return on_post_page(output)
+
+
 def generated() -> dict[str, str]:
     """Pages that no file in docs/ has."""
     pages = {name: (ROOT / source).read_text("utf-8") for name, source in OF_ROOT.items()}
     pages |= {f"commands/{name}.md": page(name, one) for name, one in commands().items()}
-    api = "\n\n".join(f"::: {name}" for name in PUBLIC)
-    return pages | {"api.md": f"# Python API\n\n{api}\n"}
+    pages |= {f"api/{name}.md": _reference(*about) for name, about in API.items()}
+    rows = [f"| [{about[0]}]({name}.md) | {_code(about[2])} |" for name, about in API.items()]
+    listed = "\n".join(["| page | packages and modules |", "| --- | --- |", *rows])
+    return pages | {"api/index.md": f"# Python API\n\n{_ABOUT}\n\n{listed}\n"}
 
 
-def commands() -> dict[str, Any]:
-    import typer
-
-    from ktconv.cli.app import application
-
-    found: dict[str, Any] = vars(typer.main.get_command(application()))["commands"]
-    return found
+_ABOUT = (
+    "From the docstrings. Arrays are NumPy's; shapes stand in brackets, [M, K] or [tokens, top-k]. "
+    "Every error that ktconv raises on purpose is a [KtconvError](errors.md): a sentence, a hint "
+    "and an exit code. Modules that are not listed here are internal and can change."
+)
 
 
-def page(name: str, command: Any) -> str:
-    """What `ktconv NAME --help` says."""
-    arguments = [one for one in command.params if one.param_type_name == "argument"]
-    options = [one for one in command.params if one.param_type_name == "option"]
-    words = " ".join(f"[{one.metavar or one.name.upper()}]" for one in arguments)
-    parts = [f"# ktconv {name}\n", f"    ktconv {name} [OPTIONS] {words}\n", command.help or ""]
-    for title, rows in (("Arguments", arguments), ("Options", options)):
-        if rows:
-            parts.append(f"\n## {title}\n\n| | |\n| --- | --- |")
-            parts += [f"| {_names(one)} | {_cell(' '.join(_meaning(one)))} |" for one in rows]
-    return "\n".join(parts) + "\n"
+def _reference(title: str, text: str, names: list[str]) -> str:
+    return "\n\n".join([f"# {title}", text, *(f"::: {name}" for name in names)]) + "\n"
 
 
-def _names(one: Any) -> str:
-    if one.param_type_name == "argument":
-        return f"`{one.metavar or one.name.upper()}`"
-    both = [*one.opts, *one.secondary_opts]
-    value = "" if one.is_flag else f" {one.metavar or one.type.name.upper()}"
-    return ", ".join(f"`{_cell(name + value)}`" for name in both)
-
-
-def _meaning(one: Any) -> Iterator[str]:
-    yield one.help or ""
-    default = one.default
-    if default not in (None, False, (), [], "") and not callable(default) and one.show_default:
-        yield f"Default: `{getattr(default, 'value', default)}`."
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+def _code(names: list[str]) -> str:
+    parts = [name.split(".") for name in names]
+    modules = [".".join(word for word in one if word.islower()) for one in parts]
+    return ", ".join(f"`{name}`" for name in dict.fromkeys(modules))

@@ -1,32 +1,52 @@
-"""The pages of the documentation's site that are made from the program."""
+"""The site of the documentation: pages made from the program, links, pictures, what it loads."""
 
 from __future__ import annotations
 
-import runpy
+import logging
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.paths import DOCS, ROOT
+from helpers.site import module
 
 from ktconv.cli.app import COMMANDS
 
-HOOKS = runpy.run_path(str(DOCS / "site_hooks.py"))
-PAGES: dict[str, str] = HOOKS["generated"]()
+HOOKS = module("site_hooks")
+PAGES: dict[str, str] = HOOKS.generated()
+BY_NAME: dict[str, Any] = HOOKS.commands()
+SITE_PAGES = [*sorted(DOCS.glob("*.md")), *(ROOT / name for name in HOOKS.OF_ROOT.values())]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_has_a_page_with_all_its_options(name: str) -> None:
-    page = PAGES[f"commands/{name}.md"]
-    command: Any = HOOKS["commands"]()[name]
+    page, command = PAGES[f"commands/{name}.md"], BY_NAME[name]
     assert command.help.split("\n")[0] in page
     for parameter in command.params:
+        assert parameter.help
         if parameter.param_type_name == "option":
             for spelling in (*parameter.opts, *parameter.secondary_opts):
                 assert f"`{spelling}" in page
-            assert parameter.help
+        else:
+            assert f"`{parameter.metavar or parameter.name.upper()}`" in page
+    for heading in ("Options", "Exit codes", "Read on"):
+        assert f"\n## {heading}\n" in page
+    assert "Example:\n\n```\nktconv " in page
+    assert ("| 1 |" in page) == (name in module("site_commands").CHECKS)
 
 
-def test_links_out_of_docs_lead_to_the_repository() -> None:
+def test_a_page_has_defaults_values_and_what_is_written_by_hand() -> None:
+    rows = dict(re.findall(r"^\| (`--.*?) \| (.*) \|$", PAGES["commands/quantize-cpu.md"], re.M))
+    assert rows["`--max-shard-size SIZE`"] == "Maximum size of a shard. Default: `5GB`."
+    assert rows["`--layout LAYOUT`"].endswith("`safetensors`, `layers`. Default: `safetensors`.")
+    assert "[methods.md](../methods.md)" in rows["`--method METHOD`"]
+    assert rows["`--verify`, `--no-verify`"].endswith("Default: `--verify`.")
+    assert "Values" not in rows["`--json`"]
+    assert r"`--importance FILE\|weights`" in rows
+
+
+def test_links_out_of_docs_lead_to_the_repository(caplog: pytest.LogCaptureFixture) -> None:
     class File:
         src_uri = "runtime.md"
 
@@ -39,19 +59,147 @@ def test_links_out_of_docs_lead_to_the_repository() -> None:
     class Files:
         @staticmethod
         def get_file_from_path(path: str) -> bool | None:
-            return (path in ("index.md", "formats.md")) or None
+            return (path in ("index.md", "formats.md", "benchmarks/results.md")) or None
 
     text = (
-        "[a](../src/ktconv/) [b](../README.md#x) [c](formats.md#y) [d](../LICENSE) [e](https://z)"
+        "[a](../src/ktconv/) [b](../README.md#x) [c](formats.md#y) [d](../LICENSE) [e](https://z) "
+        "[f](../benchmarks/RESULTS.md)"
     )
-    found = HOOKS["on_page_markdown"](text, Page, Config, Files)
+    found = HOOKS.on_page_markdown(text, Page, Config, Files)
     assert found == (
         "[a](https://example.org/r/tree/main/src/ktconv) [b](index.md#x) [c](formats.md#y) "
-        "[d](https://example.org/r/blob/main/LICENSE) [e](https://z)"
+        "[d](https://example.org/r/blob/main/LICENSE) [e](https://z) [f](benchmarks/results.md)"
     )
+    assert not caplog.records
+    HOOKS.on_page_markdown("[g](../src/nowhere.py)", Page, Config, Files)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "src/nowhere.py" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "fine"),
+    [
+        ("[a](other.md) [b](other.md#there)", True),
+        ("[a](missing.md)", False),
+        ("[a](other.md#nowhere)", False),
+        ("[a](#nowhere)", False),
+        ("[a](/other)", False),
+    ],
+)
+def test_a_broken_link_ends_the_build(text: str, fine: bool, tmp_path: Path) -> None:
+    """With the settings of mkdocs.yml, on pages of our own."""
+    pytest.importorskip("mkdocs")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+    from mkdocs.exceptions import Abort
+
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "index.md").write_text(f"# Front\n\n{text}\n")
+    (docs / "other.md").write_text("# Other\n\n## There\n")
+    config = load_config(
+        str(ROOT / "mkdocs.yml"), docs_dir=str(docs), site_dir=str(tmp_path / "site"),
+        nav=["index.md", "other.md"], theme={"name": "mkdocs"}, plugins=[], hooks=[],
+    )  # fmt: skip
+    if fine:
+        build(config)
+    else:
+        with pytest.raises(Abort, match="strict"):
+            build(config)
+
+
+def test_the_theme_asks_no_other_host() -> None:
+    assert "font: false" in (ROOT / "mkdocs.yml").read_text("utf-8")
+    source = '<a href="https://example.org" class="md-source" data-md-component="source">'
+    for event in (HOOKS.on_post_page, HOOKS.on_post_template):
+        assert event(source) == '<a href="https://example.org" class="md-source">'
 
 
 def test_every_page_is_in_the_navigation() -> None:
     listed = (ROOT / "mkdocs.yml").read_text("utf-8")
     for page in DOCS.glob("*.md"):
-        assert f" {page.name}\n" in listed, page.name
+        assert re.search(rf" {page.name}$", listed, re.M), page.name
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading, which the site must give, too."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+    return re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", SITE_PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_anchors_exist_on_github(page: Path) -> None:
+    for name, anchor in re.findall(r"\]\(([\w./-]*\.md)?#([^)\s]+)\)", page.read_text("utf-8")):
+        target = (page.parent / name) if name else page
+        headings = re.findall(r"^#+ (.+)$", target.read_text("utf-8"), re.MULTILINE)
+        assert anchor in map(slug, headings), f"{name}#{anchor}"
+
+
+def test_fields_of_the_api_have_their_comments(tmp_path: Path) -> None:
+    griffe = pytest.importorskip("griffe")
+    (tmp_path / "one.py").write_text(
+        "from dataclasses import dataclass\n@dataclass\nclass A:\n    '''An A.'''\n"
+        "    x: int  # in bytes | or <none>\n    y: int = 0\n    # of the\n    # run\n    z: int\n"
+    )
+    extensions = griffe.load_extensions(module("site_fields").FieldComments)
+    loaded = griffe.load("one", search_paths=[str(tmp_path)], extensions=extensions)
+    table = loaded["A"].docstring.value.split("\n\n")[1].split("\n")
+    assert table[2:] == ["| `x` | in bytes \\| or &lt;none> |", "| `z` | of the run |"]
+
+
+def test_the_reference_names_what_there_is() -> None:
+    from importlib.util import find_spec
+
+    for _, _, names in HOOKS.API.values():
+        for name in names:
+            owner, _, last = name.rpartition(".")
+            if last.islower():
+                assert find_spec(name), name
+            else:
+                text = Path(str(find_spec(owner).origin)).read_text("utf-8")  # type: ignore[union-attr]
+                assert f"class {last}" in text, name
+
+
+PICTURE = re.compile(r"!\[[^]]+\]\(([^)]+)\)")
+
+
+def test_pictures_exist_and_all_are_used() -> None:
+    named = {
+        (page.parent / target).resolve()
+        for page in SITE_PAGES
+        for target in PICTURE.findall(page.read_text("utf-8"))
+    }
+    assert all(path.is_file() for path in named)
+    there = set((DOCS / "pictures").iterdir())
+    assert there == {path for path in named if path.parent == DOCS / "pictures"}
+    sizes = [path.stat().st_size for path in there]
+    made = module("make_screenshots")
+    assert {path.stem for path in there} == made.NEEDS.keys()
+    assert max(sizes) <= made.MOST_BYTES and sum(sizes) < 1_000_000
+
+
+def test_a_picture_that_cannot_be_made_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = module("make_screenshots")
+    monkeypatch.setattr(made, "BROWSERS", ())
+    monkeypatch.setattr("sys.argv", ["make_screenshots.py", "verify"])
+    with pytest.raises(SystemExit, match="the picture verify needs a browser, which is not"):
+        made.main()
+    monkeypatch.setattr("sys.argv", ["make_screenshots.py", "moon"])
+    with pytest.raises(SystemExit, match="no picture moon: choose from verify"):
+        made.main()
+
+
+def test_figures_of_the_page_are_those_of_the_results() -> None:
+    """Each row of docs/performance.md names the section that has its numbers."""
+    results = (ROOT / "benchmarks/RESULTS.md").read_text("utf-8")
+    _, *parts = re.split(r"^##+ (.+)$", results, flags=re.MULTILINE)
+    sections = {slug(head): text for head, text in zip(parts[::2], parts[1::2], strict=True)}
+    text = (DOCS / "performance.md").read_text("utf-8")
+    rows = re.findall(r"^\| (.+) \| \[[^]]+\]\(\S+RESULTS\.md#(\S+)\) \|$", text, re.MULTILINE)
+    assert len(rows) >= 15
+    for row, anchor in rows:
+        for number in re.findall(
+            r"(?<![\w.])x?(\d+(?:[.]\d+|(?: \d{3})+)?)(?![\w.])", row.split(" | ", 1)[1]
+        ):
+            found = re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.]\d)", sections[anchor])
+            assert found, f"{row}: {number} is not in the section {anchor}"

@@ -1,6 +1,6 @@
 """Layer folders into safetensors shards, byte for byte what `quantize-cpu` writes.
 
-report = merge(Request(Path("layers"), Path("out"), source="path/to/model"))
+    report = merge(Request(Path("layers"), Path("out"), source="path/to/model"))
 """
 
 from ktconv.conversion.run import Report

@@ -1,6 +1,6 @@
 """Packed weights cut into another number of NUMA parts.
 
-report = reshard(Request(Path("out-1"), Path("out-2"), numa=2))
+    report = reshard(Request(Path("out-1"), Path("out-2"), numa=2))
 """
 
 from ktconv.conversion.run import Report

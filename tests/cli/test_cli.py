@@ -18,6 +18,7 @@ import pytest
 import typer
 from helpers.convert import all_files, assert_same, convert, ktconv, read_folders, read_json
 from helpers.paths import ROOT
+from helpers.site import module
 from typer.testing import CliRunner
 
 import ktconv as package
@@ -30,6 +31,7 @@ from ktconv.formats import output_formats
 from ktconv.targets.ktransformers import ScaleRule as OfLibrary
 
 EXAMPLE = ROOT / "docs" / "example" / "tiny-moe"
+SITE = module("site_commands")  # knows where the options of a command are documented
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 
@@ -321,45 +323,39 @@ def test_documented_commands_parse() -> None:
         parses(line)
 
 
-def test_documented_options_exist() -> None:
-    """`--option` in the README is an option of a command here, or of a tool that is named."""
-    known = {
-        option
-        for command in COMMANDS.values()
-        for parameter in command.params
-        for option in [*parameter.opts, *parameter.secondary_opts]
-    }
-    text = (ROOT / "README.md").read_text()
-    used = set(re.findall(r"`(--[a-z][a-z-]+)", text))
-    assert used
-    assert used <= known
-
-
-# Where the options of a command are documented: page and heading.
-PLACES = {
-    "quantize-cpu": ("README.md", "Convert"),
-    "quantize-gpu": (
-        "docs/quantize-gpu.md",
-        "quantize-gpu: formats of compressed-tensors",
-    ),
-    "merge": ("README.md", "Change"),
-    "reshard": ("README.md", "Change"),
-    "verify": ("README.md", "Verify"),
-    "compare": ("docs/compare.md", "Conversions side by side"),
-    "push": ("README.md", "Publish"),
-    "inspect": ("README.md", "Look"),
-    "stats": ("docs/hot-experts.md", "Counting"),
-    "plan": ("README.md", "Plan"),
-    "bench": ("README.md", "Measure"),
-    "doctor": ("README.md", "Look"),
-    "completion": ("README.md", "Look"),
+# Options of other programs that the documentation names.
+ELSEWHERE = {
+    "ktconv itself": "--help --version",
+    "sglang-kt": "--kt-method --kt-weight-path --kt-num-gpu-experts --kt-gpu-experts-ratio "
+    "--kt-expert-placement-strategy --init-expert-location --disable-cuda-graph",
+    "ray start": "--address --dashboard-host --head --object-store-memory --port",
+    "pip": "--index-url --no-binary --no-deps --target",
+    "docs/example/train.py": "--output --hidden --expert-size",
 }
+PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"]
+PAGES += [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))]
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 
 
-def section_of(place: tuple[str, str]) -> str:
-    text = (ROOT / place[0]).read_text(encoding="utf-8")
-    _, *found = re.split(r"^#+ (.+)\n", text, flags=re.MULTILINE)
-    return dict(zip(found[::2], found[1::2], strict=True))[place[1]]
+def options_of_benchmarks() -> set[str]:
+    texts = [path.read_text("utf-8") for path in (ROOT / "benchmarks").rglob("*.py")]
+    return {option for text in texts for option in re.findall(r'"(--[a-z][a-z-]+)"', text)}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_documented_options_exist(page: str) -> None:
+    """Of a command that is named beside them in one piece of code, of that command; otherwise of
+    any, or of another program that the page is about."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    known = {name: set[str]().union(*options_of(name)) for name in COMMANDS}
+    elsewhere = {option for options in ELSEWHERE.values() for option in options.split()}
+    if page in ("benchmarks/README.md", "docs/accuracy.md"):
+        elsewhere |= options_of_benchmarks()
+    assert set(OPTION.findall(text)) <= elsewhere.union(*known.values())
+    for code in re.findall(r"`([^`\n]+)`", text):
+        words = code.removeprefix("ktconv ").split()
+        if words[0] in COMMANDS:
+            assert set(OPTION.findall(code)) <= known[words[0]] | {"--help"}, code
 
 
 def options_of(name: str) -> list[set[str]]:
@@ -370,18 +366,17 @@ def options_of(name: str) -> list[set[str]]:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_is_documented(name: str) -> None:
-    used = set(re.findall(r"`(--[a-z][a-z-]+)", section_of(PLACES[name])))
+    used = set(re.findall(r"`(--[a-z][a-z-]+)", SITE.section_of(name)))
     assert [names for names in options_of(name) if not names & used] == []
 
 
-@pytest.mark.parametrize("place", sorted(set(PLACES.values())), ids=" ".join)
+@pytest.mark.parametrize("place", sorted(set(SITE.PLACES.values())), ids=" ".join)
 def test_tables_of_options_have_no_unknown_one(place: tuple[str, str]) -> None:
     """In the first column, except for levels and other values."""
-    commands = [name for name in COMMANDS if PLACES[name] == place]
+    commands = [name for name in COMMANDS if SITE.PLACES[name] == place]
     known = set[str]().union(*(names for name in commands for names in options_of(name)))
-    rows = re.findall(r"^\| `(--.*?) \|", section_of(place), re.MULTILINE)
-    for row in rows:
-        assert set(re.findall(r"--[a-z][a-z-]+", row)) <= known, row
+    for row in SITE.rows_of(commands[0]):
+        assert row.options <= known, row.cell
 
 
 def test_choices_of_quantize_cpu_are_those_of_the_library() -> None:

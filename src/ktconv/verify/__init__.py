@@ -1,7 +1,7 @@
 """Check a converted checkpoint against its source, level by level.
 
-result = verify(Request(output=Path("qwen3-int4"), source="Qwen/Qwen3-30B-A3B"))
-result.passed, result.failures, result.facts
+    result = verify(Request(output=Path("qwen3-int4"), source="Qwen/Qwen3-30B-A3B"))
+    result.passed, result.failures, result.facts
 """
 
 from ktconv.verify.findings import Failure

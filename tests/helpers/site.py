@@ -1,0 +1,20 @@
+"""What makes the site of the documentation: the modules in docs/."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from helpers.paths import DOCS
+
+
+def module(name: str) -> Any:
+    """docs/NAME.py, which imports its neighbours as mkdocs lets it."""
+    if name not in sys.modules:
+        sys.path.insert(0, str(DOCS))
+        try:
+            importlib.import_module(name)
+        finally:
+            sys.path.remove(str(DOCS))
+    return sys.modules[name]
