@@ -7,6 +7,7 @@
 # make format  rewrite sources the way lint wants them
 # make bench   speed of the kernels, of packing and of a whole conversion
 # make fuzz    the readers of files, with coverage guidance, for SECONDS=60
+# make mutants small wrong changes of the packers, audit, planner and journal, EACH of a source: hours
 # make docs    the documentation as a site, with links checked: build/site
 # make wheels  wheels for x86-64 and aarch64, checked, and a source distribution: dist/
 # make clean   remove everything that make made
@@ -22,7 +23,7 @@ C_HEADERS := $(shell find native -name '*.h')
 SETUP     := pyproject.toml setup.py constraints.txt native/build_ffi.py $(C_SOURCES) $(C_HEADERS)
 WARNINGS  := -std=c11 -Wall -Wextra -Wconversion -Wshadow -Wstrict-prototypes -Werror
 
-.PHONY: demo test check test-fast asan lint format bench fuzz docs wheels clean
+.PHONY: demo test check test-fast asan lint format bench fuzz mutants docs wheels clean
 
 demo: $(VENV)/.core
 	rm -rf build/demo
@@ -99,6 +100,11 @@ SECONDS ?= 60
 
 fuzz: $(VENV)/.fuzz
 	$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS)
+
+EACH ?= 8
+
+mutants: $(VENV)/.check
+	$(BIN)/python tests/mutation/run.py --each $(EACH)
 
 docs: $(VENV)/.check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

@@ -21,7 +21,7 @@ class FieldComments(griffe.Extension):
         told = {one.name: _comment(one) for one in fields}
         if any(told.values()) and cls.docstring is not None:
             rows = [f"| `{name}` | {text} |" for name, text in told.items() if text]
-            table = "\n".join(["| field | |", "| --- | --- |", *rows])
+            table = "\n".join(["| field | meaning |", "| --- | --- |", *rows])
             cls.docstring.value += f"\n\n{table}"
 
 

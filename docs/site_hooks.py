@@ -24,7 +24,8 @@ OF_ROOT = {
     "benchmarks/measuring.md": "benchmarks/README.md",
     "benchmarks/results.md": "benchmarks/RESULTS.md",
 }
-# Pages of the API reference: what they are about, and their packages, modules and classes.
+# Pages of the API reference: what they are about, and their packages, modules and classes, which
+# can be followed by those of their members that the page has.
 API = {
     "converting": (
         "Converting",
@@ -35,8 +36,9 @@ API = {
             "ktconv.targets.ktransformers.Options",
             "ktconv.conversion.run.BaseRequest",
             "ktconv.conversion.pipeline.Observer",
-            "ktconv.merge",
-            "ktconv.reshard",
+            "ktconv.conversion.run.Report",
+            "ktconv.merge: Request Preflight prepare merge",
+            "ktconv.reshard: Request Preflight prepare reshard",
         ],
     ),
     "verifying": ("Verifying", "The checks of `ktconv verify`, as a function.", ["ktconv.verify"]),
@@ -150,10 +152,17 @@ _ABOUT = (
 
 
 def _reference(title: str, text: str, names: list[str]) -> str:
-    return "\n\n".join([f"# {title}", text, *(f"::: {name}" for name in names)]) + "\n"
+    return "\n\n".join([f"# {title}", text, *map(_directive, names)]) + "\n"
+
+
+def _directive(name: str) -> str:
+    """For mkdocstrings; with the members that are named after a colon, else with all."""
+    module, _, members = name.partition(": ")
+    options = f"\n    options:\n      members: [{', '.join(members.split())}]" if members else ""
+    return f"::: {module}{options}"
 
 
 def _code(names: list[str]) -> str:
-    parts = [name.split(".") for name in names]
+    parts = [name.partition(":")[0].split(".") for name in names]
     modules = [".".join(word for word in one if word.islower()) for one in parts]
     return ", ".join(f"`{name}`" for name in dict.fromkeys(modules))

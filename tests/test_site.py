@@ -147,11 +147,40 @@ def test_fields_of_the_api_have_their_comments(tmp_path: Path) -> None:
     assert table[2:] == ["| `x` | in bytes \\| or &lt;none> |", "| `z` | of the run |"]
 
 
+def test_all_of_the_reference_says_what_it_does() -> None:
+    """Docstrings of a whole phrase, of public functions, classes and methods."""
+    griffe = pytest.importorskip("griffe")
+    loader = griffe.GriffeLoader(search_paths=[str(ROOT / "src")])
+    loader.load("ktconv")
+    loader.resolve_aliases(implicit=False)
+    poor = []
+
+    def visit(one: Any) -> None:
+        found = one.final_target if one.is_alias else one
+        words = found.docstring.value.split() if found.docstring else []
+        if len(words) < 4 and not found.is_attribute:
+            poor.append(found.path)
+        members = found.members.values() if found.is_class else ()
+        for member in members:
+            if not member.is_alias and member.is_function and not member.name.startswith("_"):
+                visit(member)
+
+    for _, _, names in HOOKS.API.values():
+        for name in names:
+            module_or_class = loader.modules_collection[name.partition(":")[0]]
+            exported = module_or_class.exports if module_or_class.is_module else None
+            for one in map(str, exported or ()):
+                visit(module_or_class.members[one])
+            if not exported:
+                visit(module_or_class)
+    assert not poor
+
+
 def test_the_reference_names_what_there_is() -> None:
     from importlib.util import find_spec
 
     for _, _, names in HOOKS.API.values():
-        for name in names:
+        for name in (one.partition(":")[0] for one in names):
             owner, _, last = name.rpartition(".")
             if last.islower():
                 assert find_spec(name), name

@@ -10,7 +10,10 @@ import pytest
 from helpers.paths import DOCS, ROOT
 
 TEXT = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
-MESSAGES = [" ".join(one.split()) for one in re.findall(r"\*\*(.+?)\*\*(?!\*)", TEXT, re.DOTALL)]
+MESSAGES = [
+    " ".join(one.replace("\\", "").split())
+    for one in re.findall(r"\*\*(.+?)\*\*(?!\*)", TEXT, re.DOTALL)
+]
 LEAST = 0.35  # of a message: what a string says itself, without what is put into it
 
 

@@ -1,6 +1,8 @@
 """Layer folders into safetensors shards, byte for byte what `quantize-cpu` writes.
 
     report = merge(Request(Path("layers"), Path("out"), source="path/to/model"))
+
+The source is read for its other tensors, configuration and tokenizer, not for experts.
 """
 
 from ktconv.conversion.run import Report

@@ -76,10 +76,10 @@ class Observer:
         """So many more bytes of the source are done."""
 
     def unit_started(self, key: str) -> None:
-        pass
+        """A unit, like layer-00003, is being converted."""
 
     def unit_finished(self, key: str) -> None:
-        pass
+        """A unit has its final name, and survives a power loss."""
 
     def noted(self, text: str) -> None:
         """A sentence for the user, for example what the run waits for."""

@@ -52,7 +52,7 @@ from ktconv.writer.manifest import Manifest
 class Request:
     """What to merge and how."""
 
-    layers_dir: Path
+    layers_dir: Path  # with `_layer_*` folders, ours or another converter's
     output: Path
     source: str | None = None  # the model: its other tensors, config and tokenizer are taken
     experts_only: bool = False  # of no other tensor, although there is a source

@@ -111,7 +111,7 @@ class Pool(native.Pool):
 
     @classmethod
     def all_shared(cls) -> Sequence[Pool]:
-        """Those that `shared` has made."""
+        """The pools that `shared` has made in this process."""
         with _shared.lock:
             return list(_shared.pools.values())
 

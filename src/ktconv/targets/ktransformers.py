@@ -77,16 +77,16 @@ class CalibrationRecord:
 class Options(BaseOptions):
     """The options that decide which bytes are written; a resumed run must have the same."""
 
-    method: str = "int4"
-    numa: int = 1
+    method: str = "int4"  # or int8
+    numa: int = 1  # parts; 0: one per NUMA node of this machine
     layout: OutputLayout = "safetensors"
     scale: ScaleRule | Literal[""] = (
         ""  # how row scales are chosen; "": amax with compat, else search
     )
-    compat: bool = False
-    mtp: bool = True
-    experts_only: bool = False
-    max_shard_size: int = 5_000_000_000
+    compat: bool = False  # the reference converter's bytes
+    mtp: bool = True  # with layers for multi-token prediction
+    experts_only: bool = False  # without all other tensors
+    max_shard_size: int = 5_000_000_000  # bytes
     exclude_experts: ExpertSet = field(default_factory=ExpertSet)
     requantize: bool = False  # integers too that could be kept
     # Experts of which KTransformers computes something else are converted all the same.
@@ -117,6 +117,7 @@ class Options(BaseOptions):
         return not (self.requantize or self.compat or self.calibrate)
 
     def as_dict(self) -> dict[str, object]:
+        """Names and values, as the manifest records them."""
         record = asdict(self) | {EXCLUDED: self.exclude_experts.as_record()}
         record["importance"] = self.importance.as_dict() if self.importance else None
         for name in (

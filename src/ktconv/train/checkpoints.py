@@ -26,10 +26,12 @@ class SaveAdapter(TrainerCallback):
         self._resume_from = None if resume_from is None else Path(resume_from)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Saves the adapter beside what the Trainer saves."""
         if state.is_world_process_zero:
             save(kwargs["model"], _folder(args, state))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Loads the adapter where training goes on from a checkpoint."""
         if state.global_step:
             load(kwargs["model"], self._resume_from or _folder(args, state))
 

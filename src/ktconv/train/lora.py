@@ -73,7 +73,7 @@ class LoRAExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As in a new module."""
+        """Makes A and B those of a new module: A random, B zeros."""
         for name, parameter in self.named_parameters():
             if name.endswith("_b"):
                 nn.init.zeros_(parameter)
@@ -138,6 +138,7 @@ class LoRAExperts(nn.Module):
         return Lora._make([*(getattr(self, name) for name in LORA_MATRICES), self.scale])
 
     def extra_repr(self) -> str:
+        """Sizes and rank, for `print(module)`."""
         e = self.layer
         sizes = (
             f"{e.experts} experts of {e.method}, hidden {e.hidden}, intermediate {e.intermediate}"

@@ -2,6 +2,8 @@
 
     result = verify(Request(output=Path("qwen3-int4"), source="Qwen/Qwen3-30B-A3B"))
     result.passed, result.failures, result.facts
+
+Failures are in the result, not raised; a KtconvError means that nothing could be checked.
 """
 
 from ktconv.verify.findings import Failure

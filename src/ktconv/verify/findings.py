@@ -36,6 +36,7 @@ class Failure:
     steps: float | None = None  # of quantization, between the two
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields that have a value, as `verify --json` lists them."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 

@@ -234,7 +234,7 @@ class KTMoEWrapper:
 
     @staticmethod
     def get_capture_batch_sizes() -> list[int]:
-        """What was set last."""
+        """The batch sizes that set_capture_batch_sizes was given last."""
         return list(_capture_batch_sizes)
 
     @staticmethod

@@ -1,0 +1,109 @@
+"""What mutation testing changes, and the tests that must notice, those that take least first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PACKING = (
+    "tests/native/test_golden.py", "tests/native/test_search.py",
+    "tests/native/test_missing_buffers.py", "tests/native/test_refusals.py",
+    "tests/native/test_layouts.py",
+)  # fmt: skip
+ENCODING = (
+    "tests/native/test_encoded_golden.py", "tests/native/test_encoding.py",
+    "tests/native/test_encoded_floats.py", "tests/native/test_encoded_search.py",
+    "tests/native/test_refusals.py", "tests/native/test_missing_buffers.py",
+)  # fmt: skip
+AUDIT = (
+    "tests/native/test_missing_buffers.py", "tests/native/test_ggml.py",
+    "tests/native/test_stored_units.py", "tests/native/test_refusals.py",
+    "tests/native/test_audit.py", "tests/native/test_audit_groups.py",
+)  # fmt: skip
+OUTPUT = (
+    "tests/writer", "tests/quantize_cpu/test_manifest.py", "tests/conversion/test_disk_space.py",
+    "tests/quantize_cpu/test_golden.py", "tests/conversion/test_kept_files.py",
+)  # fmt: skip
+RESUMED = (
+    "tests/writer", "tests/conversion/test_restart.py", "tests/conversion/test_locks.py",
+    "tests/quantize_cpu/test_manifest.py", "tests/conversion/test_crash_points.py",
+)  # fmt: skip
+METHODS = ("tests/targets", "tests/encode/test_golden_layouts.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Sources, below native/src or src/ktconv, with their tests."""
+
+    sources: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+SUBJECTS = {
+    "quantizing": Subject(
+        (
+            "quantize/quantize.c", "quantize/rows.c", "quantize/rounding.h", "quantize/search.h",
+            "quantize/strip.h", "quantize/strip_avx2.h", "quantize/strip_avx512.h",
+            "quantize/search_avx2.h", "quantize/search_avx512.h", "format/int_tiles.h",
+            "format/scales.c",
+        ),
+        PACKING,
+    ),
+    "compensation": Subject(
+        ("quantize/compensate.c", "quantize/compensate_loop.h"),
+        ("tests/native/test_compensate.py", "tests/native/test_missing_buffers.py"),
+    ),
+    "packers": Subject(
+        (
+            "int4/int4.c", "int4/int4_avx2.c", "int4/int4_avx512.c", "int8/int8.c",
+            "int8/int8_avx2.c", "int8/int8_avx512.c", "gint4/gint4.c", "gint8/gint8.c",
+        ),
+        (*PACKING, "tests/native/kernels/test_integers.py"),
+    ),
+    "stored formats": Subject(
+        ("fp8/fp8.c", "mxfp4/mxfp4.c", "nvfp4/nvfp4.c", "bf16/bf16.c"),
+        (
+            "tests/native/test_layouts.py", "tests/native/kernels/test_fp8.py",
+            "tests/native/kernels/test_nvfp4.py", "tests/native/kernels/test_bf16.py",
+        ),
+    ),
+    "encoding": Subject(("encode/encode.c", "encode/encode_loop.h"), ENCODING),
+    "audit": Subject(
+        (
+            "audit/audit.c", "audit/audit_loop.h", "audit/audit_search.h", "audit/audit_source.h",
+            "audit/audit_numbers.h", "audit/audit_runs_avx512.h", "audit/audit_ggml.h",
+        ),
+        AUDIT,
+    ),
+    "audit of encodings": Subject(
+        (
+            "audit/encoded.c", "audit/encoded_loop.h", "audit/encoded_floats.h",
+            "audit/encoded_integers_avx512.h",
+        ),
+        ENCODING,
+    ),
+    "plan": Subject(
+        (
+            "conversion/plan.py", "conversion/target.py", "writer/shards.py",
+            "targets/ktransformers.py", "targets/renaming.py", "targets/biases.py",
+        ),
+        (*OUTPUT, "tests/targets", "tests/repack/test_reshard.py"),
+    ),
+    "plan of encodings": Subject(
+        (
+            "targets/encoded/naming.py", "targets/encoded/layouts/base.py",
+            "targets/encoded/layouts/words.py", "targets/encoded/layouts/plain.py",
+            "targets/encoded/layouts/packed.py", "targets/encoded/layouts/mixed.py",
+            "targets/encoded/scheme.py", "targets/encoded/target.py",
+            "targets/encoded/other_tensors.py",
+        ),
+        METHODS,
+    ),
+    "journal": Subject(
+        (
+            "writer/journal.py", "writer/staging.py", "writer/manifest.py", "writer/metadata.py",
+            "conversion/output.py", "conversion/records.py", "conversion/run.py",
+        ),
+        ("tests/conversion/test_needs.py", *RESUMED, "tests/conversion/test_disk_space.py"),
+    ),
+    "durable files": Subject(("system/files.py",), (*RESUMED, "tests/system")),
+}  # fmt: skip
