@@ -58,16 +58,16 @@ MEMORY_MARGIN = 96 << 20  # interpreter objects that grow while running
 
 @dataclass(frozen=True)
 class BaseRequest:
-    """What to convert and how."""
+    """What to convert and how; every conversion has these fields."""
 
-    model: str
-    output: Path
-    options: BaseOptions
+    model: str  # a directory, GGUF file, hub id or URL
+    output: Path  # a directory, made if it is missing
+    options: BaseOptions  # which bytes are written; a resumed run must have the same
     layers: Sequence[int] | None = None  # None: all
     threads: int | None = None  # None: one per CPU that this process may use
-    max_memory: int = 8 << 30
+    max_memory: int = 8 << 30  # bytes
     verify: bool = True  # read back what was written
-    overwrite: bool = False
+    overwrite: bool = False  # remove what ktconv wrote there, and start again
     finalize: bool = False  # only write index and manifest of finished layers
     config: Path | None = None  # directory of config.json and other side files; None: the model's
     map: Path | NamingMap | None = None  # describes the names of a model that nobody knows
@@ -101,17 +101,17 @@ def disk_needed(units: Sequence[Unit]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a run did."""
+    """What a run did, and how large the errors of what it wrote are."""
 
-    preflight: Preflight[Target]
+    preflight: Preflight[Target]  # the plan that it followed
     converted: Sequence[str]  # keys of units written now
     kept: Sequence[str]  # keys of units that were there
     missing: Sequence[str]  # keys of units that other runs must still do
-    complete: bool
-    seconds: float
+    complete: bool  # every unit is there, with index and manifest
+    seconds: float  # wall time
     source_bytes: int  # read by this run
     worst: tuple[str, float] | None = None  # tensor and relative RMS error
-    mean_error: float | None = None
+    mean_error: float | None = None  # relative RMS error over all matrices
     more: Record = field(default_factory=dict)  # facts of this kind of conversion alone
 
 
