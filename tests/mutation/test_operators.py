@@ -22,7 +22,7 @@ static int f(const char *text, int n) {
 
 def test_changes_of_c() -> None:
     found = {one.described(C) for one in mutants("f.c", C)}
-    assert "if (n [< -> <=] 8 && text[0] != '<') return n" in found
+    assert "if (n [< -> <=] 8 && text[0] != '<') return n + 1;" in found
     assert "if ([n < 8 && text[0] != '<' -> !(n < 8 && text[0] != '<')]) return n + 1;" in found
     assert "if (n < 8 [&& -> ||] text[0] != '<') return n + 1;" in found
     assert "[g(n, text); -> ;]" in found
