@@ -254,6 +254,24 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+def test_an_output_that_another_run_removes(
+    model: Path, tmp_path: Path, clean: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--finalize, which finds nothing to do, while this run looks what is there."""
+    output, iterdir = tmp_path / "output", Path.iterdir
+    output.mkdir()
+
+    def removed(path: Path) -> Iterator[Path]:
+        if path == output and not list(iterdir(path)):
+            path.rmdir()
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", removed)
+    done(model, output)
+    monkeypatch.undo()
+    assert contents(output) == clean
+
+
 def test_finalize_of_nothing_leaves_no_trace(model: Path, tmp_path: Path) -> None:
     result = run(model, tmp_path / "output", "--finalize")
     refused(result, 2, "layer(s) 0-11 and non-expert tensors missing")

@@ -6,6 +6,7 @@ removes.
 
 from __future__ import annotations
 
+import errno
 import glob
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -38,15 +39,15 @@ class OutputState:
     def refuse_foreign_files(self) -> None:
         """OutputError for files that neither this plan nor an earlier run writes: loaders read
         every shard they find. Whether settings agree with the earlier run is checked later."""
-        if not self._output.exists():
-            return
-        if not self._output.is_dir():
-            raise OutputError(
-                f"{self._output} is a file", "choose another path, or remove the file"
-            )
-        try:
+        try:  # without a look ahead: another run can remove it at any time
             names = sorted(entry.name for entry in self._output.iterdir())
         except OSError as error:
+            if error.errno == errno.ENOTDIR and self._output.is_file():
+                raise OutputError(
+                    f"{self._output} is a file", "choose another path, or remove the file"
+                ) from None
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return  # nothing is there yet, or nothing can be
             raise io_error("read", self._output, error) from error
         ours = self._journal.run_file.exists() or read_manifest(self._output) is not None
         known = self._planned_names() | self._earlier_names() if ours else set()
