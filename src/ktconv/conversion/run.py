@@ -36,7 +36,7 @@ from ktconv.errors import (
 from ktconv.reading.buffers import BufferSizes
 from ktconv.reading.reader import KeptReader, SourceReader
 from ktconv.system import elsewhere, machine
-from ktconv.system.files import sync, translated, write_durably
+from ktconv.system.files import remove, remove_empty, sync, translated, write_durably
 from ktconv.system.units import format_ranges, format_size
 from ktconv.writer.journal import (
     OTHERS_BYTE,
@@ -243,6 +243,8 @@ class Conversion(ABC):
             raise
         finally:
             self.lock.release()
+            if not self.journal.run_file.exists():
+                remove_empty(self.journal.directory)
 
     def _run(self, started: float) -> Report:
         if self._is_finished():
@@ -370,9 +372,11 @@ class Conversion(ABC):
                         return
                     if not self.lock.try_acquire(self._all_bytes()):
                         return
-                    shutil.rmtree(self.journal.directory)
+                    remove(self.journal.directory, but_held=True)
+                self.lock.release()
+            remove_empty(self.journal.directory)
             if not existed:
-                self.output.rmdir()  # only if it is empty
+                remove_empty(self.output)
 
     def _check_disk(self, pending: Sequence[Unit]) -> None:
         needed = disk_needed(pending)

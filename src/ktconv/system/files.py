@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ktconv.errors import (
     DiskFullError,
@@ -116,6 +117,24 @@ def sync(path: Path) -> None:
         os.fsync(fd)
 
 
+def sync_names(path: Path) -> None:
+    """Make the name of a directory, and those of the directories that it is in, survive a power
+    loss, whoever created them: a run that was killed may not have come to it."""
+    path = Path(os.path.realpath(path))
+    with translated("write", path):
+        device = path.stat().st_dev
+        for parent in path.parents:
+            if parent.stat().st_dev != device:  # what is mounted there was not created by mkdir
+                return
+            _sync_readable(parent)
+
+
+def _sync_readable(directory: Path) -> None:
+    """`sync`, unless the directory may be entered but not read, or was removed."""
+    with contextlib.suppress(PermissionError, FileNotFoundError):
+        sync(directory)
+
+
 def write_durably(path: Path, data: bytes | Iterable[bytes], staging: Path) -> None:
     """Replace `path` by `data` in one step; after return it survives a power loss.
 
@@ -214,8 +233,12 @@ def make_directory(path: Path) -> None:
             except (FileExistsError, FileNotFoundError):
                 if attempt == MKDIR_ATTEMPTS - 1:
                     raise
-            with contextlib.suppress(OSError):  # a parent that may be entered but not read
-                sync(path.parent)
+            try:
+                _sync_readable(path.parent)
+            except OSError:  # the next run must not find it and trust it
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+                raise
 
 
 def _is_directory(path: Path) -> bool:
@@ -233,10 +256,25 @@ def _is_directory(path: Path) -> bool:
     return True
 
 
-def remove(path: Path) -> None:
-    """Remove a file, a link or a whole directory, if there is one."""
+def remove(path: Path, but_held: bool = False) -> None:
+    """Remove a file, a link or a whole directory, if there is one. `but_held`: on NFS a file that
+    this process has open stays under another name, and so do its directories, until it is closed;
+    then they can be removed by `remove_empty`."""
     with translated("remove", path):
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            shutil.rmtree(path, onerror=_raise_but_held if but_held else None)
         else:
             path.unlink(missing_ok=True)
+
+
+def _raise_but_held(call: object, path: str, info: Any) -> None:
+    error = info[1]
+    if call is not os.rmdir or error.errno not in (errno.ENOTEMPTY, errno.EBUSY):
+        raise error
+
+
+def remove_empty(*directories: Path) -> None:
+    """Remove these directories, the inner ones first, as far as nothing is in them."""
+    with contextlib.suppress(OSError):
+        for directory in directories:
+            directory.rmdir()

@@ -29,7 +29,7 @@ from typing import Any, ClassVar, TypeGuard
 
 from ktconv.errors import InUseError, OutputError
 from ktconv.system import checksums
-from ktconv.system.files import io_error, make_directory, write_durably
+from ktconv.system.files import io_error, make_directory, sync_names, write_durably
 from ktconv.system.regular_files import MissingFileError, read_small
 from ktconv.system.text import Notify, silent
 
@@ -77,6 +77,8 @@ class Journal:
         return self._read(self.run_file.name)
 
     def write_run(self, record: Record) -> None:
+        """From here on the directories count as durable."""
+        sync_names(self.directory)
         write_durably(self.run_file, encode(record), self.directory)
 
     def read_unit(self, key: str) -> Record | None:

@@ -26,6 +26,7 @@ from ktconv.model.streamed.work import (
     pass_folder,
     pass_identity,
 )
+from ktconv.writer.journal import OutputLock
 
 ONE, OTHER = {"kind": "one"}, {"kind": "other"}
 
@@ -54,6 +55,30 @@ def test_a_folder_without_a_state_is_not_kept(tmp_path: Path) -> None:
         (work.path / "states-a.bin").write_bytes(bytes(100))
         raise KeyError
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_on_nfs_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a file that is open when it is removed stays under another name until it is closed."""
+    kept: list[Path] = []
+    unlink, release = os.unlink, OutputLock.release
+
+    def unlinked(name: str, *, dir_fd: int) -> None:
+        if name == "lock":
+            place = Path(f"/proc/self/fd/{dir_fd}").readlink()
+            kept.append((place / name).rename(place / ".nfs0001"))
+        else:
+            unlink(name, dir_fd=dir_fd)
+
+    def released(lock: OutputLock) -> None:
+        release(lock)
+        unlink(kept[0])
+
+    monkeypatch.setattr(os, "unlink", unlinked)
+    monkeypatch.setattr(OutputLock, "release", released)
+    work = WorkFolder({"a": 1}, tmp_path)
+    work.complete()
+    monkeypatch.undo()
+    assert kept and list(tmp_path.iterdir()) == []
 
 
 def test_a_failed_pass_is_kept(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from ktconv.checkpoint import Checkpoint, source_identity
 from ktconv.errors import InUseError, KtconvError, OutputError, UsageError
 from ktconv.model.streamed.states import STATE_FILE
-from ktconv.system.files import make_directory, remove
+from ktconv.system.files import make_directory, remove, remove_empty
 from ktconv.system.text import Notify, silent
 from ktconv.writer.journal import Journal, OutputLock
 
@@ -128,9 +128,11 @@ class WorkFolder:
         try:
             if not keep:
                 with self._lock.setup_lock():
-                    remove(self.path)
+                    remove(self.path, but_held=True)
         finally:
             self._lock.release()
+            if not keep:
+                remove_empty(self._journal.directory, self.path)
 
 
 @contextmanager
@@ -159,12 +161,13 @@ def _remove_stale(root: Path, but: Path, notify: Notify) -> None:
         try:
             with lock.setup_lock(patience=0):
                 if lock.try_acquire({_LOCK_BYTE}):
-                    remove(folder)
+                    remove(folder, but_held=True)
                     notify(f"removed {folder}, a pass that ended early more than 30 days ago")
         except (KtconvError, OSError) as error:  # it may be another user's
             notify(f"{folder} is kept: {error}")
         finally:
             lock.release()
+            remove_empty(Journal(folder).directory, folder)
 
 
 def _passes(root: Path) -> Iterator[Path]:
