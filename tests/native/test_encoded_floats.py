@@ -144,6 +144,22 @@ def test_codes_that_are_no_numbers_are_found(isa: str) -> None:
         assert audit_encoded(encoding, source.matrix(), codes, scales).other_codes == 1
 
 
+@pytest.mark.parametrize(
+    "encoding", [Encoding("fp8"), Encoding("fp8", 128), Encoding("mxfp8", 32)], ids=str
+)
+def test_beyond_the_largest_number_only_that_is_right(isa: str, encoding: Encoding) -> None:
+    """Under scales that are too small, what is nearest has the code 126: neither 125 nor NaN."""
+    ones = np.full((ROWS, COLS), 0x3F80, np.uint16)
+    matrix = source_of(kinds=("ordinary",)).matrix(ones)
+    codes, scales = encode(encoding, matrix)
+    small = scales * np.float32(0.25) if encoding.kind == "fp8" else scales - 2
+    codes[:] = 126
+    assert audit_encoded(encoding, matrix, codes, small).other_codes == 0
+    for wrong in (125, 127):
+        codes[7, 33] = wrong
+        assert audit_encoded(encoding, matrix, codes, small).other_codes == 1
+
+
 @pytest.mark.parametrize("encoding", FLOATS, ids=str)
 def test_odd_numbers_of_rows(isa: str, encoding: Encoding) -> None:
     """Also a last block that is cut."""
