@@ -7,17 +7,19 @@ from dataclasses import dataclass
 PACKING = (
     "tests/native/test_golden.py", "tests/native/test_search.py",
     "tests/native/test_missing_buffers.py", "tests/native/test_refusals.py",
-    "tests/native/test_layouts.py",
+    "tests/native/test_layouts.py", "tests/native/test_memory.py::test_guard_pages",
 )  # fmt: skip
 ENCODING = (
     "tests/native/test_encoded_golden.py", "tests/native/test_encoding.py",
     "tests/native/test_encoded_floats.py", "tests/native/test_encoded_search.py",
-    "tests/native/test_refusals.py", "tests/native/test_missing_buffers.py",
+    "tests/native/test_missing_buffers.py",
+    "tests/native/test_memory.py::test_encodings_at_guard_pages",
 )  # fmt: skip
 AUDIT = (
     "tests/native/test_missing_buffers.py", "tests/native/test_ggml.py",
     "tests/native/test_stored_units.py", "tests/native/test_refusals.py",
-    "tests/native/test_audit.py", "tests/native/test_audit_groups.py",
+    "tests/native/test_audit.py", "tests/native/test_memory.py::test_guard_pages",
+    "tests/native/test_audit_groups.py",
 )  # fmt: skip
 OUTPUT = (
     "tests/writer", "tests/quantize_cpu/test_manifest.py", "tests/conversion/test_disk_space.py",
