@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
-import subprocess
 import sys
 import time
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from pairs import SLICE, Version, on_one_core, pair_row
+
 ROWS, COLS = 512, 4096  # the source of one call, as a conversion reads it
-SLICE = 0.012  # seconds of one turn
 PLAIN = {"BF16": 2, "F16": 2, "F32": 4}
 UNITS = {
     "F8_E4M3": (1, 1), "F4_E2M1": (1, 2), "I8": (1, 1), "U2": (4, 16), "U3": (12, 32), "U4": (4, 8),
@@ -147,24 +145,6 @@ def answer_forever() -> None:
 # ---- the report -------------------------------------------------------------------------
 
 
-class Version:
-    """A process that has ktconv from `tree`."""
-
-    def __init__(self, tree: Path) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(tree), "OPENBLAS_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--answer"], env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
-
-    def seconds(self, case: Case, offset: int) -> float:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([*astuple(case), offset]) + "\n")
-        self._process.stdin.flush()
-        return float(self._process.stdout.readline())
-
-
 def cases(levels: list[str], dtypes: list[str], rules: list[str]) -> list[Case]:
     return [
         Case(what, isa, dtype, transposed, method, rule)
@@ -180,16 +160,8 @@ def cases(levels: list[str], dtypes: list[str], rules: list[str]) -> list[Case]:
 
 
 def report(versions: list[Version], case: Case, rounds: int) -> str:
-    times: list[list[float]] = [[] for _ in versions]
-    for number in range(rounds):
-        order = range(len(versions)) if number % 2 else reversed(range(len(versions)))
-        for index in order:
-            times[index].append(versions[index].seconds(case, number * 37 % 64))
-    speed = case.rows * COLS * 2 / 1e9 / min(times[0])
-    if len(versions) == 1 or times[1][0] < 0:
-        return f"| {case.name} | {speed:.1f} | |"
-    ratios = [other / own for own, other in zip(*times, strict=True)]
-    return f"| {case.name} | {speed:.1f} | {statistics.median(ratios):.2f} |"
+    work = case.rows * COLS * 2 / 1e9
+    return pair_row(versions, case.name, work, [*astuple(case)], rounds)
 
 
 def main() -> None:
@@ -204,11 +176,10 @@ def main() -> None:
     if options.answer:
         answer_forever()
         return
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    on_one_core()
     trees = [Path(__file__).resolve().parent.parent / "src"]
     trees += [options.against] if options.against else []
-    versions = [Version(tree) for tree in trees]
+    versions = [Version(__file__, tree) for tree in trees]
     print("| case | GB/s | times the other's speed |")
     print("| --- | ---: | ---: |")
     asked = (options.isa.split(","), options.dtypes.split(","), options.scales.split(","))
