@@ -5,7 +5,7 @@
 #include "../simd/target.h"
 
 KT_TARGET_BEGIN(AVX512)
-enum { AT_ONCE = 4 }; /* see audit_search.h */
+enum { AT_ONCE = 4, HAS_FMA = 1 }; /* see audit_search.h */
 #include "audit_runs_avx512.h"
 /* which the loop takes */
 #include "audit_loop.h"

@@ -7,7 +7,8 @@
 #include <math.h>
 
 /* CANDIDATES: the most scales that one step of formats.md tries. AT_ONCE, of each level: scales
- * that are tried in one pass over a row; more sums than registers hold would take longer. */
+ * that are tried in one pass over a row; more sums than registers hold would take longer. HAS_FMA,
+ * likewise: whether a multiply-add is an instruction (clang defines no __FMA__ in a target). */
 enum { SUMS = 16, SUMS_BLOCK = 512, CANDIDATES = 8 };
 
 /* A loop that becomes vectors: unrolled before that, it would not. */
@@ -48,11 +49,7 @@ INLINE float nearest_code(float weight, float inverse, float top) {
 
 /* sum + a * b of an exact product, which may be fused where that is fast. */
 INLINE float add_exact(float sum, float a, float b) {
-#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-  return __builtin_fmaf(a, b, sum);
-#else
-  return sum + a * b;
-#endif
+  return HAS_FMA ? __builtin_fmaf(a, b, sum) : sum + a * b;
 }
 
 /* Adds 16 columns to the lanes of one scale. Products of codes are exact. */

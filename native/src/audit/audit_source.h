@@ -168,11 +168,19 @@ INLINE void prefetch(const uint8_t *from, int64_t bytes) {
     __builtin_prefetch((const void *)((uintptr_t)from + (uintptr_t)at), 0, 2);
 }
 
+/* A loop of stores to distant places: clang would take vectors apart for them. */
+#if defined(__clang__)
+#define SCALAR_LOOP _Pragma("clang loop vectorize(disable)")
+#else
+#define SCALAR_LOOP
+#endif
+
 INLINE void transpose(const uint8_t *from, int64_t step, const size_t size, int64_t rows,
                       int64_t cols, uint8_t *to, int64_t pitch) {
   enum { AHEAD = 32 }; /* columns */
   for (int64_t c = 0; c < cols; c++) {
     prefetch(from + (c + AHEAD) * step, rows * (int64_t)size);
+    SCALAR_LOOP
     for (int64_t r = 0; r < rows; r++)
       memcpy(to + r * pitch + c * (int64_t)size, from + c * step + r * (int64_t)size, size);
   }

@@ -92,8 +92,8 @@ DECODE_ELEMENTS(i8, 1)
 
 typedef void widen_unit_fn(const uint8_t *unit, float *columns);
 
-static void decode_units(const kt_matrix *m, int64_t row, int64_t count, float *out, int64_t stride,
-                         widen_unit_fn *widen) {
+KT_INLINE void decode_units(const kt_matrix *m, int64_t row, int64_t count, float *out,
+                            int64_t stride, widen_unit_fn *widen) {
   const kt_stored_unit unit = kt_dtype_find(m->dtype)->unit;
   const uint8_t *const from = (const uint8_t *)m->data + row * m->row_stride * unit.bytes;
   const int64_t units = m->cols / unit.cols, across = m->col_stride != 1;
@@ -109,7 +109,7 @@ static void decode_units(const kt_matrix *m, int64_t row, int64_t count, float *
 
 /* Two columns in a byte. */
 #define DECODE_NIBBLES(name)                                                                       \
-  static void widen_##name##_pair(const uint8_t *unit, float *columns) {                           \
+  KT_INLINE void widen_##name##_pair(const uint8_t *unit, float *columns) {                        \
     columns[0] = widen_##name(*unit & 15u);                                                        \
     columns[1] = widen_##name(*unit >> 4);                                                         \
   }                                                                                                \
@@ -131,7 +131,7 @@ KT_INLINE float widen_stream(const uint8_t *from, int bits, int i) {
 }
 
 #define DECODE_STREAM(bits, columns_per_unit)                                                      \
-  static void widen_u##bits(const uint8_t *unit, float *columns) {                                 \
+  KT_INLINE void widen_u##bits(const uint8_t *unit, float *columns) {                              \
     for (int i = 0; i < (columns_per_unit); i++) columns[i] = widen_stream(unit, bits, i);         \
   }                                                                                                \
   void kt_decode_u##bits##_scalar(const kt_matrix *m, int64_t row, int64_t count, float *out,      \
