@@ -1,7 +1,12 @@
-"""Source matrices of every dtype and orientation, with the float32 values they stand for."""
+"""Source matrices of every dtype and orientation, with the float32 values they stand for; memory
+that ends where it is read no further."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -19,6 +24,7 @@ F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 Bits = NDArray[np.unsignedinteger]
 
+LIBC = ctypes.CDLL(None, use_errno=True)
 Rule = Literal["amax", "search"]
 STORED = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32, "F8_E4M3": np.uint8}
 NONFINITE = {
@@ -278,3 +284,17 @@ def assert_same(what: str, found: NDArray[np.generic], expected: NDArray[np.gene
     assert a.size == b.size, f"{what}: {a.size} bytes, not {b.size}"
     wrong = np.flatnonzero(a != b)
     assert not wrong.size, f"{what}: {wrong.size} bytes differ, the first are {wrong[:4]}"
+
+
+@contextmanager
+def guarded(size: int) -> Iterator[U8]:
+    """`size` bytes that end where an unreadable page begins."""
+    page = mmap.PAGESIZE
+    inner = -(-size // page) * page
+    memory = mmap.mmap(-1, inner + page)
+    whole = np.frombuffer(memory, np.uint8)
+    last = ctypes.c_void_p(whole.ctypes.data + inner)
+    if LIBC.mprotect(last, ctypes.c_size_t(page), 0):
+        raise OSError(ctypes.get_errno(), "mprotect")
+    yield whole[inner - size : inner]
+    LIBC.mprotect(last, ctypes.c_size_t(page), mmap.PROT_READ | mmap.PROT_WRITE)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from native.support import STORED, Rule, Source, assert_same, every_rule
+from native.support import STORED, Rule, Source, assert_same, every_rule, guarded
 
 from ktconv import native
 from ktconv.formats import Format, fp8, gint4, gint8, groups, output_formats
@@ -60,6 +60,21 @@ def some_scales(layout: Layout, rows: int, cols: int) -> np.ndarray | None:
         case "bf16":
             return f32_to_bf16(values.astype(np.float32))
     return (values * 100).astype(np.uint8)
+
+
+@layouts
+def test_codes_at_guard_pages(layout: Layout) -> None:
+    """Plain codes and packed bytes are read, and written, no further than they go."""
+    codes = some_codes(layout, 64, 256)
+    packed = native.pack(layout, codes)
+    with guarded(codes.nbytes) as plain, guarded(packed.nbytes) as room:
+        plain[:] = codes.reshape(-1).view(np.uint8)
+        inside = plain.view(codes.dtype).reshape(codes.shape)
+        scale = some_scales(layout, 64, 256)
+        native.pack_weight(layout, 64, 256, inside, scale, room)
+        assert_same("packed", room, packed)
+        assert_same("codes", native.unpack(layout, room, 64, 256), codes)
+        del inside
 
 
 @layouts

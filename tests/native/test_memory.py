@@ -2,46 +2,28 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import mmap
 import os
 import platform
 import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers.amx import kept_directory
 from helpers.paths import ROOT
-from native.support import F32, STORED, U8, Source, assert_same, quantize_pack
+from helpers.random_calls import environment
+from native.support import F32, STORED, U8, Source, assert_same, guarded, quantize_pack
 
 from ktconv import native
 from ktconv.formats import FORMATS, output_formats, reference
 from ktconv.formats.decode import e4m3fn_to_f32
 
-LIBC = ctypes.CDLL(None, use_errno=True)
 MARGIN = 64
-
-
-@contextmanager
-def guarded(size: int) -> Iterator[U8]:
-    """`size` bytes that end where an unreadable page begins."""
-    page = mmap.PAGESIZE
-    inner = -(-size // page) * page
-    memory = mmap.mmap(-1, inner + page)
-    whole = np.frombuffer(memory, np.uint8)
-    last = ctypes.c_void_p(whole.ctypes.data + inner)
-    if LIBC.mprotect(last, ctypes.c_size_t(page), 0):
-        raise OSError(ctypes.get_errno(), "mprotect")
-    yield whole[inner - size : inner]
-    LIBC.mprotect(last, ctypes.c_size_t(page), mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 ENCODED = [
@@ -236,8 +218,7 @@ class Build:
 
 
 def run(command: list[str]) -> str:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("KTCONV_")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "0 failures" in done.stdout
     return done.stdout
@@ -273,13 +254,20 @@ def test_gradients_under_sanitizers(sanitized: Build, program: str) -> None:
     run([sanitized.program(TESTS / program)])
 
 
+def with_amx(program: str) -> list[Path]:
+    """Where the CPU has no AMX, with the emulator in the program."""
+    x86_linux = platform.machine() == "x86_64" and platform.system() == "Linux"
+    return [TESTS / program, *([TESTS / "amx_emulator.c"] if x86_linux else [])]
+
+
 @pytest.mark.parametrize("program", ["moe_check.c", "train_check.c", "strips_check.c"])
 def test_layers_under_sanitizers(sanitized: Build, program: str) -> None:
-    """Where the CPU has no AMX, with the emulator in the program."""
-    sources = [TESTS / program]
-    if platform.machine() == "x86_64" and platform.system() == "Linux":
-        sources.append(TESTS / "amx_emulator.c")
-    run([sanitized.program(*sources)])
+    run([sanitized.program(*with_amx(program))])
+
+
+def test_random_calls_under_sanitizers(sanitized: Build) -> None:
+    """A quarter of the calls that test_random_calls makes between unreadable pages."""
+    run([sanitized.program(*with_amx("random_check.c")), "--share", "4"])
 
 
 def test_check_c_on_aarch64(pytestconfig: pytest.Config, tmp_path: Path) -> None:
