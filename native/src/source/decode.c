@@ -33,6 +33,11 @@ static kt_decode_rows_fn *const decoders[KT_DTYPE_COUNT][KT_LEVELS] = {
     [KT_I4] = PACKED(i4),       [KT_F4_E0M3] = PACKED(e0m3),
 };
 
+void kt_decode_cell_scalar(const kt_matrix *m, int64_t row, int64_t count, float *out,
+                           int64_t stride) {
+  decoders[m->dtype][KT_ISA_SCALAR](m, row, count, out, stride);
+}
+
 /* By the factors of their rows and columns. */
 static void multiply_rows(const kt_matrix *m, int64_t row, int64_t count, float *out,
                           int64_t stride) {

@@ -12,6 +12,10 @@ typedef void kt_decode_rows_fn(const kt_matrix *matrix, int64_t row, int64_t cou
 kt_decode_rows_fn kt_decode_rows_scalar, kt_decode_rows_avx2, kt_decode_rows_avx512;
 kt_decode_rows_fn *kt_decode_rows_best(void); /* that of the level in use */
 
+/* The scalar cell of the dtype, which other cells leave matrices to. Cells do not multiply rows and
+ * columns by their factors: who calls them does. */
+kt_decode_rows_fn kt_decode_cell_scalar;
+
 /* The cells of the table in decode.c. */
 kt_decode_rows_fn kt_decode_bf16_scalar, kt_decode_f16_scalar, kt_decode_f32_scalar,
     kt_decode_e4m3_scalar, kt_decode_e2m1_scalar, kt_decode_u4_awq_scalar, kt_decode_i8_scalar;

@@ -82,7 +82,7 @@ KT_INLINE void decode_e4m3_row(const kt_matrix *m, int64_t n, int rounded, float
   for (kt_grid_span s = kt_grid_first(m); s.begin < m->cols; s = kt_grid_next(m, s)) {
     const float factor = scales[s.col] / E4M3_UNIT; /* exact */
     if (isinf(factor)) {
-      kt_decode_rows_scalar(m, n, 1, row, m->cols);
+      kt_decode_cell_scalar(m, n, 1, row, m->cols);
       return;
     }
     decode_span(from, KT_F8_E4M3, s.begin, s.end, factor, 1, rounded, row);
@@ -128,7 +128,7 @@ KT_INLINE void decode_rows(const kt_matrix *m, int64_t row, int64_t count, int d
         decode_square(m, row + r, k, dtype, rounded && !scaled, out + r * stride, stride);
     for (int64_t r = 0; scaled && r < count; r++) kt_finish_row(m, row + r, out + r * stride);
   } else {
-    kt_decode_rows_scalar(m, row, count, out, stride);
+    kt_decode_cell_scalar(m, row, count, out, stride);
   }
 }
 
@@ -165,7 +165,7 @@ KT_INLINE void widen_words(const uint8_t *at, int64_t step, float *out, int64_t 
 void kt_decode_u4_awq_avx2(const kt_matrix *m, int64_t row, int64_t count, float *out,
                            int64_t stride) {
   if (row % 8 || count % 8 || m->cols % LANES) {
-    kt_decode_rows_scalar(m, row, count, out, stride);
+    kt_decode_cell_scalar(m, row, count, out, stride);
     return;
   }
   const uint8_t *const from = (const uint8_t *)m->data + row / 8 * m->row_stride * 4;

@@ -69,7 +69,7 @@ KT_INLINE void decode_e4m3_row(const kt_matrix *m, int64_t n, int rounded, float
   for (kt_grid_span s = kt_grid_first(m); s.begin < m->cols; s = kt_grid_next(m, s)) {
     const float factor = scales[s.col] / E4M3_UNIT; /* exact */
     if (isinf(factor)) {
-      kt_decode_rows_scalar(m, n, 1, row, m->cols);
+      kt_decode_cell_scalar(m, n, 1, row, m->cols);
       return;
     }
     decode_span(from, KT_F8_E4M3, s.begin, s.end, factor, 1, rounded, row);
@@ -117,7 +117,7 @@ KT_INLINE void decode_rows(const kt_matrix *m, int64_t row, int64_t count, int d
     for (int64_t r = 0; scaled && r < count; r++) kt_finish_row(m, row + r, out + r * stride);
   } else {
     /* numbers with zero points are no known format */
-    kt_decode_rows_scalar(m, row, count, out, stride);
+    kt_decode_cell_scalar(m, row, count, out, stride);
   }
 }
 

@@ -215,7 +215,7 @@ KT_INLINE void decode_rows(const kt_matrix *m, int64_t row, int64_t count, int b
   } else if (count == LANES && m->cols % LANES == 0 && bits != SIGNED && !of) {
     decode_across(m, row, unit, bits, s, out, stride);
   } else {
-    kt_decode_rows_scalar(m, row, count, out, stride);
+    kt_decode_cell_scalar(m, row, count, out, stride);
   }
 }
 
@@ -242,7 +242,7 @@ void kt_decode_u4_awq_avx512(const kt_matrix *m, int64_t row, int64_t count, flo
   if (m->row_stride == 1 && count == LANES && row % 8 == 0 && m->cols % LANES == 0)
     decode_awq(m, row, out, stride);
   else
-    kt_decode_rows_scalar(m, row, count, out, stride);
+    kt_decode_cell_scalar(m, row, count, out, stride);
 }
 
 KT_TARGET_END
