@@ -30,7 +30,8 @@ extern "C" {
 typedef enum kt_status {
   KT_OK = 0,
   KT_ERR_ARGUMENT = 1,        /* null pointer, size below 1, unknown dtype or format */
-  KT_ERR_SHAPE = 2,           /* rows or cols not a multiple of what format or dtype need */
+  KT_ERR_SHAPE = 2,           /* rows or cols not a multiple of what format or dtype need, or more
+                                 than memory can hold */
   KT_ERR_STRIDE = 3,          /* neither stride of the matrix is 1 */
   KT_ERR_SCALE = 4,           /* a dtype without the scales it needs, or a grid that is none */
   KT_ERR_SCRATCH = 5,         /* scratch smaller than kt_scratch_size(cols) */

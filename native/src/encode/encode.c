@@ -32,7 +32,7 @@ static kt_status check(const kt_encoding *encoding, int64_t rows, int64_t cols) 
   const int count = (int)(sizeof kinds / sizeof *kinds);
   if (!encoding || encoding->kind < 0 || encoding->kind >= count || rows < 1 || cols < 1)
     return KT_ERR_ARGUMENT;
-  if (cols > INT64_MAX / 8 / rows - 32) return KT_ERR_SHAPE;
+  if (cols > INT64_MAX / 16 / rows - 32) return KT_ERR_SHAPE; /* 16 bits are the widest code */
   if (encoding->half != 0 && (encoding->half != 1 || !is_int(encoding))) return KT_ERR_ARGUMENT;
   if (encoding->search != 0 && (encoding->search != 1 || !is_int(encoding))) return KT_ERR_ARGUMENT;
   const int32_t group = encoding->group, own = kinds[encoding->kind].group;

@@ -90,6 +90,7 @@ kt_status kt_choose_experts(const kt_router *router, kt_pool *pool, int64_t toke
   if (!router || tokens < 0 || !fits(router) || !in_range(router) || !together(router))
     return KT_ERR_ARGUMENT;
   if (given && router->jitter >= 0.0f) return KT_ERR_ARGUMENT;
+  if (tokens > INT64_MAX / KT_MAX_ROUTED / (int64_t)sizeof(int64_t)) return KT_ERR_ARGUMENT;
   if (!tokens) return KT_OK;
   if (!logits || !ids || !weights) return KT_ERR_ARGUMENT;
   if (given && !are_experts(given, tokens * router->top_k, router->experts)) return KT_ERR_EXPERT;

@@ -31,15 +31,40 @@ kt_status kt_dtype_unit(int dtype, kt_stored_unit *unit) {
   return KT_OK;
 }
 
+/* Limits below which no offset into a matrix, its grid, a decoded copy or scratch exceeds 63 bits,
+ * nor does one to the end of a block that begins inside. */
+static const int64_t most_bytes = INT64_MAX / 2, most_elements = INT64_MAX / 16,
+                     most_cols = INT64_MAX / 128, most_to_origin = INT64_MAX / 4;
+
 size_t kt_scratch_size(int64_t cols) {
-  return cols > 0 ? (size_t)kt_scratch_stride(cols) * (KT_STRIP_ROWS + 1) * sizeof(float) : 0;
+  if (cols < 1 || cols > most_cols) return 0;
+  return (size_t)kt_scratch_stride(cols) * (KT_STRIP_ROWS + 1) * sizeof(float);
+}
+
+/* Whether a * b <= most; a >= 0, b > 0. */
+static int product_fits(int64_t a, int64_t b, int64_t most) { return a <= most / b; }
+
+static int grid_fits(const kt_matrix *m) {
+  if (m->block_rows > most_to_origin || m->block_cols > most_to_origin) return 0;
+  if (m->row_origin > most_to_origin || m->col_origin > most_to_origin) return 0;
+  const int64_t lines = (m->row_origin + m->rows - 1) / m->block_rows + 1;
+  return product_fits(lines, m->scale_stride, most_elements);
+}
+
+/* Sizes and strides are above 0. */
+static int elements_fit(const kt_matrix *m, kt_stored_unit unit) {
+  if (m->cols > most_cols || !product_fits(m->rows, m->cols, most_elements)) return 0;
+  const int64_t units = most_bytes / unit.bytes, high = (m->rows - 1) / unit.rows + 1;
+  const int64_t wide = (m->first_col + m->cols - 1) / unit.cols + 1;
+  return product_fits(high, m->row_stride, units) && product_fits(wide, m->col_stride, units);
 }
 
 static kt_status check_scales(const kt_matrix *m, int scaled) {
   if (m->row_scale && (m->row_factor || m->col_factor)) return KT_ERR_SCALE;
   if (!m->block_scale) return scaled || m->zero_point || m->group_of_col ? KT_ERR_SCALE : KT_OK;
   if (m->block_rows < 1 || m->block_cols < 1 || m->scale_stride < 1) return KT_ERR_SCALE;
-  return m->row_origin < 0 || m->col_origin < 0 ? KT_ERR_SCALE : KT_OK;
+  if (m->row_origin < 0 || m->col_origin < 0) return KT_ERR_SCALE;
+  return grid_fits(m) ? KT_OK : KT_ERR_SCALE;
 }
 
 static kt_status check_units(const kt_matrix *m, kt_stored_unit unit) {
@@ -56,5 +81,7 @@ kt_status kt_matrix_check(const kt_matrix *m) {
   if (m->row_stride < 1 || m->col_stride < 1) return KT_ERR_STRIDE;
   if (m->row_stride != 1 && m->col_stride != 1) return KT_ERR_STRIDE;
   const kt_status status = check_units(m, traits->unit);
-  return status ? status : check_scales(m, traits->scaled);
+  if (status) return status;
+  if (!elements_fit(m, traits->unit)) return KT_ERR_SHAPE;
+  return check_scales(m, traits->scaled);
 }
