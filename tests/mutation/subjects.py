@@ -59,7 +59,10 @@ SUBJECTS = {
             "int4/int4.c", "int4/int4_avx2.c", "int4/int4_avx512.c", "int8/int8.c",
             "int8/int8_avx2.c", "int8/int8_avx512.c", "gint4/gint4.c", "gint8/gint8.c",
         ),
-        (*PACKING, "tests/native/kernels/test_integers.py"),
+        (
+            *PACKING, "tests/native/kernels/test_integers.py",
+            "tests/native/kernels/test_groups.py",
+        ),
     ),
     "stored formats": Subject(
         ("fp8/fp8.c", "mxfp4/mxfp4.c", "nvfp4/nvfp4.c", "bf16/bf16.c"),
