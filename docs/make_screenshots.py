@@ -85,8 +85,8 @@ def make_plan(folder: Path, picture: Path) -> None:
 
 
 def make_roofline(folder: Path, picture: Path) -> None:
-    words = ["--shape", "qwen3-30b-a3b", "--experts", "64", "--method", "int4,int8,bf16"]
-    words += ["--tokens", "1,4,16,64,256,1024", "--threads", "1", "--seconds", "0.3"]
+    words = ["--shape", "deepseek-v3", "--experts", "24", "--method", "int4,int8,bf16"]
+    words += ["--tokens", "1,4,16,64,256,512", "--seconds", "0.3"]
     ktconv(folder, "bench", *words, "--plot", picture)
 
 
