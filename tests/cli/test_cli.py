@@ -327,7 +327,8 @@ def test_documented_commands_parse() -> None:
 ELSEWHERE = {
     "ktconv itself": "--help --version",
     "sglang-kt": "--kt-method --kt-weight-path --kt-threadpool-count --kt-num-gpu-experts "
-    "--kt-gpu-experts-ratio --kt-expert-placement-strategy --init-expert-location --disable-cuda-graph",
+    "--kt-gpu-experts-ratio --kt-expert-placement-strategy --init-expert-location "
+    "--disable-cuda-graph",
     "ray start": "--address --dashboard-host --head --object-store-memory --port",
     "pip": "--index-url --no-binary --no-deps --target",
     "docs/example/train.py": "--output --hidden --expert-size",
