@@ -72,6 +72,7 @@ API = {
     ),
 }
 _LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+_NAMED = re.compile(r"\[[\w/-]+\.md\]\(([\w./-]+\.md)(#[^)\s]*)?\)")  # [a.md](a.md)
 _CODE = re.compile(r"(<td[^>]*>)(.*?)(</td>)", re.DOTALL)
 
 
@@ -97,7 +98,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """With links as the site has them."""
+    """With links as the site has them: those that are called like a file, like its page."""
     here = page.file.src_uri
     base = posixpath.dirname(OF_ROOT.get(here, f"docs/{here}"))
 
@@ -117,7 +118,18 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         kind = "tree" if (ROOT / path).is_dir() else "blob"
         return f"]({config.repo_url}/{kind}/main/{path}{anchor})"
 
-    return _LINK.sub(changed, markdown)
+    def titled(match: re.Match[str]) -> str:
+        file = files.get_file_from_path(posixpath.normpath(posixpath.join(start, match[1])))
+        title = _title(file.content_string) if file is not None else match[1]
+        return f"[{title}]({match[1]}{match[2] or ''})"
+
+    start = posixpath.dirname(here)
+    return _NAMED.sub(titled, _LINK.sub(changed, markdown))
+
+
+def _title(text: str) -> str:
+    """The first heading, as far as its colon."""
+    return text.split("\n", 1)[0].lstrip("# ").partition(":")[0]
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -46,6 +46,24 @@ def test_a_page_has_defaults_values_and_what_is_written_by_hand() -> None:
     assert r"`--importance FILE\|weights`" in rows
 
 
+def test_a_link_that_is_called_like_a_file_is_called_like_its_page() -> None:
+    class Target:
+        content_string = "# Maps: models whose names\n\nText\n"
+
+    class Page:
+        class file:
+            src_uri = "commands/verify.md"
+
+    class Files:
+        @staticmethod
+        def get_file_from_path(path: str) -> Any:
+            return Target if path == "maps.md" else None
+
+    text = "[maps.md](../maps.md#keys), [docs/maps.md](../maps.md), [here](../maps.md)"
+    found = HOOKS.on_page_markdown(text, Page, None, Files)
+    assert found == "[Maps](../maps.md#keys), [Maps](../maps.md), [here](../maps.md)"
+
+
 def test_links_out_of_docs_lead_to_the_repository(caplog: pytest.LogCaptureFixture) -> None:
     class File:
         src_uri = "runtime.md"
