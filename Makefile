@@ -3,10 +3,12 @@
 # make check   set up without torch, lint, run the fast tests: under a minute
 # make test-fast  the fast tests alone
 # make asan    the C library alone, with AddressSanitizer and UndefinedBehaviorSanitizer
+# make tsan    its threads, with ThreadSanitizer
 # make lint    ruff, mypy, clang-format, compiler warnings as errors
 # make format  rewrite sources the way lint wants them
 # make bench   speed of the kernels, of packing and of a whole conversion
 # make fuzz    the readers of files, with coverage guidance, for SECONDS=60
+# make fuzz-native  random calls of the C library, sanitized and between unreadable pages
 # make mutants small wrong changes of the packers, audit, planner and journal, EACH of a source: hours
 # make docs    the documentation as a site, with links checked: build/site
 # make wheels  wheels for x86-64 and aarch64, checked, and a source distribution: dist/
@@ -23,7 +25,7 @@ C_HEADERS := $(shell find native -name '*.h')
 SETUP     := pyproject.toml setup.py constraints.txt native/build_ffi.py $(C_SOURCES) $(C_HEADERS)
 WARNINGS  := -std=c11 -Wall -Wextra -Wconversion -Wshadow -Wstrict-prototypes -Werror
 
-.PHONY: demo test check test-fast asan lint format bench fuzz mutants docs wheels clean
+.PHONY: demo test check test-fast asan tsan lint format bench fuzz fuzz-native mutants docs wheels clean
 
 demo: $(VENV)/.core
 	rm -rf build/demo
@@ -55,13 +57,15 @@ check: $(VENV)/.check
 test-fast: $(VENV)/.check
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(FAST) --ignore=tests/checkpoint/test_mutations.py
 
-asan: $(addprefix build/asan/,check moe_check train_check train_calls_check gradients_check strips_check)
+asan: $(addprefix build/asan/,check moe_check train_check train_calls_check gradients_check strips_check random_check threads_check)
 	build/asan/check
 	build/asan/moe_check
 	build/asan/train_check
 	build/asan/train_calls_check
 	build/asan/gradients_check
 	build/asan/strips_check
+	build/asan/random_check
+	build/asan/threads_check
 
 ASAN     := -std=c11 -g1 -O0 -fsanitize=address,undefined -fno-sanitize-recover=all
 EMULATOR := $(filter $(shell uname -m),x86_64)
@@ -71,11 +75,24 @@ build/asan/%.o: native/%.c $(C_HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(ASAN) -Inative/include -c $< -o $@
 
-build/asan/check build/asan/gradients_check build/asan/train_calls_check: build/asan/%: $(LIBRARY) build/asan/test/%.o
+build/asan/check build/asan/gradients_check build/asan/train_calls_check build/asan/threads_check: build/asan/%: $(LIBRARY) build/asan/test/%.o
 	$(CC) $(ASAN) $^ -lm -pthread -o $@
 
-build/asan/moe_check build/asan/train_check build/asan/strips_check: build/asan/%: $(LIBRARY) build/asan/test/%.o $(EMULATOR:x86_64=build/asan/test/amx_emulator.o)
+build/asan/moe_check build/asan/train_check build/asan/strips_check build/asan/random_check: build/asan/%: $(LIBRARY) build/asan/test/%.o $(EMULATOR:x86_64=build/asan/test/amx_emulator.o)
 	$(CC) $(ASAN) $^ -lm -pthread -o $@
+
+TSAN := -std=c11 -g1 -O1 -fsanitize=thread
+
+build/tsan/%.o: native/%.c $(C_HEADERS)
+	@mkdir -p $(@D)
+	$(CC) $(TSAN) -Inative/include -c $< -o $@
+
+build/tsan/pool_check build/tsan/threads_check: build/tsan/%: $(patsubst build/asan/%,build/tsan/%,$(LIBRARY)) build/tsan/test/%.o
+	$(CC) $(TSAN) $^ -lm -pthread -o $@
+
+tsan: build/tsan/pool_check build/tsan/threads_check
+	build/tsan/pool_check
+	build/tsan/threads_check
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -100,6 +117,9 @@ SECONDS ?= 60
 
 fuzz: $(VENV)/.fuzz
 	$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS)
+
+fuzz-native: $(VENV)/.check build/asan/random_check
+	$(BIN)/python tests/fuzz/native.py --seconds $(SECONDS) build/asan/random_check
 
 EACH ?= 8
 

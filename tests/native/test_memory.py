@@ -167,9 +167,15 @@ class Build:
         """`vectors`: how to optimize what is written in vector instructions; `others`: all else."""
         self._compiler, self._kept, self._folder = compiler, kept, folder
         self._vectors, self._others = vectors, others
+        headers = sorted((ROOT / "native").rglob("*.h"))
         self._headers = hashlib.sha256()
-        for header in sorted((ROOT / "native").rglob("*.h")):
-            self._headers.update(header.read_bytes())
+        for header in headers:
+            if TESTS not in header.parents:
+                self._headers.update(header.read_bytes())
+        self._all_headers = self._headers.copy()  # those of programs, which are few, too
+        for header in headers:
+            if TESTS in header.parents:
+                self._all_headers.update(header.read_bytes())
         self._intrinsics = {
             options: self._precompiled(options) for options in {self._vectors, self._others}
         }
@@ -190,13 +196,14 @@ class Build:
 
     def _compiled(self, source: Path) -> str:
         name = "_".join(source.relative_to(ROOT).parts)
-        vectors = TESTS not in source.parents and VECTORS.search(source.name)
+        program = TESTS in source.parents
+        vectors = not program and VECTORS.search(source.name)
         options = self._vectors if vectors else self._others
         # Headers follow _GNU_SOURCE and the like where the first of them is included.
-        plain = TESTS not in source.parents and b"_SOURCE\n" not in source.read_bytes()
+        plain = not program and b"_SOURCE\n" not in source.read_bytes()
         first = self._intrinsics[options] if plain else []
         command = [*self._compiler, *FLAGS, options, "-c"]
-        key = self._headers.copy()
+        key = (self._all_headers if program else self._headers).copy()
         key.update(" ".join(command).encode())
         key.update(source.read_bytes())
         target = self._kept / f"{name}-{key.hexdigest()[:20]}.o"
