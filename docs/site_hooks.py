@@ -24,6 +24,7 @@ OF_ROOT = {
     "benchmarks/measuring.md": "benchmarks/README.md",
     "benchmarks/results.md": "benchmarks/RESULTS.md",
 }
+WIDE = ("families.md",)  # whose tables get the room of the table of contents
 # Pages of the API reference: what they are about, and their packages, modules and classes, which
 # can be followed by those of their members that the page has.
 API = {
@@ -100,6 +101,8 @@ def on_config(config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """With links as the site has them: those that are called like a file, like its page."""
     here = page.file.src_uri
+    if here in WIDE:
+        page.meta["hide"] = ["toc"]
     base = posixpath.dirname(OF_ROOT.get(here, f"docs/{here}"))
 
     def changed(match: re.Match[str]) -> str:
