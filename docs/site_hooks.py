@@ -74,6 +74,11 @@ API = {
 }
 _LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 _NAMED = re.compile(r"\[[\w/-]+\.md\]\(([\w./-]+\.md)(#[^)\s]*)?\)")  # [a.md](a.md)
+# What a browser loads from another host; links are not.
+_LOADED = re.compile(
+    r"""<(?:script|img|iframe|source)[^>]+src=["']?(?:https?:)?//[^"'\s>]+"""
+    r"""|<link[^>]+rel=["']?(?:stylesheet|preconnect|preload|icon)[^>]+href=["']?(?:https?:)?//[^"'\s>]+"""
+)
 _CODE = re.compile(r"(<td[^>]*>)(.*?)(</td>)", re.DOTALL)
 
 
@@ -140,8 +145,10 @@ def on_page_content(html: str, **_: Any) -> str:
     return _CODE.sub(lambda found: found[1] + found[2].replace("\\|", "|") + found[3], html)
 
 
-def on_post_page(output: str, **_: Any) -> str:
-    """Without what makes the theme ask api.github.com for stars."""
+def on_post_page(output: str, page: Any = None, **_: Any) -> str:
+    """Without what makes the theme ask api.github.com for stars; nothing else is loaded either."""
+    for found in _LOADED.findall(output):
+        LOG.warning("%s loads %s", page.file.src_uri if page else "a template", found)
     return output.replace(' data-md-component="source"', "")
 
 

@@ -126,6 +126,26 @@ def test_a_broken_link_ends_the_build(text: str, fine: bool, tmp_path: Path) -> 
             build(config)
 
 
+@pytest.mark.parametrize(
+    "html",
+    [
+        '<script src="https://cdn.example.org/a.js"></script>',
+        '<img alt="" src="//example.org/a.png">',
+        '<link rel="stylesheet" href="https://fonts.example.org/css">',
+    ],
+)
+def test_what_loads_from_another_host_ends_the_build(
+    html: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fine = (
+        '<a href="https://example.org">x</a><img src="a.png"><link rel="stylesheet" href="a.css">'
+    )
+    HOOKS.on_post_page(fine)
+    assert not caplog.records
+    HOOKS.on_post_page(fine + html)
+    assert "example.org" in caplog.text and caplog.records[0].levelno == logging.WARNING
+
+
 def test_the_theme_asks_no_other_host() -> None:
     assert "font: false" in (ROOT / "mkdocs.yml").read_text("utf-8")
     source = '<a href="https://example.org" class="md-source" data-md-component="source">'
