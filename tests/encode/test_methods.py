@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import pytest
+from helpers.cli import ktconv as ktconv_here
+from helpers.cli import ktconv_done, write_model
 from helpers.convert import ktconv, read_json, read_model
 from helpers.corrupt import check
 from helpers.encoded import KINDS, encoded_model, of_packed
@@ -707,3 +710,29 @@ def test_inspect_tells_the_bytes_of_every_method(
     kept = encoded_model(tmp_path / "fp8", "fp8 block")[0]
     found = methods(open_checkpoint(str(kept)))
     assert found["fp8"]["numbers"] == "codes and scales of the source are kept"
+
+
+def test_an_interrupt_while_transformers_builds_the_model_is_no_lack_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries can make an error of it; the run ended well, with fewer names in config.json."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    asked: list[Path] = []
+
+    def interrupted(directory: Path) -> list[str]:
+        asked.append(directory)
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise CheckpointError("transformers cannot load it") from None
+        return []
+
+    monkeypatch.setattr("ktconv.model.load.linear_modules", interrupted)
+    model = write_model(tmp_path / "model", layers=1, experts=2)
+    words = ("quantize-cpu", model, tmp_path / "out", "--method=int4-g128", "--threads=1")
+    result = ktconv_here(*words)
+    assert result.exit_code == 130 and len(asked) == 1
+    assert not (tmp_path / "out" / "ktconv.json").exists()
+    monkeypatch.undo()
+    assert "is complete" in ktconv_done(*words)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from ktconv.system.threads import run_tasks
+from ktconv.system.threads import AwaitedThread, run_tasks, uninterrupted
 
 
 @pytest.mark.parametrize("threads", [1, 3, 100])
@@ -65,3 +67,93 @@ def test_an_error_of_a_worker_is_raised() -> None:
 
 def test_no_tasks() -> None:
     run_tasks([], lambda: pytest.fail("no thread is needed"), 4)
+
+
+class Interrupts:
+    """SIGINT raises KeyboardInterrupt, and `come` is set when it does."""
+
+    def __init__(self) -> None:
+        self.come = threading.Event()
+
+    def __call__(self, *_: object) -> None:
+        self.come.set()
+        raise KeyboardInterrupt
+
+    def send(self) -> None:
+        """To the main thread, where alone they arrive; waits until one has."""
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        self.come.wait()
+
+
+@pytest.fixture
+def interrupts() -> Iterator[Interrupts]:
+    handler = Interrupts()
+    before = signal.signal(signal.SIGINT, handler)
+    yield handler
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_waits_for_what_must_not_be_interrupted(interrupts: Interrupts) -> None:
+    ended: list[str] = []
+
+    def call() -> None:
+        signal.raise_signal(signal.SIGINT)
+        ended.append("not disturbed")
+
+    with pytest.raises(KeyboardInterrupt):
+        uninterrupted(call)
+    assert ended == ["not disturbed"] and signal.getsignal(signal.SIGINT) is interrupts
+
+
+def test_the_second_interrupt_is_not_kept_back(interrupts: Interrupts) -> None:
+    ended: list[str] = []
+
+    def call() -> None:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        ended.append("not disturbed")
+
+    with pytest.raises(KeyboardInterrupt):
+        uninterrupted(call)
+    assert ended == []
+
+
+def test_results_and_errors_of_what_must_not_be_interrupted() -> None:
+    assert uninterrupted(lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        uninterrupted(lambda: 1 // 0)
+
+
+def test_a_thread_is_awaited_in_spite_of_interrupts(interrupts: Interrupts) -> None:
+    ended = threading.Event()
+
+    def loop() -> None:
+        begin.wait()
+        interrupts.send()
+        go.wait()
+        ended.set()
+
+    begin, go, thread = threading.Event(), threading.Event(), AwaitedThread(loop)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        begin.set()
+        thread.wait()
+    assert thread.is_alive()
+    go.set()
+    thread.wait()
+    assert ended.is_set() and not thread.is_alive()
+
+
+def test_waiting_for_a_thread_shares_no_condition_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt in Condition.wait can release the lock that the thread then holds, to set an
+    event: it ended with a traceback."""
+    ended: list[bool] = []
+    thread = AwaitedThread(lambda: (time.sleep(0.2), ended.append(True))[1])
+    thread.start()
+
+    def waited(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(threading.Condition, "wait", waited)
+    thread.wait()
+    assert ended == [True]

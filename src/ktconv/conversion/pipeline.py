@@ -19,6 +19,7 @@ from ktconv.conversion.plan import Unit
 from ktconv.errors import KtconvError
 from ktconv.reading.buffers import Buffers, BufferSizes
 from ktconv.reading.reader import Span, advise
+from ktconv.system.threads import AwaitedThread
 from ktconv.writer.staging import Staging
 
 PREFETCH_BYTES = 256 << 20  # read ahead of the workers, in the page cache
@@ -109,8 +110,8 @@ class Pipeline:
         """Run all units. The first error stops all threads and is raised; what was staged
         and not committed is removed. An interrupt ends in the same clean way."""
         self._units.extend(units)
-        workers: list[_Thread] = []
-        others: list[_Thread] = []
+        workers: list[AwaitedThread] = []
+        others: list[AwaitedThread] = []
         try:
             # One by one: the system can refuse a thread, and those before it must be joined.
             for loop in (self._commit_loop, self._prefetch_loop):
@@ -128,7 +129,7 @@ class Pipeline:
         if self._error is not None:
             raise self._error
 
-    def _wait_for(self, workers: Sequence[_Thread], others: Sequence[_Thread]) -> None:
+    def _wait_for(self, workers: Sequence[AwaitedThread], others: Sequence[AwaitedThread]) -> None:
         """The last commit can take long, and an interrupt come meanwhile."""
         for thread in workers:
             thread.wait()
@@ -137,14 +138,14 @@ class Pipeline:
         for thread in others:
             thread.wait()
 
-    def _start(self, loop: Callable[[], None]) -> _Thread:
+    def _start(self, loop: Callable[[], None]) -> AwaitedThread:
         def guarded() -> None:
             try:
                 loop()
             except BaseException as error:
                 self._stop(error)
 
-        thread = _Thread(guarded)
+        thread = AwaitedThread(guarded)
         thread.start()
         return thread
 
@@ -242,25 +243,3 @@ class Pipeline:
 
 class _Stopped(BaseException):
     """Ends a task early; another error or an interrupt is already known."""
-
-
-class _Thread(threading.Thread):
-    """A thread whose end can be waited for in spite of interrupts.
-
-    Before Python 3.13 an interrupt in `join` marks a thread as ended that still runs.
-    """
-
-    def __init__(self, loop: Callable[[], None]) -> None:
-        super().__init__(daemon=True)
-        self._loop, self._ended = loop, threading.Event()
-
-    def run(self) -> None:
-        try:
-            self._loop()
-        finally:
-            self._ended.set()
-
-    def wait(self) -> None:
-        while not self._ended.wait(0.5):  # in slices, so that signals reach this thread
-            pass
-        self.join()

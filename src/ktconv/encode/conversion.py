@@ -16,6 +16,7 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.reading.buffers import BufferSizes
 from ktconv.reading.reader import SourceReader
 from ktconv.system.text import Notify, silent
+from ktconv.system.threads import uninterrupted
 from ktconv.targets.encoded import config
 from ktconv.targets.encoded.sections import ignored_in
 from ktconv.targets.encoded.target import CONFIG, RECIPE, RECIPE_TOML, RENAMED, Plan
@@ -76,7 +77,10 @@ class Encode(Conversion):
 
         checkpoint = self.plan.checkpoint
         try:
-            found = linear_modules(checkpoint.side_directory or checkpoint.path)
+            # An interrupt in transformers can look as if it did not have the model.
+            found = uninterrupted(
+                lambda: linear_modules(checkpoint.side_directory or checkpoint.path)
+            )
         except CheckpointError:
             return []
         return sorted({*found} - named)

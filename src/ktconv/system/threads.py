@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import TypeVar
 
 Task = TypeVar("Task")
+Result = TypeVar("Result")
 
 
 def run_tasks(
@@ -39,3 +42,59 @@ def run_tasks(
                 future.result()
         finally:
             stopped.set()  # also after an interrupt
+
+
+class AwaitedThread(threading.Thread):
+    """A thread whose end can be waited for in spite of interrupts.
+
+    Before Python 3.13 an interrupt in `join` marks a thread as ended that still runs, and one in
+    `Event.wait` can release the lock of the thread that is about to set the event.
+    """
+
+    def __init__(self, loop: Callable[[], None]) -> None:
+        super().__init__(daemon=True)
+        self._loop, self._ended, self._running = loop, False, threading.Lock()
+        self._running.acquire()
+
+    def run(self) -> None:
+        try:
+            self._loop()
+        finally:
+            self._ended = True
+            self._running.release()
+
+    def wait(self) -> None:
+        while not self._ended:
+            # In slices, so that signals reach this thread. An interrupt may come behind it.
+            if self._running.acquire(timeout=0.5):
+                self._running.release()
+        self.join()
+
+
+def uninterrupted(call: Callable[[], Result]) -> Result:
+    """What `call` returns. An interrupt that comes meanwhile is raised when it has ended: libraries
+    that do not expect one swallow it, or make an error of their own of it. The second one is not
+    kept back."""
+    if threading.current_thread() is not threading.main_thread():
+        return call()  # no interrupt gets here
+    came: list[int] = []
+    before = {
+        number: handler
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if callable(handler := signal.getsignal(number))
+    }
+
+    def keep(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        if len(came) > 1:
+            before[signal.Signals(number)](number, frame)
+
+    for number in before:
+        signal.signal(number, keep)
+    try:
+        return call()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
