@@ -9,6 +9,7 @@
 # make bench   speed of the kernels, of packing and of a whole conversion
 # make fuzz    the readers of files, with coverage guidance, for SECONDS=60
 # make fuzz-native  random calls of the C library, sanitized and between unreadable pages
+# make torture kills, full disks, power losses, shared outputs: KILLS=1000 SEED=1 SUBJECTS=
 # make mutants small wrong changes of the packers, audit, planner and journal, EACH of a source: hours
 # make docs    the documentation as a site, with links checked: build/site
 # make wheels  wheels for x86-64 and aarch64, checked, and a source distribution: dist/
@@ -25,7 +26,7 @@ C_HEADERS := $(shell find native -name '*.h')
 SETUP     := pyproject.toml setup.py constraints.txt native/build_ffi.py $(C_SOURCES) $(C_HEADERS)
 WARNINGS  := -std=c11 -Wall -Wextra -Wconversion -Wshadow -Wstrict-prototypes -Werror
 
-.PHONY: demo test check test-fast asan tsan lint format bench fuzz fuzz-native mutants docs wheels clean
+.PHONY: demo test check test-fast asan tsan lint format bench fuzz fuzz-native torture mutants docs wheels clean
 
 demo: $(VENV)/.core
 	rm -rf build/demo
@@ -51,7 +52,7 @@ check: $(VENV)/.check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES) $(C_HEADERS)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(FAST) --ignore=tests/checkpoint/test_mutations.py
 
 test-fast: $(VENV)/.check
@@ -121,13 +122,20 @@ fuzz: $(VENV)/.fuzz
 fuzz-native: $(VENV)/.check build/asan/random_check
 	$(BIN)/python tests/fuzz/native.py --seconds $(SECONDS) build/asan/random_check
 
+KILLS    ?= 1000
+SEED     ?= 1
+SUBJECTS ?=
+
+torture: $(VENV)/.dev
+	$(BIN)/python tests/torture/run.py --kills $(KILLS) --seed $(SEED) $(SUBJECTS)
+
 EACH ?= 8
 
 mutants: $(VENV)/.check
 	$(BIN)/python tests/mutation/run.py --each $(EACH)
 
 docs: $(VENV)/.check
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 wheels: $(VENV)/.wheels
 	$(BIN)/python packaging/wheels.py

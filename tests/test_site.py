@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,19 @@ def test_links_out_of_docs_lead_to_the_repository(caplog: pytest.LogCaptureFixtu
     assert "src/nowhere.py" in caplog.text
 
 
+@pytest.fixture
+def small_site(tmp_path: Path) -> Path:
+    """mkdocs.yml with the settings of ours, for two pages; index.md is the test's."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/other.md").write_text("# Other\n\n## There\n")
+    config = tmp_path / "mkdocs.yml"
+    config.write_text(
+        f"INHERIT: {ROOT / 'mkdocs.yml'}\ndocs_dir: docs\nsite_dir: site\ntheme: {{name: mkdocs}}\n"
+        "nav: [index.md, other.md]\nplugins: []\nhooks: []\nextra_css: []\n"
+    )
+    return config
+
+
 @pytest.mark.parametrize(
     ("text", "fine"),
     [
@@ -104,26 +119,32 @@ def test_links_out_of_docs_lead_to_the_repository(caplog: pytest.LogCaptureFixtu
         ("[a](/other)", False),
     ],
 )
-def test_a_broken_link_ends_the_build(text: str, fine: bool, tmp_path: Path) -> None:
-    """With the settings of mkdocs.yml, on pages of our own."""
+def test_a_broken_link_ends_the_build(text: str, fine: bool, small_site: Path) -> None:
     pytest.importorskip("mkdocs")
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
     from mkdocs.exceptions import Abort
 
-    docs = tmp_path / "docs"
-    docs.mkdir()
-    (docs / "index.md").write_text(f"# Front\n\n{text}\n")
-    (docs / "other.md").write_text("# Other\n\n## There\n")
-    config = load_config(
-        str(ROOT / "mkdocs.yml"), docs_dir=str(docs), site_dir=str(tmp_path / "site"),
-        nav=["index.md", "other.md"], theme={"name": "mkdocs"}, plugins=[], hooks=[],
-    )  # fmt: skip
+    (small_site.parent / "docs/index.md").write_text(f"# Front\n\n{text}\n")
+    config = load_config(str(small_site))
     if fine:
         build(config)
     else:
         with pytest.raises(Abort, match="strict"):
             build(config)
+
+
+def test_a_broken_link_ends_make(small_site: Path) -> None:
+    """With the options that the Makefile gives to mkdocs: --quiet would hide warnings from the
+    strict mode, too."""
+    pytest.importorskip("mkdocs")
+    (small_site.parent / "docs/index.md").write_text("# Front\n\n[a](missing.md)\n")
+    lines = re.findall(r"/mkdocs (build.*)", (ROOT / "Makefile").read_text("utf-8"))
+    assert len(lines) == 2
+    for line in set(lines):
+        command = [sys.executable, "-m", "mkdocs", *line.split(), "-f", str(small_site)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 1 and "missing.md" in done.stderr + done.stdout
 
 
 @pytest.mark.parametrize(
