@@ -101,6 +101,7 @@ def test_experts_that_are_left_out(model: Path) -> None:
     assert chosen == {n: list(range(EXPERTS[n])) for n in range(12)} | {1: [1, 3], 11: [0, 1, 2]}
     assert [unit.omitted for unit in plan.layers] == [0, 2] + [0] * 9 + [1]
     assert plan.skipped == ["3 experts of 2 layers: --exclude-experts"]
+    assert "for ktconv's own runtime" in plan.notes[-1]
     with pytest.raises(UsageError, match="all of layer 4's 2 experts"):
         planned(model, exclude_experts=ExpertSet({4: (0, 1)}))
 
@@ -114,6 +115,13 @@ def test_the_units_of_some_layers(model: Path) -> None:
     assert "0-11" in str(caught.value.hint)
     with pytest.raises(UsageError, match="names no MoE layer"):
         plan.layer_units([])
+
+
+def test_every_layer_must_fit(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", (2, 2, 2), (256, 128, 256))
+    with pytest.raises(UsageError, match="cannot split layer 1 into --numa 2") as caught:
+        planned(model, numa=2)
+    assert str(caught.value.hint).endswith(": 1")
 
 
 def test_layers_for_multi_token_prediction(tmp_path: Path) -> None:

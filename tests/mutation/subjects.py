@@ -29,7 +29,10 @@ RESUMED = (
     "tests/writer", "tests/conversion/test_restart.py", "tests/conversion/test_locks.py",
     "tests/quantize_cpu/test_manifest.py", "tests/conversion/test_crash_points.py",
 )  # fmt: skip
-METHODS = ("tests/targets", "tests/encode/test_golden_layouts.py")
+METHODS = (
+    "tests/encode/test_plan.py", "tests/encode/test_golden_layouts.py", "tests/targets",
+    "tests/encode/test_methods.py",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,9 @@ SUBJECTS = {
             "conversion/plan.py", "conversion/target.py", "writer/shards.py",
             "targets/ktransformers.py", "targets/renaming.py", "targets/biases.py",
         ),
-        (*OUTPUT, "tests/targets", "tests/repack/test_reshard.py"),
+        (
+            *OUTPUT, "tests/encode/test_plan.py", "tests/targets", "tests/repack/test_reshard.py",
+        ),
     ),
     "plan of encodings": Subject(
         (

@@ -77,6 +77,12 @@ def test_group_fills_shards() -> None:
     assert max(plan_shard("", members, METADATA).size for members in groups) > 190_000
 
 
+def test_group_counts_every_dimension() -> None:
+    content = [Tensor(f"name.{number}", "I8", (1,) * 120, 1) for number in range(100)]
+    groups = group(content, 20_000)
+    assert max(plan_shard("", members, METADATA).size for members in groups) <= 20_000
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stored = numbered("model.layers.0.mlp.experts", random_weights(128, 128, 2))
