@@ -22,7 +22,8 @@ AUDIT = (
     "tests/native/test_audit_groups.py",
 )  # fmt: skip
 OUTPUT = (
-    "tests/writer", "tests/conversion/test_plan.py", "tests/quantize_cpu/test_manifest.py", "tests/conversion/test_disk_space.py",
+    "tests/writer", "tests/conversion/test_plan.py", "tests/quantize_cpu/test_manifest.py",
+    "tests/conversion/test_disk_space.py",
     "tests/quantize_cpu/test_golden.py", "tests/conversion/test_kept_files.py",
 )  # fmt: skip
 RESUMED = (
