@@ -145,6 +145,12 @@ static void run_case(uint64_t number) {
   release_rooms(0);
 }
 
+/* Another order of each round, so that a share of one has some of every subject. */
+static uint64_t scattered(uint64_t n, uint64_t round) {
+  const uint64_t step = round % 101 ? 101 : 103; /* primes */
+  return n / round * round + n % round * step % round;
+}
+
 static void on_fault(int number) {
   const char *const words = where();
   (void)number;
@@ -154,12 +160,17 @@ static void on_fault(int number) {
   _exit(written ? 3 : 2);
 }
 
-/* The sanitizers' last words come before ours. */
+/* The sanitizers' last words come before ours: AddressSanitizer calls back, the other one aborts.
+ */
 void __sanitizer_set_death_callback(void (*callback)(void)) __attribute__((weak));
+
+const char *__ubsan_default_options(void);
+const char *__ubsan_default_options(void) { return "abort_on_error=1:print_stacktrace=1"; }
 
 static void on_death(void) { printf("DEATH in %s\n", where()), fflush(stdout); }
 
 static void watch(void) {
+  signal(SIGABRT, on_fault);
   if (__sanitizer_set_death_callback) {
     __sanitizer_set_death_callback(on_death);
     return;
@@ -266,7 +277,7 @@ int main(int argc, char **argv) {
   for (uint64_t n = 0;
        o.only < 0 && (o.seconds ? time(NULL) < end : n < (uint64_t)o.rounds * round);
        n += (uint64_t)o.share, cases++)
-    run_case(n);
+    run_case(scattered(n, round));
   if (o.share == 1 && cases >= round) check_coverage();
   destroy_pools();
   print_counts();
