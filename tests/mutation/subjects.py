@@ -114,7 +114,10 @@ SUBJECTS = {
             "writer/journal.py", "writer/staging.py", "writer/manifest.py", "writer/metadata.py",
             "conversion/output.py", "conversion/records.py", "conversion/run.py",
         ),
-        ("tests/conversion/test_needs.py", *RESUMED, "tests/conversion/test_disk_space.py"),
+        (
+            "tests/conversion/test_needs.py", "tests/conversion/test_output_state.py", *RESUMED,
+            "tests/conversion/test_disk_space.py",
+        ),
     ),
     "durable files": Subject(("system/files.py",), (*RESUMED, "tests/system")),
 }  # fmt: skip

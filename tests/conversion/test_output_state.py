@@ -1,0 +1,128 @@
+"""Which files of an output directory belong to a conversion, and what is there as planned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.convert import convert
+from plan.models import write_model
+
+from ktconv.checkpoint import open_checkpoint
+from ktconv.conversion.output import OutputState
+from ktconv.errors import OutputError
+from ktconv.targets.ktransformers import Options, Plan, make_plan
+from ktconv.writer.journal import Journal
+
+SHARD = "model-00001-of-00003.safetensors"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("state") / "model", (2, 2), (128, 128))
+
+
+@pytest.fixture(scope="module")
+def plan(model: Path) -> Plan:
+    return make_plan(open_checkpoint(model), Options())
+
+
+def state_of(plan: Plan, output: Path) -> OutputState:
+    return OutputState(plan, Journal(output))
+
+
+def test_what_is_kept_of_a_run_that_failed(plan: Plan, tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "out")
+    journal.create()
+    state = state_of(plan, journal.output)
+    assert state.nothing_is_kept()
+    (journal.output / SHARD).write_bytes(b"")
+    assert state.nothing_is_kept()  # no record says that it is ours
+    journal.write_run({})
+    assert not state.nothing_is_kept()
+    (journal.output / SHARD).unlink()
+    assert state.nothing_is_kept()
+    journal.run_file.unlink()
+    journal.write_unit("layer-00000", {})
+    assert state.nothing_is_kept()
+    (journal.output / SHARD).write_bytes(b"")
+    assert not state.nothing_is_kept()
+
+
+def test_files_of_others_are_refused(model: Path, plan: Plan, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    state = state_of(plan, output)
+    state.refuse_foreign_files()  # nothing is there
+    output.mkdir()
+    (output / ".hidden").touch()
+    state.refuse_foreign_files()
+    for name in (SHARD, "notes.txt"):  # nothing says who wrote these
+        (output / name).touch()
+        with pytest.raises(OutputError, match=f"contains {name}, which") as caught:
+            state.refuse_foreign_files()
+        assert "--overwrite" in str(caught.value.hint) and "empty" in str(caught.value.hint)
+        (output / name).unlink()
+    convert(model, output, numa=1)
+    state.refuse_foreign_files()
+    (output / "notes.txt").touch()
+    with pytest.raises(OutputError, match=r"contains notes\.txt, which"):
+        state.refuse_foreign_files()
+    (output / "notes.txt").unlink()
+    (output / "ktconv.json").write_text("{}")
+    with pytest.raises(OutputError, match=r"ktconv\.json is damaged"):
+        state.refuse_foreign_files()
+    with pytest.raises(OutputError, match="is a file"):
+        state_of(plan, output / "ktconv.json").refuse_foreign_files()
+
+
+def test_names_of_an_earlier_run_are_its_own(plan: Plan, tmp_path: Path) -> None:
+    """Those in records, if they can be names of files in the directory."""
+    output = tmp_path / "out"
+    journal = Journal(output)
+    journal.create()
+    journal.run_file.write_text(
+        json.dumps({"files": ["old.safetensors", 1, "a/b", "..", ".", "", ".ktconv", "/"]})
+    )
+    journal.write_unit(
+        "layer-00000", {"files": [{"name": "_layer_0/x", "bytes": 1}], "tensors": {}}
+    )
+    for name in ("old.safetensors", "_layer_0", "a", SHARD, "kept"):
+        (output / name).touch()
+    state = state_of(plan, output)
+    with pytest.raises(OutputError, match="contains a, which"):
+        state.refuse_foreign_files()
+    (output / "ktconv.json").touch()
+    state.remove_earlier_run()
+    assert sorted(path.name for path in output.iterdir()) == [".ktconv", "a", "kept", SHARD]
+    assert [path.name for path in journal.directory.iterdir()] == []
+
+
+def test_units_that_are_there_as_planned(model: Path, plan: Plan, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    state = state_of(plan, output)
+    assert state.pending(plan.units) == plan.units
+    assert not state.final_files_present()
+    convert(model, output, numa=1)
+    assert state.pending(plan.units) == [] and state.final_files_present()
+    shard = output / plan.layers[1].shard_names[0]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    assert state.pending(plan.units) == [plan.layers[1]]
+    shard.write_bytes(b"x" + whole[1:])
+    assert state.pending(plan.units) == [plan.layers[1]]
+    shard.write_bytes(whole)
+    assert state.pending(plan.units) == []
+    index = output / "model.safetensors.index.json"
+    text = index.read_bytes()
+    for wrong in (text + b" ", text[:-1], text.replace(b"total_size", b"total_sizf"), b""):
+        index.write_bytes(wrong)
+        assert not state.final_files_present()
+    index.write_bytes(text)
+    assert state.final_files_present()
+    for name in ("README.md", "config.json"):
+        content = (output / name).read_bytes()
+        (output / name).unlink()
+        assert not state.final_files_present()
+        (output / name).write_bytes(content + b" ")  # edited
+        assert state.final_files_present()
