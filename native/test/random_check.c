@@ -99,10 +99,12 @@ static void words_case(int number) {
 
 /* ---- The run ------------------------------------------------------------------------------ */
 
+enum { TWICE = -1 };
+
 typedef struct subject {
   const char *name;
   void (*run)(int number);
-  int numbers; /* in a round; 0: as many as layouts */
+  int numbers; /* in a round; 0: as many as layouts, TWICE: twice as many */
 } subject;
 
 static const subject subjects[] = {
@@ -110,8 +112,8 @@ static const subject subjects[] = {
     {"weights", weights_case_of, 0},
     {"encode", encode_case, KT_ENCODE_BF16 + 1},
     {"compensate", compensate_case, 2},
-    {"forward", forward_case, 0},
-    {"training", training_case, 0},
+    {"forward", forward_case, TWICE},
+    {"training", training_case, TWICE},
     {"router", router_case, 6},
     {"weights refused", weights_refusal_case, WEIGHTS_REFUSALS},
     {"compensate refused", compensate_refusal_case, 11},
@@ -125,7 +127,9 @@ static const subject subjects[] = {
 };
 enum { SUBJECTS = sizeof subjects / sizeof *subjects };
 
-static int numbers_of(const subject *s) { return s->numbers ? s->numbers : layout_count; }
+static int numbers_of(const subject *s) {
+  return s->numbers > 0 ? s->numbers : s->numbers == TWICE ? 2 * layout_count : layout_count;
+}
 
 static uint64_t cases_of_round(void) {
   int count = 0;

@@ -4,13 +4,24 @@
 
 #include "random_weights.h"
 
-enum { POOLS = 3, MOST_EXPERTS = 5, MOST_PARTS = 3, BATCH = 2048 /* tokens of a job */ };
+enum {
+  POOLS = 3,
+  MOST_EXPERTS = 5,
+  MOST_PARTS = 3,
+  BATCH = 2048 /* tokens of a job */,
+  WHOLE_TOKENS = 40
+};
 
 /* Sums are in another order at each level, and middles are rounded to bf16 or int8. */
 static const double level_bound = 0.01;
 
 static kt_pool *pools[POOLS];
 static uint64_t forwards[MOST_LAYOUTS][MOST_LEVELS];
+
+/* Of a layer and a call: with gate, up and down of every expert, all ids of experts, and more
+ * tokens than any loop of a kernel takes at once. Counts are of these; the others may compute
+ * nothing. */
+static int whole;
 
 static inline void make_pools(void) {
   static const int32_t nodes[POOLS][POOLS] = {{0}, {0, 1}, {0, 0, 1}};
@@ -77,16 +88,17 @@ static inline layer draw_layer(int number, int wild) {
   kt_layout_describe(layout, &traits);
   layer l = {.wild = wild, .absent = -1};
   const int64_t tile = traits.col_multiple, width = tile * (1 + below(tile < 100 ? 4 : 2));
-  const int64_t parts = 1 + below(one_in(2) ? 1 : MOST_PARTS), experts = 1 + below(MOST_EXPERTS);
+  const int64_t parts = 1 + below(one_in(2) ? 1 : MOST_PARTS);
+  const int64_t experts = 1 + below(whole ? 2 : MOST_EXPERTS);
   l.exact = layout->format == KT_FORMAT_INT8 || layout->format == KT_FORMAT_INT4 ||
             layout->format == KT_FORMAT_GINT4 || layout->format == KT_FORMAT_GINT8;
   l.moe = (kt_moe){.layout = *layout,
-                   .activation = one_in(2) ? silu : ONE_OF(others),
-                   .hidden = tile * (1 + below(tile < 100 ? 7 : 3)),
+                   .activation = whole || one_in(2) ? silu : ONE_OF(others),
+                   .hidden = tile * (1 + below(tile < 100 ? whole ? 4 : 7 : 3)),
                    .intermediate = width * parts,
                    .experts = experts,
                    .parts = parts};
-  if (one_in(5)) l.absent = below(experts);
+  if (!whole && one_in(5)) l.absent = below(experts);
   const size_t size = (size_t)(parts * experts) * sizeof *l.expert;
   l.expert = memset(room(size, sizeof(void *)), 0, size);
   l.moe.expert = l.expert;
@@ -125,7 +137,7 @@ static inline int skipped(const kt_moe_call *c, int64_t id) { return c->skip && 
 /* Of an expert, of none, or of one that has no weights, which the call then must refuse or skip. */
 static inline int64_t draw_id(const layer *l, layer_call *c) {
   static const int64_t nobody[] = {-1, INT64_MIN, INT64_MAX, INT32_MIN, INT32_MAX};
-  if (one_in(6)) return one_in(2) ? l->moe.experts : ONE_OF(nobody);
+  if (!whole && one_in(6)) return one_in(2) ? l->moe.experts : ONE_OF(nobody);
   int64_t id = below(l->moe.experts);
   if (id == l->absent && !skipped(&c->call, id) && !one_in(40)) id = -1;
   return id;
@@ -152,15 +164,16 @@ static inline layer_call draw_call(const layer *l) {
   static const int32_t dtypes[] = {KT_BF16, KT_F16, KT_F32};
   static const int64_t tokens[] = {0, 1, 1, 2, 3, 4, 5, 8, 9, 12, 13, 17, 25, 33};
   layer_call c = {.call = {.tokens = one_in(12) ? 100 + below(40) : ONE_OF(tokens),
-                           .top_k = 1 + below(l->moe.experts + 1),
+                           .top_k = whole ? 1 : 1 + below(l->moe.experts + 1),
                            .id_size = one_in(2) ? 4 : 8,
                            .x_dtype = ONE_OF(dtypes),
                            .y_dtype = ONE_OF(dtypes)}};
   kt_moe_call *const call = &c.call;
   const int64_t size = l->moe.hidden * l->moe.intermediate * call->top_k;
-  if (size <= 1 << 14 && one_in(6)) call->tokens = BATCH - 8 + below(20);
+  if (whole) call->tokens = WHOLE_TOKENS;
+  if (!whole && size <= 1 << 14 && one_in(6)) call->tokens = BATCH - 8 + below(20);
   const int64_t count = call->tokens * l->moe.hidden;
-  if (one_in(3)) {
+  if (!whole && one_in(3)) {
     uint8_t *const skip = room((size_t)l->moe.experts, 1);
     for (int64_t e = 0; e < l->moe.experts; e++) skip[e] = one_in(3) ? (uint8_t)draw() : 0;
     call->skip = seal(skip);
@@ -249,15 +262,21 @@ static inline void forward_otherwise(const layer *l, const layer_call *c, const 
   const void *const other = forward(l, c, tokens, ONE_OF(pools));
   if (!other || !same_values(dtype, other, y, tokens * hidden))
     FAILED("other bits with another pool");
-  if (!tokens || (amx && !l->exact)) return;
-  const int64_t some = 1 + below(tokens);
-  const void *const fewer = forward(l, c, some, ONE_OF(pools));
-  if (!fewer || !same_values(dtype, fewer, y, some * hidden))
-    FAILED("other bits for the first %" PRId64 " tokens alone", some);
+  if (!tokens || (amx && !l->exact && !whole)) return;
+  const int64_t counts[] = {1 + below(tokens), 1, 3, 9};
+  for (int i = 0; i < (whole ? 4 : 1); i++) {
+    const void *const fewer = forward(l, c, counts[i], ONE_OF(pools));
+    if (amx && !l->exact) continue;
+    if (!fewer || !same_values(dtype, fewer, y, counts[i] * hidden))
+      FAILED("other bits for the first %" PRId64 " tokens alone", counts[i]);
+  }
 }
 
-static void forward_case(int number) {
-  const layer l = draw_layer(number, one_in(3));
+/* Each layout twice: as a whole, and as it comes. */
+static void forward_case(int case_of_round) {
+  const int number = case_of_round % layout_count;
+  whole = case_of_round < layout_count;
+  const layer l = draw_layer(number, !whole && one_in(3));
   const layer_call c = draw_call(&l);
   const int64_t count = c.call.tokens * l.moe.hidden;
   const int dtype = c.call.y_dtype, kept_pieces = piece_count;
@@ -276,10 +295,11 @@ static void forward_case(int number) {
       if (!(off <= level_bound)) FAILED("%g away from scalar", off);
     }
     EXPECTED(KT_OK, CALLED(kt_moe_touch, &l.moe, ONE_OF(pools)));
-    forwards[number][i]++;
+    forwards[number][i] += whole && y;
     release_rooms(kept_pieces);
   }
   free(first);
+  whole = 0;
 }
 
 /* ---- Routers --------------------------------------------------------------------------------- */

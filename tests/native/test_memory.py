@@ -273,8 +273,8 @@ def test_layers_under_sanitizers(sanitized: Build, program: str) -> None:
 
 
 def test_random_calls_under_sanitizers(sanitized: Build) -> None:
-    """A quarter of the calls that test_random_calls makes between unreadable pages."""
-    run([sanitized.program(*with_amx("random_check.c")), "--share", "4"])
+    """An eighth of the cases that test_random_calls runs between unreadable pages."""
+    run([sanitized.program(*with_amx("random_check.c")), "--share", "8"])
 
 
 def test_check_c_on_aarch64(pytestconfig: pytest.Config, tmp_path: Path) -> None:
