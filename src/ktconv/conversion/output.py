@@ -185,4 +185,4 @@ def _names_in(record: Any) -> Iterator[str]:
 
 def _is_plain(name: str) -> bool:
     """Whether a name from a record, whose file may be removed, is one of the directory itself."""
-    return name == Path(name).name and name not in ("", ".", "..") and not name.startswith(".")
+    return name == Path(name).name and name[:1] not in ("", ".")
