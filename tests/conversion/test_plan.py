@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from plan.models import HIDDEN, OTHER_BYTES, uneven, write_model
 
 from ktconv.checkpoint import open_checkpoint
 from ktconv.conversion.plan import LayerUnit
+from ktconv.conversion.records import chosen_record, run_record
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.placement.expert_sets import ExpertSet
 from ktconv.targets.ktransformers import (
@@ -136,6 +138,28 @@ def test_layers_for_multi_token_prediction(tmp_path: Path) -> None:
     only = write_model(tmp_path / "only", (4,), (128,), mtp=1)
     with pytest.raises(UsageError, match="leaves no MoE layer"):
         planned(only, mtp=False)
+
+
+def test_the_record_of_a_conversion(model: Path) -> None:
+    """By which a later run knows whether it continues this one."""
+    plan = planned(model, exclude_experts=ExpertSet({2: (1,)}))
+    record = run_record(plan)
+    assert record.keys() == {"schema", "ktconv_version", "options", "source", "geometry"}
+    assert record["options"] == plan.target.options.as_dict()
+    assert record["source"].keys() == {"files"}
+    assert {"config.json", "model.safetensors"} <= record["source"]["files"].keys()
+    geometry = record["geometry"]
+    assert geometry["model_type"] == plan.checkpoint.config["model_type"]
+    assert geometry["activation"] == plan.moe_layers[0].activation.as_record()
+    assert list(geometry["layers"]) == [str(n) for n in range(12)]
+    seventh = {
+        "experts": 4, "hidden_size": HIDDEN, "intermediate_size": 256, "mtp": False,
+        "encoding": plan.moe_layers[7].encoding, "source": "model.layers.7.mlp.experts",
+    }  # fmt: skip
+    assert geometry["layers"]["7"] == seventh
+    assert geometry["layers"]["2"]["expert_ids"] == "0,2-3"
+    named: Any = SimpleNamespace(mapped=None, tower="vision")
+    assert chosen_record(named) == {"tower": "vision"}
 
 
 RECORDS: tuple[dict[str, Any], ...] = (
