@@ -130,7 +130,8 @@ def check_refusal(got: int, stdout: str, stderr: str, code: int, *phrases: str) 
 def _is_progress(line: str) -> bool:
     told = " done, ", " modules "  # units, and the classes that quantize-gpu counts
     ahead = "note: ", "skipped: ", "memory: "  # of the work
-    return any(word in line for word in told) or line.startswith(ahead)
+    of_mix = line.endswith(" bits") or " bits  layers " in line
+    return any(word in line for word in told) or line.startswith(ahead) or of_mix
 
 
 def start(model: object, output: object, *more: object, stop_at: int = 0) -> subprocess.Popen[str]:

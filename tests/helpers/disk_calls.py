@@ -8,17 +8,19 @@ forks a process per command.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -126,12 +128,15 @@ class Commands:
     """Runs `ktconv` commands in processes of their own, without a new interpreter for each.
 
     The interpreter that they are forked from starts with changed environment `variables`, so its
-    locale and the encodings of its streams are theirs, and has imported `modules` as well."""
+    locale and the encodings of its streams are theirs, and has imported `modules` as well. Words
+    `ahead` are a command that starts it."""
 
-    def __init__(self, directory: Path, *modules: str, **variables: str) -> None:
+    def __init__(
+        self, directory: Path, *modules: str, ahead: Sequence[str] = (), **variables: str
+    ) -> None:
         self._directory = directory
         self._server = subprocess.Popen(
-            [sys.executable, __file__, *modules],
+            [*ahead, sys.executable, __file__, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -140,19 +145,29 @@ class Commands:
         )
 
     def run(
-        self, words: Sequence[object], call: int = 0, number: int = signal.SIGKILL, typed: str = ""
+        self,
+        words: Sequence[object],
+        call: int = 0,
+        number: int = signal.SIGKILL,
+        typed: str = "",
+        after: float | None = None,
+        group: bool = False,
+        variables: Mapping[str, str] | None = None,
     ) -> Ended:
-        """The command's end; with `call`, hit by `number` ahead of that call (counted from 1).
-        `typed` is on its stdin."""
+        """The command's end; with `call`, hit by `number` ahead of that call (counted from 1), or
+        with `after` so many seconds after its start, with `group` together with processes that
+        it has started. `typed` is on its stdin, `variables` are in its environment."""
         streams = [str(self._directory / name) for name in ("stdin", "stdout", "stderr")]
-        Path(streams[0]).write_text(typed)
+        for path, text in zip(streams, (typed, "", ""), strict=True):
+            Path(path).write_text(text)
         # One character per byte: the process decodes its arguments by its own locale.
         encoded = [os.fsencode(str(word)).decode("latin-1") for word in words]
         order = {"words": encoded, "call": call, "number": number, "streams": streams}
+        order |= {"after": after, "group": group, "variables": dict(variables or {})}
         assert self._server.stdin is not None and self._server.stdout is not None
         print(json.dumps(order), file=self._server.stdin, flush=True)
         code = int(self._server.stdout.readline())
-        return Ended(code, *(Path(path).read_text() for path in streams[1:]))
+        return Ended(code, *(Path(path).read_text(errors="replace") for path in streams[1:]))
 
     def close(self) -> None:
         """Ends the server."""
@@ -163,20 +178,42 @@ def _serve(modules: list[str]) -> None:
     for module in ("ktconv.cli", "ktconv.quantize_cpu.run", *modules):
         importlib.import_module(module)
     for line in sys.stdin:
+        order = json.loads(line)
+        after, group = order.pop("after"), order.pop("group")
         child = os.fork()
         if child == 0:
-            _execute(**json.loads(line))
+            if after is not None:
+                os.setpgid(0, 0)
+            _execute(**order)
+        if after is not None:
+            _hit_after(child, after, order["number"], group)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def _hit_after(child: int, seconds: float, number: int, group: bool) -> None:
+    """Sends a child a signal, unless it has ended before."""
+    fd = os.pidfd_open(child)
+    try:
+        if select.select([fd], [], [], seconds)[0]:
+            return
+    finally:
+        os.close(fd)
+    with suppress(ProcessLookupError):
+        (os.killpg if group else os.kill)(child, number)
 
 
 def _run(words: list[str], call: int, number: int) -> None:
     sys.argv = ["ktconv", *words]
-    with hooked(Strike(call, number)):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until ktconv has its own; shells ignore it
+    with hooked(Strike(call, number)) if call else nullcontext():
         runpy.run_module("ktconv", run_name="__main__")
 
 
-def _execute(words: list[str], call: int, number: int, streams: list[str]) -> NoReturn:
+def _execute(
+    words: list[str], call: int, number: int, streams: list[str], variables: dict[str, str]
+) -> NoReturn:
     """In a child: the command, as `python -m ktconv` runs it."""
+    os.environ.update(variables)
     os.dup2(os.open(streams[0], os.O_RDONLY), 0)
     for descriptor, path in enumerate(streams[1:], start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
@@ -188,6 +225,7 @@ def _execute(words: list[str], call: int, number: int, streams: list[str]) -> No
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
