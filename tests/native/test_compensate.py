@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from native.support import guarded
 from numpy.typing import NDArray
 
 from ktconv import native
@@ -52,6 +53,19 @@ def test_every_level_is_the_contract(isa: str, shape: tuple[int, int, int], top:
     assert errors.tobytes() == expected[1].tobytes()
     assert loss.tobytes() == expected[2].tobytes()
     assert np.abs(codes).max() <= top and not codes[step[:, groups] <= 0].any()
+
+
+def test_weights_at_a_guard_page(isa: str) -> None:
+    """Also of rows that do not fill the last of those computed at once."""
+    for rows in (16, 17):
+        weights, factor, step, groups = case(rows, 64, 2)
+        wanted = native.compensate(7, weights, factor, step, groups, np.zeros(rows))
+        with guarded(weights.nbytes) as room:
+            inside = room.view(np.float32).reshape(weights.shape)
+            inside[:] = weights
+            found = native.compensate(7, inside, factor, step, groups, np.zeros(rows))
+            assert np.array_equal(found[0], wanted[0])
+            del inside
 
 
 def test_rows_apart_and_loss_that_continues(isa: str) -> None:

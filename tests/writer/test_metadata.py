@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ktconv.conversion.records import ErrorSummary, describe_units
+from ktconv.conversion.records import ErrorSummary, describe_units, peak_rss
 from ktconv.writer.manifest import Manifest, read_manifest, tower_of_record, write_manifest
 from ktconv.writer.metadata import INDEX, copy_sidecars, index_lines, read_index, write_index
 
@@ -140,3 +141,11 @@ def test_errors_of_units_in_any_order() -> None:
 )
 def test_units_in_words(keys: list[str], words: str) -> None:
     assert describe_units(keys) == words
+
+
+def test_peak_memory_is_what_the_system_says() -> None:
+    def kibibytes() -> int:
+        return int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])
+
+    before, found, after = kibibytes(), peak_rss(), kibibytes()
+    assert before * 1024 <= found <= after * 1024
