@@ -39,9 +39,9 @@ class Target(ABC):
         """The name of the format: AMXINT4, W4A16."""
 
     @property
+    @abstractmethod
     def description(self) -> str:
         """The format with the options that shape it, in a few words."""
-        return self.name
 
     def serving(self) -> str | None:
         """Flags of sglang-kt that must agree with the output, whose path follows them; None where
