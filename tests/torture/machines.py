@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -172,10 +172,12 @@ def _check_refused(ended: Ended) -> None:
     assert any(phrase in line for phrase in REFUSALS), line
 
 
-def network_locks(bench: Bench, name: str) -> Counter[str]:
+def network_locks(
+    bench: Bench, name: str, errors: Sequence[int] = (errno.ENOLCK, errno.EIO, errno.ESTALE)
+) -> Counter[str]:
     """Locks that a network file system refuses, and files that stay there while they are open."""
     counts = Counter[str]()
-    for error in (errno.ENOLCK, errno.EIO, errno.ESTALE):
+    for error in errors:
         counts["locks that fail"] += 1
         with bench.trial(name) as trial:
             ended = bench.run(trial, Wrong(locks=error))
