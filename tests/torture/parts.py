@@ -13,8 +13,7 @@ from torture.bench import Bench
 EVERY = {"disk": 8, "errors": 12, "fsyncs": 10, "interrupts": 40, "after": 30}  # so many calls
 # At every call that needs space: one of each command, and of each way in which files are written.
 FULL = (
-    "int4", "int4-layers", "gguf", "nvfp4", "recipe", "gpu-mxfp4", "merge", "reshard", "from-list",
-    "remote",
+    "int4", "int4-layers", "gguf", "nvfp4", "recipe", "gpu-mxfp4", "merge", "reshard", "remote",
 )  # fmt: skip
 LOSSES = 8  # of power, of each subject
 ROUNDS = 12  # of each number of machines, of each subject that they share
