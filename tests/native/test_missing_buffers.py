@@ -1,9 +1,13 @@
-"""Entry points called without one of their buffers, or with sizes beyond 64 bits."""
+"""Entry points called without one of their buffers, with sizes beyond 64 bits, in another float
+mode."""
 
 from __future__ import annotations
 
+import ctypes
+import platform
 from typing import Any
 
+import numpy as np
 import pytest
 from ktconv._native import ffi, lib
 
@@ -85,3 +89,23 @@ def test_a_buffer_that_is_missing(name: str) -> None:
 def test_a_matrix_that_no_memory_holds(name: str) -> None:
     large = [LARGE if isinstance(one, int) else one for one in CALLS[name]]
     assert status(name, large, []) == lib.KT_ERR_SHAPE
+
+
+DOWNWARD = {"x86_64": 0x400, "aarch64": 0x800000}  # FE_DOWNWARD
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "kt_encoded_sizes"])
+def test_the_callers_float_mode_is_given_back(name: str) -> None:
+    """Another rounding direction, which shows in a quotient."""
+    libm = ctypes.CDLL("libm.so.6")
+    one, three = np.ones(1, np.float32), np.full(1, 3, np.float32)
+    usual, kept = one / three, list[Any]()
+    assert libm.fesetround(DOWNWARD[platform.machine()]) == 0
+    try:
+        before = one / three
+        found = status(name, CALLS[name], kept)
+        after = one / three
+    finally:
+        libm.fesetround(0)
+    assert found == lib.KT_OK
+    assert before[0] < usual[0] and after[0] == before[0]
