@@ -157,3 +157,16 @@ def test_the_audit_finds_what_is_wrong(isa: str, encoding: Encoding) -> None:
 def test_only_integers_are_searched() -> None:
     with pytest.raises(ValueError, match="not valid"):
         Encoding("mxfp4", 32, False, True).code_shape(32, 32)
+
+
+@pytest.mark.parametrize("cols", [33, 34, 35])
+def test_what_the_scratch_held_does_not_matter(isa: str, cols: int) -> None:
+    """Whole rows whose columns are no multiple of those summed at once."""
+    encoding = Encoding("int8", 0, False, True)
+    matrix = source_of(encoding, rows=8, cols=cols, kinds=("ordinary",)).matrix()
+    found = []
+    for content in (0, 1e4):
+        scratch = native.new_scratch(cols)
+        scratch.view(f32)[:] = content
+        found.append(encode(encoding, matrix, scratch=scratch))
+    assert np.array_equal(found[0][1], found[1][1]) and np.array_equal(found[0][0], found[1][0])
