@@ -17,6 +17,7 @@ from ktconv.targets.biases import refuse_biases
 from ktconv.targets.encoded.scheme import ROWS
 from ktconv.targets.encoded.target import EncodedTarget, Options, Plan
 
+EXPERTS_OF_0 = "model.layers.0.mlp.experts"  # in the source
 LAYERS = 11  # the last one has a longer name
 # Bytes of an element, by its dtype in headers.
 WIDTH = {
@@ -65,6 +66,8 @@ def test_sizes_are_those_of_the_headers(row: Any, model: Path) -> None:
         assert all(codes <= unit.data_bytes < codes * 1.4 for unit in plan.layers)
         assert plan.target.has_index and "config.json" in plan.made_files
         assert row.name in plan.target.description
+        kept = plan.target.module(plan.moe_layers[0], 1, "up") == f"{EXPERTS_OF_0}.1.up_proj"
+        assert plan.target.read_by_transformers(plan.moe_layers) == (row.transformers and kept)
 
 
 def test_biases_are_named() -> None:
