@@ -24,10 +24,7 @@ KT_INLINE void multiply_halves(const int both, const kt_halves *h, int64_t half,
 
 void kt_bf16_product_amx(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                          int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
-  if (tokens < KT_AMX_LEAST_TOKENS) {
-    kt_bf16_product_float_avx512(w, strip, strips, x, stride, tokens, out, panel);
-    return;
-  }
+  (void)panel;
   const int64_t tiles = w->cols / KT_TILE_COLS;
   const kt_halves h = kt_halves_of(tokens);
   kt_amx_configure_halves(&h, KT_AMX_LINE);

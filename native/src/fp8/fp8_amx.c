@@ -8,6 +8,8 @@ KT_TARGET_BEGIN(AMX)
 #include "../gemm/bf16_gemm_amx.h"
 #include "fp8.h"
 
+enum { LEAST_TOKENS = 9 }; /* see amx_tiles.h */
+
 /* Scales of a row are those of the K block's one group: multiplied after the sum. */
 static void decode(const kt_weight *w, int64_t strip, int64_t k, int64_t cols, kt_decoded *out) {
   const int64_t block = w->layout.group ? KT_FP8_BLOCK : cols;
@@ -24,7 +26,7 @@ static void decode(const kt_weight *w, int64_t strip, int64_t k, int64_t cols, k
 
 void kt_fp8_product_amx(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                         int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
-  if (tokens < KT_AMX_LEAST_TOKENS)
+  if (tokens < LEAST_TOKENS)
     kt_fp8_product_float_avx512(w, strip, strips, x, stride, tokens, out, panel);
   else
     kt_bf16_decoded_product(decode, w, strip, strips, x, stride, tokens, out, panel);

@@ -13,20 +13,17 @@
  * For that, the others cut tokens into halves of as many rows, up to 16, and sum two halves x 32
  * rows of w in four tiles; of an odd number the last one is alone, with two. Where tokens do not
  * divide evenly, the last half begins in the one before: 33 tokens are the halves 0..10, 11..21,
- * 22..32, and 35 are 0..11, 12..23, 23..34. */
+ * 22..32, and 35 are 0..11, 12..23, 23..34.
+ *
+ * A product of tiles costs the same for 1 token as for 16, and weights must be unpacked for it:
+ * each format leaves fewer than its LEAST_TOKENS to AVX-512, measured with an expert's weights
+ * outside of the caches (benchmarks/RESULTS.md, AMX). */
 #ifndef KT_AMX_TILES_H
 #define KT_AMX_TILES_H
 
 #include <stdint.h>
 
-enum {
-  KT_AMX_ROWS = 16,
-  KT_AMX_LINE = 64,
-  /* Fewer tokens than this are left to AVX-512, which needs no tiles to be filled. A guess from
-   * instruction counts, not measured: a product of tiles costs the same for 1 row as AVX-512
-   * needs for about 4 tokens. */
-  KT_AMX_LEAST_TOKENS = 5
-};
+enum { KT_AMX_ROWS = 16, KT_AMX_LINE = 64 };
 
 /* Tiles for rows0 (1..16) and rows1 (0..16) tokens; of 0, tiles 2, 3 and 5 are not to be used.
  * line: bytes of columns (a multiple of 4 up to 64); weights have line / 4 groups. */

@@ -5,8 +5,8 @@
  * and are added to `out` by one fused operation each, as with AVX-512 (bf16_gemm_avx512.h), but
  * within a group tiles add even and odd columns apart: the last bits differ.
  *
- * From KT_AMX_LEAST_TOKENS on, an element's bits do not depend on the other tokens. Include after
- * KT_TARGET_BEGIN(AMX). */
+ * From a format's LEAST_TOKENS on, an element's bits do not depend on the other tokens. Include
+ * after KT_TARGET_BEGIN(AMX). */
 #ifndef KT_BF16_GEMM_AMX_H
 #define KT_BF16_GEMM_AMX_H
 

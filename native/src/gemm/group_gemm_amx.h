@@ -133,7 +133,12 @@ KT_INLINE columns unpacked(const int bits, const kt_weight *w, int64_t strip, in
                    line};
 }
 
-/* From KT_AMX_LEAST_TOKENS tokens on. */
+/* Groups of 32 columns fill half a tile, and each costs a store of sums. */
+KT_INLINE int64_t kt_group_least_tokens(const kt_weight *w) {
+  return w->layout.group > 32 ? 14 : 32;
+}
+
+/* From so many tokens on. */
 KT_INLINE void kt_group_product_amx(const int bits, const kt_weight *w, int64_t strip,
                                     int64_t strips, const uint8_t *x, int64_t stride,
                                     int64_t tokens, float *out, uint8_t *panel) {

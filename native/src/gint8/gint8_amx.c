@@ -10,7 +10,7 @@ KT_TARGET_BEGIN(AMX)
 
 void kt_gint8_product_amx(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                           int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
-  if (tokens < KT_AMX_LEAST_TOKENS)
+  if (tokens < kt_group_least_tokens(w))
     kt_gint8_product_avx512(w, strip, strips, x, stride, tokens, out, panel);
   else
     kt_group_product_amx(8, w, strip, strips, x, stride, tokens, out, panel);

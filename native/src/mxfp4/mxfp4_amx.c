@@ -13,6 +13,8 @@ KT_TARGET_BEGIN(AMX)
 #include "../gemm/bf16_gemm_amx.h"
 #include "mxfp4.h"
 
+enum { LEAST_TOKENS = 5 }; /* see amx_tiles.h */
+
 /* Whether bf16 holds the numbers of all codes times each of these scales. */
 static int are_exact(const uint8_t *scale, int64_t count) {
   const __m512i first = _mm512_set1_epi8(KT_MXFP4_EXACT_FIRST);
@@ -45,7 +47,7 @@ static void decode(const kt_weight *w, int64_t strip, int64_t k, int64_t cols, k
 
 void kt_mxfp4_product_amx(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                           int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
-  if (tokens < KT_AMX_LEAST_TOKENS)
+  if (tokens < LEAST_TOKENS)
     kt_mxfp4_product_float_avx512(w, strip, strips, x, stride, tokens, out, panel);
   else
     kt_bf16_decoded_product(decode, w, strip, strips, x, stride, tokens, out, panel);

@@ -33,8 +33,11 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 STRIP = 32
 LEVELS = {name: level for level, name in native.ISA_NAMES.items()}
 STATUS_NONFINITE = lib.KT_ERR_NONFINITE
-AMX_LEAST = 5  # tokens (KT_AMX_LEAST_TOKENS): the float formats' AMX loop begins here
-TILE_TOKENS = [5, 16, 17, 32, 33, 48, 49, 64, 65, 80, 81, 96]  # both sides of each way to cut them
+# Tokens from which on a product goes through tiles: LEAST_TOKENS of each format's AMX file.
+AMX_LEAST = {"bf16": 1, "fp8": 9, "mxfp4": 5, "nvfp4": 6, "int8": 10, "int4": 14}
+AMX_LEAST_GROUPS = {32: 32, 64: 14, 128: 14}  # GINT4 and GINT8, by group
+# Both sides of each way to cut them.
+_TILE_TOKENS = [16, 17, 32, 33, 48, 49, 64, 65, 80, 81, 96]
 
 
 class Layout(ctypes.Structure):
@@ -292,9 +295,14 @@ class Products:
         return np.concatenate(parts, axis=1)
 
 
-def least_tokens(level: str) -> int:
+def least_tokens(level: str, kernel: str) -> int:
     """From how many on a float format's bits depend on nothing but the token."""
-    return AMX_LEAST if level == "amx" else 1
+    return AMX_LEAST[kernel] if level == "amx" else 1
+
+
+def tile_tokens(least: int) -> list[int]:
+    """Numbers of tokens that go through tiles, the least first."""
+    return [least, *(tokens for tokens in _TILE_TOKENS if tokens > least)]
 
 
 def loads_per_product(tokens: int) -> tuple[int, int]:

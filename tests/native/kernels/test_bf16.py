@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from helpers import amx
 from native.kernels.product import (
+    AMX_LEAST,
     F64,
-    TILE_TOKENS,
     Layout,
     Products,
     activations,
@@ -16,6 +16,7 @@ from native.kernels.product import (
     bf16_rounded,
     least_tokens,
     loads_per_product,
+    tile_tokens,
 )
 from numpy.typing import NDArray
 
@@ -92,7 +93,7 @@ def test_bf16_batch_independence(products: Products, level: str, rows: int, cols
     products.use(LAYOUT, level)
     w = products.pack(LAYOUT, rows, cols, weights(rows, cols, 4))
     x = products.rows(LAYOUT, activations(96, cols, 5))
-    assert_batch_independent(products, w, x, least_tokens(level))
+    assert_batch_independent(products, w, x, least_tokens(level, "bf16"))
 
 
 @pytest.mark.parametrize("before", [1, 36, 63])
@@ -139,7 +140,7 @@ def test_extreme_numbers(products: Products, level: str, tokens: int) -> None:
     assert_near(found, exact, bound_of(wide, bf16_rounded(x)))
 
 
-@pytest.mark.parametrize("tokens", TILE_TOKENS)
+@pytest.mark.parametrize("tokens", tile_tokens(AMX_LEAST["bf16"]))
 def test_bf16_amx_loads_a_tile_per_product(
     products: Products, emulator: amx.Emulator, tokens: int
 ) -> None:

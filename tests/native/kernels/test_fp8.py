@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from helpers import amx
 from native.kernels.product import (
+    AMX_LEAST,
     F32,
     F64,
     STATUS_NONFINITE,
-    TILE_TOKENS,
     U8,
     Layout,
     Products,
@@ -21,6 +21,7 @@ from native.kernels.product import (
     bf16_rounded,
     least_tokens,
     loads_per_product,
+    tile_tokens,
 )
 
 from ktconv.formats import fp8
@@ -177,11 +178,11 @@ def test_fp8_batch_independence(
     products.use(layout_of(scales), level)
     case = Case(products, scales, rows, cols, 6)
     x = products.rows(case.layout, activations(96, cols, 7))
-    assert_batch_independent(products, case.packed, x, least_tokens(level))
+    assert_batch_independent(products, case.packed, x, least_tokens(level, "fp8"))
 
 
 @pytest.mark.parametrize("scales", GROUPS)
-@pytest.mark.parametrize("tokens", TILE_TOKENS)
+@pytest.mark.parametrize("tokens", tile_tokens(AMX_LEAST["fp8"]))
 def test_fp8_amx_loads_a_tile_per_product(
     products: Products, emulator: amx.Emulator, scales: str, tokens: int
 ) -> None:

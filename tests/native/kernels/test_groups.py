@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from helpers import amx
 from native.kernels.product import (
+    AMX_LEAST,
+    AMX_LEAST_GROUPS,
     F32,
     F64,
-    TILE_TOKENS,
     U8,
     Array,
     Layout,
@@ -20,6 +21,7 @@ from native.kernels.product import (
     bf16_rounded,
     least_tokens,
     loads_per_product,
+    tile_tokens,
 )
 
 from ktconv.formats import gint4, gint8, groups, mxfp4
@@ -43,7 +45,7 @@ TINY = 2.0**-126
 
 def least_of(kind: str, level: str) -> int:
     """As least_tokens; products of GINT4 are exact on every level."""
-    return 1 if kind in EXACT else least_tokens(level)
+    return 1 if kind in EXACT else least_tokens(level, "mxfp4")
 
 
 def plain(kernel: str, codes: U8) -> U8:
@@ -191,7 +193,7 @@ def test_odd_numbers_of_groups(products: Products, level: str, kind: str, cols: 
 
 
 @pytest.mark.parametrize("kind", ["mxfp4-ue8m0", "mxfp4-bf16"])
-@pytest.mark.parametrize("tokens", TILE_TOKENS)
+@pytest.mark.parametrize("tokens", tile_tokens(AMX_LEAST["mxfp4"]))
 def test_group_amx_loads_a_tile_per_product(
     products: Products, emulator: amx.Emulator, kind: str, tokens: int
 ) -> None:
@@ -208,8 +210,14 @@ def test_group_amx_loads_a_tile_per_product(
     assert counts.configs == 1
 
 
-@pytest.mark.parametrize("kind", EXACT)
-@pytest.mark.parametrize("tokens", TILE_TOKENS)
+@pytest.mark.parametrize(
+    ("kind", "tokens"),
+    [
+        (kind, tokens)
+        for kind in EXACT
+        for tokens in tile_tokens(AMX_LEAST_GROUPS[int(KINDS[kind][1])])
+    ],
+)
 def test_amx_loads_a_tile_per_product_of_int8(
     products: Products, emulator: amx.Emulator, kind: str, tokens: int
 ) -> None:

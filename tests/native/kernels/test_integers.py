@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from helpers import amx
 from native.kernels.product import (
+    AMX_LEAST,
     F64,
-    TILE_TOKENS,
     Array,
     Layout,
     Products,
@@ -16,6 +16,7 @@ from native.kernels.product import (
     activations,
     assert_batch_independent,
     loads_per_product,
+    tile_tokens,
 )
 
 from ktconv.formats import FORMATS
@@ -177,8 +178,10 @@ def test_integer_shapes_that_do_not_fit(
     assert products.sizes(layout_of(kernel), rows, cols) == (0, 0)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("tokens", TILE_TOKENS)
+@pytest.mark.parametrize(
+    ("kernel", "tokens"),
+    [(kernel, tokens) for kernel in KERNELS for tokens in tile_tokens(AMX_LEAST[kernel])],
+)
 def test_integer_amx_loads_a_tile_per_product(
     products: Products, kernel: str, emulator: amx.Emulator, tokens: int
 ) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from helpers import amx
 from native.kernels.product import (
+    AMX_LEAST,
     F32,
     STATUS_NONFINITE,
-    TILE_TOKENS,
     U8,
     Layout,
     Products,
@@ -19,6 +19,7 @@ from native.kernels.product import (
     bf16_rounded,
     least_tokens,
     loads_per_product,
+    tile_tokens,
 )
 
 from ktconv.formats import FORMATS, groups, nvfp4
@@ -101,10 +102,10 @@ def test_nvfp4_batch_independence(products: Products, level: str, rows: int, col
     products.use(LAYOUT, level)
     case = Case(products, rows, cols, 4)
     x = case.rows_of(activations(96, cols, 5))
-    assert_batch_independent(products, case.packed, x, least_tokens(level))
+    assert_batch_independent(products, case.packed, x, least_tokens(level, "nvfp4"))
 
 
-@pytest.mark.parametrize("tokens", TILE_TOKENS)
+@pytest.mark.parametrize("tokens", tile_tokens(AMX_LEAST["nvfp4"]))
 def test_nvfp4_amx_loads_a_tile_per_product(
     products: Products, emulator: amx.Emulator, tokens: int
 ) -> None:
