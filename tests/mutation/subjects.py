@@ -71,8 +71,9 @@ SUBJECTS = {
     "stored formats": Subject(
         ("fp8/fp8.c", "mxfp4/mxfp4.c", "nvfp4/nvfp4.c", "bf16/bf16.c"),
         (
-            "tests/native/test_layouts.py", "tests/native/kernels/test_fp8.py",
+            "tests/native/test_layouts.py", "tests/native/test_training.py",
             "tests/native/kernels/test_nvfp4.py", "tests/native/kernels/test_bf16.py",
+            "tests/native/kernels/test_fp8.py", "tests/native/kernels/test_groups.py",
         ),
     ),
     "encoding": Subject(("encode/encode.c", "encode/encode_loop.h"), ENCODING),
@@ -119,5 +120,8 @@ SUBJECTS = {
             "tests/conversion/test_disk_space.py",
         ),
     ),
-    "durable files": Subject(("system/files.py",), (*RESUMED, "tests/system")),
+    "durable files": Subject(
+        ("system/files.py",),
+        ("tests/system/test_files.py", "tests/system/test_write_behind.py", *RESUMED),
+    ),
 }  # fmt: skip
