@@ -11,11 +11,6 @@ static int64_t pair_at(int64_t cols, int64_t n, int64_t k) {
          n % KT_HALF_ROWS * 4;
 }
 
-static void pack_row(const uint8_t *codes, int64_t rows, int64_t cols, int64_t n, uint8_t *packed) {
-  (void)rows;
-  for (int64_t k = 0; k < cols; k += 2) memcpy(packed + pair_at(cols, n, k), codes + 2 * k, 4);
-}
-
 static void pack_tile(const uint8_t *codes, size_t row_size, uint8_t *tile) {
   for (int r = 0; r < KT_STRIP; r++, codes += row_size) {
     uint8_t *const to = tile + r / KT_HALF_ROWS * KT_BF16_HALF_TILE + r % KT_HALF_ROWS * 4;
@@ -69,7 +64,6 @@ const kt_weight_format kt_bf16_format = {
     .scale_dtypes = 1u << KT_SCALE_NONE,
     .scale_rows = 1,
     .scale_units = 1,
-    .pack_row = pack_row,
     .unpack_row = unpack_row,
     .pack_tile = pack_tile,
     .rows_kind = KT_ROWS_BF16,

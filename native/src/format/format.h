@@ -42,7 +42,7 @@ struct kt_weight_format {
   uint32_t scale_dtypes;
   int32_t scale_rows;
 
-  kt_pack_row_fn *pack_row;
+  kt_pack_row_fn *pack_row; /* NULL: pack_tile is there, and no quantizer */
   kt_unpack_row_fn *unpack_row;
   kt_pack_tile_fn *pack_tile; /* NULL, or the same as pack_row of 32 rows, several times as fast */
   int (*is_finite)(const uint8_t *codes, int64_t count); /* NULL: all codes are */

@@ -31,11 +31,6 @@ static int is_finite(const uint8_t *codes, int64_t count) {
   return !found;
 }
 
-static void pack_row(const uint8_t *codes, int64_t rows, int64_t cols, int64_t n, uint8_t *packed) {
-  (void)rows;
-  for (int64_t k = 0; k < cols; k++) packed[byte_at(cols, n, k)] = codes[k];
-}
-
 static void pack_tile(const uint8_t *codes, size_t row_size, uint8_t *tile) {
   for (int r = 0; r < KT_STRIP; r++, codes += row_size) {
     uint8_t *const to = tile + r % KT_HALF_ROWS / 4 * 16 + r / KT_HALF_ROWS * 8 + r % 4 * 2;
@@ -87,7 +82,6 @@ const kt_weight_format kt_fp8_format = {
     .scale_dtypes = 1u << KT_SCALE_F32,
     .scale_rows = KT_FP8_BLOCK,
     .scale_units = 1,
-    .pack_row = pack_row,
     .unpack_row = unpack_row,
     .pack_tile = pack_tile,
     .is_finite = is_finite,

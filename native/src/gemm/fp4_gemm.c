@@ -6,15 +6,6 @@
 const uint16_t kt_fp4_bf16[16] = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
                                   0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
 
-void kt_fp4_pack_row(const uint8_t *codes, int64_t n, uint8_t *tile) {
-  for (int64_t k = 0; k < KT_TILE_COLS; k++) {
-    int shift;
-    uint8_t *const at = tile + kt_fp4_nibble_at(n, k, &shift);
-    const int code = codes[k / 2] >> (k % 2 * 4) & 15;
-    *at = (uint8_t)(shift ? *at | code << 4 : code);
-  }
-}
-
 void kt_fp4_unpack_row(const uint8_t *tile, int64_t n, uint8_t *codes) {
   for (int64_t k = 0; k < KT_TILE_COLS; k++) {
     const unsigned code = kt_fp4_code_at(tile, n, k);

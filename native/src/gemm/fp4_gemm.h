@@ -29,12 +29,10 @@ static inline unsigned kt_fp4_code_at(const uint8_t *tile, int64_t n, int64_t k)
   return tile[at] >> shift & 15u;
 }
 
-/* 32 codes of row n, two in a byte, the even column in the low nibble: to and from a tile. Rows are
- * packed in ascending order (format.h). */
-void kt_fp4_pack_row(const uint8_t *codes, int64_t n, uint8_t *tile);
+/* 32 codes of row n of a tile, two in a byte, the even column in the low nibble. */
 void kt_fp4_unpack_row(const uint8_t *tile, int64_t n, uint8_t *codes);
 
-/* The same of 32 rows, `row_size` bytes apart. */
+/* The reverse for 32 rows, `row_size` bytes apart. */
 void kt_fp4_pack_tile(const uint8_t *codes, size_t row_size, uint8_t *tile);
 
 #endif

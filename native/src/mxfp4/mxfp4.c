@@ -4,12 +4,6 @@
 #include "../cpu.h"
 #include "../simd/bits.h"
 
-static void pack_row(const uint8_t *codes, int64_t rows, int64_t cols, int64_t n, uint8_t *packed) {
-  (void)rows;
-  for (int64_t k = 0; k < cols; k += KT_TILE_COLS)
-    kt_fp4_pack_row(codes + k / 2, n, packed + kt_bf16_tile_start(cols, KT_FP4_TILE, n, k));
-}
-
 static void unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_t n,
                        uint8_t *codes) {
   (void)rows;
@@ -54,7 +48,6 @@ const kt_weight_format kt_mxfp4_format = {
     .groups = {KT_MXFP4_GROUP},
     .scale_dtypes = 1u << KT_SCALE_UE8M0 | 1u << KT_SCALE_BF16,
     .scale_rows = 1,
-    .pack_row = pack_row,
     .unpack_row = unpack_row,
     .pack_tile = kt_fp4_pack_tile,
     .scale_units = 1,

@@ -8,16 +8,6 @@
 /* The scale of (row n, columns of tile group g) in a tile. */
 static int64_t scale_at(int64_t n, int64_t g) { return KT_FP4_TILE + g * KT_STRIP + n % KT_STRIP; }
 
-static void pack_row(const uint8_t *codes, int64_t rows, int64_t cols, int64_t n, uint8_t *packed) {
-  (void)rows;
-  for (int64_t k = 0; k < cols; k += KT_TILE_COLS, codes += KT_NVFP4_PLAIN) {
-    uint8_t *const tile = packed + kt_bf16_tile_start(cols, KT_NVFP4_TILE, n, k);
-    kt_fp4_pack_row(codes, n, tile);
-    for (int g = 0; g < KT_NVFP4_TILE_GROUPS; g++)
-      tile[scale_at(n, g)] = codes[KT_TILE_COLS / 2 + g];
-  }
-}
-
 static void pack_tile(const uint8_t *codes, size_t row_size, uint8_t *tile) {
   kt_fp4_pack_tile(codes, row_size, tile);
   for (int n = 0; n < KT_STRIP; n++, codes += row_size)
@@ -81,7 +71,6 @@ const kt_weight_format kt_nvfp4_format = {
     .scale_dtypes = 1u << KT_SCALE_F32,
     .scale_rows = 1,
     .scale_units = 1,
-    .pack_row = pack_row,
     .unpack_row = unpack_row,
     .pack_tile = pack_tile,
     .is_finite = is_finite,
