@@ -9,7 +9,7 @@
 # make bench   speed of the kernels, of packing and of a whole conversion
 # make fuzz    the readers of files, with coverage guidance, for SECONDS=60
 # make fuzz-native  random calls of the C library, sanitized and between unreadable pages
-# make torture kills, full disks, power losses, shared outputs: KILLS=1000 SEED=1 SUBJECTS=
+# make torture kills, full disks, power losses, shared outputs: KILLS=1000 SHARE=1 SEED=1 SUBJECTS=
 # make mutants small wrong changes of the packers, audit, planner and journal, EACH of a source: hours
 # make docs    the documentation as a site, with links checked: build/site
 # make wheels  wheels for x86-64 and aarch64, checked, and a source distribution: dist/
@@ -123,11 +123,12 @@ fuzz-native: $(VENV)/.check build/asan/random_check
 	$(BIN)/python tests/fuzz/native.py --seconds $(SECONDS) build/asan/random_check
 
 KILLS    ?= 1000
+SHARE    ?= 1
 SEED     ?= 1
 SUBJECTS ?=
 
 torture: $(VENV)/.dev
-	$(BIN)/python tests/torture/run.py --kills $(KILLS) --seed $(SEED) $(SUBJECTS)
+	$(BIN)/python tests/torture/run.py --kills $(KILLS) --share $(SHARE) --seed $(SEED) $(SUBJECTS)
 
 EACH ?= 8
 

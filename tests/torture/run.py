@@ -33,6 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=", ".join(SUBJECTS))
     parser.add_argument("--kills", type=int, default=1000, help="of all subjects together")
+    parser.add_argument("--share", type=_share, default=1.0, help="of all else; 0.1: a tenth")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
     parser.add_argument("--work", type=Path, help="directory for all files; default: in memory")
@@ -47,19 +48,26 @@ def main() -> None:
     sys.exit(report(names, parts, options))
 
 
+def _share(text: str) -> float:
+    if not 0 < float(text) < float("inf"):
+        raise ValueError
+    return float(text)
+
+
 def report(names: Sequence[str], parts: Sequence[str], options: argparse.Namespace) -> int:
     """Runs the parts, and prints what they did; the exit code."""
     from torture.bench import opened_bench
-    from torture.parts import PARTS
+    from torture.parts import PARTS, Amount
 
     KEPT.mkdir(parents=True, exist_ok=True)
+    amount = Amount(options.kills, options.share)
     counts = {part: dict[str, Counter[str]]() for part in parts}
     with (
         tempfile.TemporaryDirectory(dir=options.work or _memory(), prefix="torture-") as room,
         opened_bench(Path(room), KEPT, options.seed) as bench,
     ):
         for part in parts:
-            for name, act in PARTS[part](bench, names, options.kills):
+            for name, act in PARTS[part](bench, names, amount):
                 started, failed = time.monotonic(), len(bench.failures)
                 found = act()
                 counts[part][name] = counts[part].get(name, Counter[str]()) + found

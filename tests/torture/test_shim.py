@@ -13,6 +13,7 @@ import pytest
 from torture.bench import Bench, opened_bench
 from torture.faults import failed_fsyncs, full_disk, losses_after_kills, power_losses, short_writes
 from torture.machines import network_locks
+from torture.parts import Amount
 from torture.power import MODES, Call, Disk, File, read_log
 from torture.shim import Told, Wrong, compiled, why_not
 
@@ -150,3 +151,9 @@ def test_shared_mappings_are_noticed(tmp_path: Path) -> None:
 def test_faults_have_names() -> None:
     wrong = Wrong("fail", 3, "write", errno.ENOSPC, sticky=True)
     assert str(wrong) == "ENOSPC at call 3 and later of write"
+
+
+def test_amounts() -> None:
+    tenth, more = Amount(1, 0.1), Amount(1, 8)
+    assert (tenth.every(8), tenth.times(12), tenth.times(2)) == (80, 1, 1)
+    assert (more.every(8), more.every(1), more.times(12)) == (1, 1, 96)
