@@ -25,6 +25,7 @@ from typer.testing import CliRunner, Result
 from helpers import disk_calls
 from helpers.families import Tensor, bf16, numbered, random_weights, simple_config, write_checkpoint
 from ktconv.cli.app import app
+from ktconv.quantize_cpu.gptq.streaming import PASS
 
 STATE = ".ktconv"
 
@@ -176,6 +177,8 @@ def check_reader(output: Path, clean: dict[str, str]) -> None:
             with safe_open(path, "np") as file:
                 assert list(file.keys())
     for name, digest in contents(output).items():
+        if name.startswith(f"{STATE}/{PASS}/"):  # what was measured of a text
+            continue
         if name.startswith(STATE):
             assert not name.endswith((".safetensors", ".kt")) or ".part/" in name, name
         else:

@@ -73,6 +73,12 @@ class Sources:
         return self._converted("shards")
 
     @cached_property
+    def text(self) -> Path:
+        path = self.room / "text.txt"
+        path.write_text((EXAMPLE.parent / "corpus.txt").read_text()[:3000])
+        return path
+
+    @cached_property
     def recipe(self) -> Path:
         path = self.room / "recipe.toml"
         path.write_text(RECIPE)
@@ -130,6 +136,11 @@ def _gptq(sources: Sources, trial: Path) -> list[object]:
     return [*words, "--samples=2", "--max-seq-len=32", "--device=cpu", *QUICK]
 
 
+def _calibrated(sources: Sources, trial: Path) -> list[object]:
+    words = ["quantize-cpu", EXAMPLE, trial / "output", "--numa=1"]
+    return [*words, f"--calibrate={sources.text}", *QUICK]
+
+
 def _gguf(sources: Sources, trial: Path) -> list[object]:
     return ["quantize-cpu", sources.gguf, trial / "output", "--method=int8", "--numa=1", *QUICK]
 
@@ -179,6 +190,7 @@ SUBJECTS: dict[str, Subject] = {
     "int4-layers": _cpu("--numa=2", "--layout=layers"),
     "int4-fold": _cpu("--numa=1", "--fold=up-down"),
     "int4-backward": _cpu("--numa=1", "--save-backward", "--layout=layers"),
+    "int4-calibrate": Subject(_calibrated),
     "gguf": Subject(_gguf),
     "int8": _cpu("--numa=2", "--method=int8"),
     "rawint4": _cpu("--method=rawint4"),
