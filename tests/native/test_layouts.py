@@ -4,6 +4,7 @@ and unpacked, and the quantizer by largest magnitude with scales per group."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from ktconv.formats import Format, fp8, gint4, gint8, groups, output_formats
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.formats.kt_layout import TILINGS
 from ktconv.formats.table import FORMATS as METHODS
-from ktconv.native import FORMATS, Layout
+from ktconv.native import FORMATS, SCALE_DTYPES, Layout
 
 LAYOUTS = [
     Layout("int8"),
@@ -140,12 +141,31 @@ def test_packed_scales_lie_where_the_kernels_read_them() -> None:
         assert_same("scales", found, expected(scale))
 
 
+# Groups, dtypes of scales, and scales per step of each format.
+EXISTING = {
+    "int8": ((0,), ("f32",), 1),
+    "int4": ((0,), ("f32",), 16),
+    "bf16": ((0,), ("none",), 1),
+    "fp8": ((0, 128), ("f32",), 1),
+    "mxfp4": ((32,), ("bf16", "ue8m0"), 1),
+    "gint4": ((32, 64, 128), ("f32", "bf16"), 1),
+    "gint8": ((32, 64, 128), ("f32", "bf16"), 1),
+    "nvfp4": ((0,), ("f32",), 1),
+}
+
+
 @pytest.mark.parametrize("format", FORMATS)
-def test_packing_in_layouts_that_do_not_exist(format: str) -> None:
-    for layout in (Layout(format, 16), Layout(format, -1), Layout(format, 32, "none")):
-        with pytest.raises(ValueError, match="does not exist"):
-            layout.traits  # noqa: B018
-        assert layout.weight_size(128, 128) == layout.scale_size(128, 128) == 0
+def test_layouts_exist_as_listed_and_no_others(format: str) -> None:
+    listed, dtypes, scale_units = EXISTING[format]
+    for group, dtype in product((-1, 0, 1, 16, 32, 64, 128, 256), SCALE_DTYPES):
+        layout = Layout(format, group, dtype)
+        if group in listed and dtype in dtypes:
+            assert layout.traits.scale_units == scale_units
+            assert layout.weight_size(128, 256) > 0
+        else:
+            with pytest.raises(ValueError, match="does not exist"):
+                layout.traits  # noqa: B018
+            assert layout.weight_size(128, 256) == layout.scale_size(128, 256) == 0
 
 
 # The quantizer by largest magnitude, scales per group
