@@ -505,15 +505,6 @@ def test_a_source_that_changes_while_it_is_verified(
     assert "--overwrite" not in hint
 
 
-def test_what_cannot_be_read_has_another_way_out_than_what_cannot_be_written() -> None:
-    from ktconv.system.files import io_error
-
-    error = PermissionError(errno.EACCES, "Permission denied")
-    hints = [io_error(action, "x", error).hint for action in ("read", "read tensor y from")]
-    assert hints == ["make it readable for this user"] * 2
-    assert io_error("write", "x", error).hint == "choose a directory that can be written"
-
-
 def test_a_hint_of_the_command_precedes_that_of_the_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -84,9 +84,15 @@ def test_every_reason_and_its_way_out(
 
 def test_an_error_without_a_number_says_its_own_words() -> None:
     assert str(files.io_error("read", "x", OSError("no more"))) == "cannot read x: no more"
-    assert files.io_error("read", "x", OSError(errno.ENOSPC, "")).hint == (
-        "free some space, then run the same command again"
-    )
+
+
+def test_what_cannot_be_read_has_another_way_out_than_what_cannot_be_written() -> None:
+    for number, hint in (
+        (errno.EACCES, "make it readable for this user"),
+        (errno.ENOSPC, "free some space, then run the same command again"),
+    ):
+        for action in ("read", "read tensor y from"):
+            assert files.io_error(action, "x", OSError(number, "")).hint == hint
 
 
 def test_pieces_that_the_system_shortens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
