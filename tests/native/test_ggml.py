@@ -15,7 +15,7 @@ from ktconv.formats.decode import round_to_bf16
 pytest.importorskip("gguf")
 
 from helpers.ggml import F32, HALVES, U8, blocks_of, values_of
-from native.test_memory import guarded
+from native.support import guarded
 
 ROWS, COLS = 32, 512
 
