@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,10 @@ def test_a_write_that_fails_leaves_what_was_there(
     assert names(tmp_path) == ["x"] and (tmp_path / "x").read_bytes() == b"before"
     with pytest.raises(ResourceError, match=rf"^cannot write {tmp_path}/none/y: "):
         files.write_durably(tmp_path / "none/y", b"", tmp_path / "none")
+    (tmp_path / "y").mkdir()
+    with pytest.raises(ResourceError, match=rf"^cannot write {tmp_path}/y: "):
+        files.write_durably(tmp_path / "y", b"", tmp_path)
+    assert names(tmp_path) == ["x", "y"]
 
 
 def test_a_description_is_never_that_of_another_file(tmp_path: Path, steps: Names) -> None:
@@ -321,6 +326,22 @@ def test_files_that_options_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert caught.value.hint == "choose a directory that can be written"
 
 
+def test_a_file_that_an_option_names_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Path] = []
+
+    def full(dir: Path) -> None:
+        tried.append(dir)
+        raise OSError(errno.ENOSPC, "")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    with pytest.raises(DiskFullError, match=r"^cannot write x: the disk is full$"):
+        files.check_writable(Path("x"), "--report")
+    assert tried == [tmp_path]
+
+
 def test_directories_that_options_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "none")
@@ -382,5 +403,5 @@ def test_removing_what_this_process_has_open_on_nfs(
                 files.remove(tmp_path / "a", but_held=True)
             else:
                 with pytest.raises(ResourceError, match=words):
-                    files.remove(tmp_path / "a", but_held=held)
+                    files.remove(tmp_path / "a", **({"but_held": True} if held else {}))
         assert (tmp_path / "a").is_dir()
