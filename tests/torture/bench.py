@@ -26,10 +26,12 @@ Files = dict[str, str]  # name -> sha256
 
 @dataclass(frozen=True)
 class Clean:
-    """What one uninterrupted run writes into each output and takes, and what was there before."""
+    """What one uninterrupted run writes into each output, says and takes, and what was there
+    before."""
 
     files: Mapping[str, Files]
     before: Mapping[str, Files]
+    said: frozenset[str]  # lines on stderr
     calls: int
     seconds: float
 
@@ -84,7 +86,8 @@ class Bench:
             seconds = time.monotonic() - started
             assert ended.returncode == 0, ended.stderr
             files = {one: contents(trial.output(one)) for one in trial.subject.outputs}
-            return Clean(files, before, trial.told.counted()[0], seconds)
+            said = frozenset(ended.stderr.splitlines())
+            return Clean(files, before, said, trial.told.counted()[0], seconds)
 
     @contextmanager
     def trial(self, name: str, log: bool = False) -> Iterator[Trial]:
@@ -183,7 +186,9 @@ class Bench:
             assert ended.returncode == code and "failed: " in ended.stdout, ended
             assert all(phrase in ended.stdout for phrase in phrases), ended.stdout
         else:
-            check_refusal(ended.returncode, ended.stdout, ended.stderr, code, *phrases)
+            said = self.clean(trial.name).said  # ahead of the fault, such as tables
+            lines = [line for line in ended.stderr.splitlines() if line not in said]
+            check_refusal(ended.returncode, ended.stdout, "\n".join(lines), code, *phrases)
         self.check_sound(trial)
         for name in trial.subject.outputs:
             assert staged(trial.output(name)) == []
