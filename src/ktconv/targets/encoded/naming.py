@@ -8,14 +8,12 @@ stay, so that both read the output.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ktconv.checkpoint import MoELayer, Projection
+from ktconv.families.family import NUMBERED_W, USUAL, Matrices
 from ktconv.targets.encoded.names import module_name
 
-_USUAL: Mapping[Projection, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-_NUMBERED: Mapping[Projection, str] = {"gate": "w1", "up": "w3", "down": "w2"}
 _USUAL_WORDS, _NUMBERED_WORDS = "(?:gate|up|down)_proj", "w[123]"
 _MODEL = r"(?:model\.language_model|language_model\.model|model)\."
 
@@ -27,7 +25,7 @@ class Naming:
 
     accepted: str = ""
     container: str = ""  # of a layer's number
-    words: Mapping[Projection, str] | None = None
+    words: Matrices | None = None
 
     def module(self, layer: MoELayer, expert: int, proj: Projection) -> str:
         """The name of a matrix without its last component."""
@@ -35,7 +33,7 @@ class Naming:
         if not self.accepted or self._is_accepted(own, layer):
             return own
         assert self.words is not None
-        return self.container.format(layer=layer.index, expert=expert, proj=self.words[proj])
+        return self.container.format(layer=layer.index, expert=expert, proj=self.words.of(proj))
 
     def keeps(self, layer: MoELayer) -> bool:
         """Whether the layer's experts have the model's own names."""
@@ -46,7 +44,7 @@ class Naming:
         return found is not None and int(found[1]) == layer.index
 
 
-def _naming(accepted: str, container: str, words: Mapping[Projection, str]) -> Naming:
+def _naming(accepted: str, container: str, words: Matrices) -> Naming:
     return Naming(accepted, container + ".experts.{expert}.{proj}", words)
 
 
@@ -54,27 +52,27 @@ OWN = Naming()
 MLP = _naming(
     rf"{_MODEL}layers\.([0-9]+)\.mlp\.experts\.[0-9]+\.{_USUAL_WORDS}",
     "model.layers.{layer}.mlp",
-    _USUAL,
+    USUAL,
 )
 THREE = _naming(
     rf"(?:{_MODEL})?layers\.([0-9]+)\.(?:mlp\.experts\.[0-9]+\.{_USUAL_WORDS}"
     rf"|(?:block_sparse_moe\.)?experts\.[0-9]+\.{_NUMBERED_WORDS})",
     "model.layers.{layer}.mlp",
-    _USUAL,
+    USUAL,
 )
 V4 = _naming(
     rf"(?:model\.)?layers\.([0-9]+)\.ffn\.experts\.[0-9]+\.{_NUMBERED_WORDS}",
     "layers.{layer}.ffn",
-    _NUMBERED,
+    NUMBERED_W,
 )
 M3 = _naming(
     r"(?:language_model\.model\.|language_model\.|model\.)?layers\.([0-9]+)\.block_sparse_moe"
     rf"\.experts\.[0-9]+\.{_NUMBERED_WORDS}",
     "model.layers.{layer}.block_sparse_moe",
-    _NUMBERED,
+    NUMBERED_W,
 )
 BLK = Naming(
     r"blk\.([0-9]+)\..*",
     "blk.{layer}.ffn_{proj}_exps.{expert}",
-    {"gate": "gate", "up": "up", "down": "down"},
+    Matrices("gate", "up", "down"),
 )
