@@ -31,6 +31,7 @@ def test_what_is_stored_is_read_back(name: str) -> None:
     }
 
     whole = layout.whole(codes)
+    assert layout.streamed == (whole is codes)
     assert layout.codes(whole.reshape(-1), sizes).tobytes() == codes.tobytes()
     assert layout.codes(whole.reshape(-1), sizes).shape == codes.shape
     planned = {tensor.name: tensor for tensor in layout.tensors("m", sizes)}
