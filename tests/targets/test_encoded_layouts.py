@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ktconv.targets.encoded.layouts.mixed import MIXED_PRECISION
-from ktconv.targets.encoded.scheme import ROWS, Scheme, group_size_of
+from ktconv.targets.encoded.scheme import FORMATS, ROWS, Scheme, group_size_of
 
 ALL = [row.name for row in ROWS]
 OUTPUTS, INPUTS = 384, 256
@@ -56,6 +56,14 @@ def test_what_is_stored_is_read_back(name: str) -> None:
     outer = "nvfp4" in layout.name
     assert layout.factor(parts) == (0.75 if outer else 0)
     assert not outer or layout.divides == (name == "NVFP4A16")  # ModelOpt's engines multiply
+
+
+def test_manifests_have_these_names_of_formats() -> None:
+    """Outputs that exist have them; engines know those of compressed-tensors."""
+    assert sorted(FORMATS) == [
+        "awq", "bf16", "float-quantized", "fp8-block", "gptq", "mixed-precision", "mxfp4",
+        "mxfp4-pack-quantized", "mxfp8", "nvfp4", "nvfp4-pack-quantized", "pack-quantized",
+    ]  # fmt: skip
 
 
 def test_zeros_that_are_not_given() -> None:
