@@ -66,6 +66,13 @@ def test_manifests_have_these_names_of_formats() -> None:
     ]  # fmt: skip
 
 
+def test_these_methods_are_said_to_be_read_by_transformers() -> None:
+    assert [row.name for row in ROWS if row.transformers] == [
+        "W4A16", "W8A16", "FP8_DYNAMIC", "MXFP4A16", "rawint4", "int4-g64", "int4-g128",
+        "int8-g128", "fp8", "fp8-channel", "bf16",
+    ]  # fmt: skip
+
+
 def test_zeros_that_are_not_given() -> None:
     """8, in words of eight; GPTQ's first version stores them less one."""
     for name, nibbles in (("awq", 0x88), ("gptq-int4", 0x77)):
