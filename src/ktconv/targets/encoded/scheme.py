@@ -210,7 +210,7 @@ class Scheme:
         if len(self.row.groups) > 1:
             return UsageError(
                 f"--group-size {self.group_size} does not divide {what} in layer {layer.index}",
-                _fitting(layers, self.row.groups),
+                _fitting(layers, self.row.groups) or _others(layers, self.row.command),
             )
         return UsageError(
             f"{self.name} has groups of {self.group_size}, which do not divide {what} in layer "
@@ -297,9 +297,9 @@ def _unknown_group(row: Row, size: int) -> UsageError:
             f"--group-size {size} is not that of {row.name}, which has {_grouping(row)}", "omit it"
         )
     sizes = ", ".join(str(one) for one in sorted(row.groups) if one > 0)
+    per_row = f", or {CHANNEL} for one scale per row" if CHANNEL in row.groups else ""
     return UsageError(
-        f"--group-size {size} is not supported by inference engines",
-        f"use {sizes}, or {CHANNEL} for one scale per row",
+        f"--group-size {size} is not supported by inference engines", f"use {sizes}{per_row}"
     )
 
 
@@ -308,13 +308,13 @@ def _grouping(row: Row) -> str:
 
 
 def _fitting(layers: Sequence[MoELayer], groups: Sequence[int]) -> str:
-    """A hint: the group sizes that these layers can have."""
+    """A hint: the group sizes that these layers can have; "" where there is none."""
     cols = {size for layer in layers for size in (layer.hidden_size, layer.intermediate_size)}
     fitting = [size for size in sorted(groups) if size > 0 and not any(n % size for n in cols)]
-    return (
-        "possible values of --group-size for this model: "
-        f"{', '.join(map(str, [*fitting, CHANNEL]))}"
-    )
+    found = [*fitting, *({CHANNEL} & {*groups})]
+    if not found:
+        return ""
+    return f"possible values of --group-size for this model: {', '.join(map(str, found))}"
 
 
 def _others(layers: Sequence[MoELayer], command: Command) -> str:
