@@ -70,6 +70,18 @@ def test_sizes_are_those_of_the_headers(row: Any, model: Path) -> None:
         assert plan.target.read_by_transformers(plan.moe_layers) == (row.transformers and kept)
 
 
+def test_the_record_has_what_the_method_has() -> None:
+    usual = {"method": "rtn", "mtp": True, "max_shard_size": 5_000_000_000}
+    assert Options(scheme="awq", group_size=32).as_dict() == {
+        "format": "awq", "scheme": "awq", "group_size": 32, **usual,
+    }  # fmt: skip
+    rare = Options(scheme="fp8", group_size=128, scale="search", experts_only=True, requantize=True)
+    assert rare.as_dict() == {
+        "format": "fp8-block", "scheme": "fp8", "group_size": 128, "scale": "search",
+        "experts_only": True, "requantize": True, **usual,
+    }  # fmt: skip
+
+
 def test_biases_are_named() -> None:
     """The first bias of the first layer that has any."""
     tensor = SimpleNamespace(name="model.layers.1.bias")
