@@ -82,6 +82,12 @@ def test_the_record_has_what_the_method_has() -> None:
     }  # fmt: skip
 
 
+def test_facts_name_the_method_as_the_command_does(model: Path) -> None:
+    cpu, gpu = planned(model, "awq", 32).target, planned(model, "W4A16", 64).target
+    assert cpu.facts() == {"method": "awq", "group_size": 32}
+    assert gpu.facts() == {"method": "rtn", "scheme": "W4A16", "group_size": 64}
+
+
 def test_biases_are_named() -> None:
     """The first bias of the first layer that has any."""
     tensor = SimpleNamespace(name="model.layers.1.bias")
