@@ -62,7 +62,6 @@ const kt_weight_format kt_bf16_format = {
     .group_count = 1,
     .groups = {0},
     .scale_dtypes = 1u << KT_SCALE_NONE,
-    .scale_rows = 1,
     .scale_units = 1,
     .unpack_row = unpack_row,
     .pack_tile = pack_tile,
