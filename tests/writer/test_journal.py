@@ -186,3 +186,20 @@ def test_json_numbers_beyond_floats_are_no_error(tmp_path: Path) -> None:
     """json.loads reads them as infinity, which no measurement is."""
     text = json.dumps(UNIT).replace("0.25", "1e999").encode()
     assert not is_unit_record(parse_record(text))
+
+
+def test_directories_are_durable_before_a_run_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ktconv.writer import journal as module
+
+    journal, synced = Journal(tmp_path / "out"), list[tuple[Path, bool]]()
+
+    def sync_names(path: Path) -> None:
+        synced.append((path, journal.run_file.exists()))
+
+    monkeypatch.setattr(module, "sync_names", sync_names)
+    journal.create()
+    journal.write_run(RUN)
+    assert synced == [(journal.directory, False)]
+    assert journal.run_file.exists()
