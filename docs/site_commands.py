@@ -1,7 +1,7 @@
 """The pages of commands on the site.
 
 Names, values, defaults and the usage line are the program's. What an option means is what --help
-says of it, or, where the hand-written documentation (`PLACES`) says more, what that says; tests
+says about it, or, where the hand-written documentation (`PLACES`) says more, what that says; tests
 hold the two to each other.
 """
 
@@ -85,7 +85,7 @@ def commands() -> dict[str, Any]:
 
 
 def section_of(name: str) -> str:
-    """What the hand-written documentation says of a command."""
+    """What the hand-written documentation says about a command."""
     page, heading = PLACES[name]
     _, *found = re.split(r"^#+ (.+)\n", (ROOT / page).read_text("utf-8"), flags=re.MULTILINE)
     return dict(zip(found[::2], found[1::2], strict=True))[heading]

@@ -1,4 +1,4 @@
-"""shim.c compiled, and what it is told."""
+"""shim.c compiled, and its instructions."""
 
 from __future__ import annotations
 
