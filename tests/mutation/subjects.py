@@ -52,7 +52,7 @@ SUBJECTS = {
             "quantize/search_avx2.h", "quantize/search_avx512.h", "format/int_tiles.h",
             "format/scales.c",
         ),
-        PACKING,
+        (*PACKING, "tests/native/kernels/test_groups.py"),
     ),
     "compensation": Subject(
         ("quantize/compensate.c", "quantize/compensate_loop.h"),
