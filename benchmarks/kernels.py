@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from pairs import SLICE, Version, on_one_core, pair_row
+from pairs import SLICE, pair_row, start_versions
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2048, 768, 16, 8
 METHODS = "int4,int8,bf16,fp8,gint4-32,gint8-64,mxfp4,nvfp4"
@@ -74,10 +74,7 @@ def main() -> None:
     if options.answer:
         answer_forever()
         return
-    on_one_core()
-    trees = [Path(__file__).resolve().parent.parent / "src"]
-    trees += [options.against] if options.against else []
-    versions = [Version(__file__, tree) for tree in trees]
+    versions = start_versions(__file__, options.against)
     print("| layer | GOPS | times the other's speed |")
     print("| --- | ---: | ---: |")
     for isa in options.isa.split(","):

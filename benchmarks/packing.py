@@ -19,7 +19,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from pairs import SLICE, Version, on_one_core, pair_row
+from pairs import SLICE, Version, pair_row, start_versions
 
 ROWS, COLS = 512, 4096  # the source of one call, as a conversion reads it
 PLAIN = {"BF16": 2, "F16": 2, "F32": 4}
@@ -176,10 +176,7 @@ def main() -> None:
     if options.answer:
         answer_forever()
         return
-    on_one_core()
-    trees = [Path(__file__).resolve().parent.parent / "src"]
-    trees += [options.against] if options.against else []
-    versions = [Version(__file__, tree) for tree in trees]
+    versions = start_versions(__file__, options.against)
     print("| case | GB/s | times the other's speed |")
     print("| --- | ---: | ---: |")
     asked = (options.isa.split(","), options.dtypes.split(","), options.scales.split(","))

@@ -35,10 +35,13 @@ class Version:
         return float(self._process.stdout.readline())
 
 
-def on_one_core() -> None:
-    """For this process and those that it starts."""
+def start_versions(script: str, against: Path | None) -> list[Version]:
+    """This tree's version, and that of `against`, on one core."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    trees = [Path(__file__).resolve().parent.parent / "src"]
+    trees += [against] if against else []
+    return [Version(script, tree) for tree in trees]
 
 
 def pair_row(versions: list[Version], name: str, work: float, case: list[Any], rounds: int) -> str:
