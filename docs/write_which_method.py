@@ -27,7 +27,8 @@ from ktconv.targets.consumers import (
     right_methods,
     server_refuses,
 )
-from ktconv.targets.encoded.scheme import ROWS, SCHEMES, Row, Scheme
+from ktconv.targets.encoded import readers
+from ktconv.targets.encoded.scheme import MIXED, ROWS, SCHEMES, Row, Scheme
 
 PAGE = Path(__file__).with_name("which-method.md")
 RESULTS = "../benchmarks/RESULTS.md"
@@ -49,6 +50,7 @@ BITS_OF_SOURCE = {"fp32": 32}
 # By their errors for their bytes (docs/accuracy.md), best first. What a release has is first.
 SMALL, LARGE = ("int4", "mxfp4", "rawint4"), ("int8", "mxfp8", "fp8")
 GPU = "W4A16"
+TO_SERVE = (readers.SGLANG, readers.VLLM)
 ALLOW = "--allow-activation-mismatch"
 
 FIRST = (
@@ -262,6 +264,8 @@ def numbered(family: Family) -> bool:
 def gpu_verdict(engine: Engine, line: Line) -> str:
     """Of an engine without KTransformers: the release, and what quantize-gpu makes of it."""
     kind = line.released.type
+    if kind in engine.general:
+        return "its general class"
     if kind in engine.lacks:
         return "no class"
     if kind not in engine.has:
@@ -273,6 +277,8 @@ def quantized(engine: Engine, line: Line) -> str:
     """What an engine does with an output of quantize-gpu."""
     if line.family.no_gpu or line.activation.biases:
         return f"`{GPU}`: refused by `quantize-gpu`"
+    if line.released.type in engine.by_function:
+        return f"`{GPU}`: not loaded"
     left = line.left_out() - engine.computes
     if left & engine.stops:
         return f"`{GPU}`: an error"
@@ -293,6 +299,8 @@ def kt_verdict(line: Line) -> str:
     kind = line.released.type
     if kind in SGLANG_KT.lacks:
         return f"{words}; no class in sglang-kt"
+    if kind in SGLANG_KT.by_function:
+        return f"{words}; not taken over by sglang-kt"
     return words if kind in SGLANG_KT.has else f"{words}; class in sglang-kt: not known"
 
 
@@ -303,11 +311,17 @@ def read_too(line: Line) -> str:
     if not numbered(line.family) or not (kind in SGLANG.has or kind in VLLM.has):
         return ""
     every = [row.name for row in ROWS if row.kt_method]
-    names = [row.name for row in ROWS if row.kt_method and keeps_names(line, row)]
+    names = [row.name for row in ROWS if row.kt_method and both_read(line, row)]
     if line.left_out():  # of their kernels for other formats than the release's nothing is known
         return ticked(name for name in names if name in line.kept)
     others = [name for name in every if name not in names]
     return f"all but {ticked(others)}" if len(others) < len(names) else ticked(names)
+
+
+def both_read(line: Line, row: Row) -> bool:
+    """Whether SGLang and vLLM read an output of the format, as far as they have the model."""
+    own = keeps_names(line, row)
+    return own and not any(one.failure(row.name, [line.released.type]) for one in TO_SERVE)
 
 
 def keeps_names(line: Line, row: Row) -> bool:
@@ -365,12 +379,14 @@ ENGINES = """\
 A method is right if it computes what the model's experts compute. KTransformers reads parameters
 that a method does not have as zero, without a word.
 
-- *KTransformers*: methods whose output it computes right, and what becomes of others.
+- *KTransformers*: methods whose output it computes right, and what becomes of others. "not taken
+  over": sglang-kt's class computes the experts by a function that KTransformers does not replace.
 - *SGLang*, *vLLM*: without KTransformers. "release": it has a class for the model, which runs the
   release. "`{gpu}`": the output of `quantize-gpu --scheme {gpu}` or `W8A16` has names that it
   reads, and its kernels follow the activation. **wrong**: its Marlin kernels, the usual ones before
-  Blackwell, compute plain SiLU, without a word. "no class": at most a general class for any model
-  serves it.
+  Blackwell, compute plain SiLU, without a word. "not loaded": its class computes experts from plain
+  weights alone. "its general class": it names `TransformersMoEForCausalLM`, its class for any
+  model. "no class": it names none.
 - *They read too*: methods of `quantize-cpu` whose output keeps the model's own names, so that
   SGLang and vLLM read it by its `quantization_config`.
 - *Runtime*: ktconv's own.
@@ -378,8 +394,15 @@ that a method does not have as zero, without a word.
 Read in the source of sglang-kt {kt}, SGLang {sglang} and vLLM {vllm}; none of it was run on a GPU.
 "not known": not read, or not clear from reading. Of other schemes of `quantize-gpu` with other
 activations than SiLU nothing is known. What was run: kt-kernel 0.7.2, every method
-([methods.md](methods.md)), and vLLM 0.32 on a CPU, `bf16` only: it has no CPU kernels for other
-formats.
+([methods.md](methods.md)), and vLLM 0.32 on a CPU: `bf16`, and where there is AMX also `W4A16`,
+`int4-g64`, `int4-g128`, `gptq-int4` and blocks of FP8. It has no CPU kernels for other formats.
+"""
+
+FORMATS = """\
+## Formats that an engine does not read
+
+Of outputs whose experts have the model's own names. A format that is not here is read by all four.
+
 """
 
 KT = """\
@@ -418,6 +441,7 @@ def page() -> str:
         ALL, table(rows(), COLUMNS),
         UNLISTED, table(model_rows(others), MODEL_COLUMNS),
         engines, table(engine_rows(), ENGINE_COLUMNS),
+        FORMATS + table(format_rows(), ("format", *(one.title for one in readers.READERS))),
         KT + table(kt_rows(), KT_COLUMNS), TRAPS, times(),
     )  # fmt: skip
     return "\n".join(parts)
@@ -509,6 +533,22 @@ def engine_rows() -> Iterator[tuple[str, ...]]:
 
 
 FOLLOWS = {"limit": "a clamp of gate and up", "alpha": "alpha"}
+
+
+def format_rows() -> Iterator[tuple[str, ...]]:
+    """What engines do with formats that one of them does not read."""
+    for row in (*ROWS, MIXED):
+        if any(row.name in reader.fails for reader in readers.READERS):
+            cells = (format_cell(reader, row.name) for reader in readers.READERS)
+            name = "a recipe's mix" if row is MIXED else f"`{row.name}`"
+            yield (name, *cells)
+
+
+def format_cell(reader: readers.Reader, name: str) -> str:
+    """What an engine does with a format, and the models of which it reads it all the same."""
+    models = ", ".join(models_of(kind) for kind in sorted(reader.types.get(name, ())))
+    failure = reader.fails.get(name, "reads it")
+    return f"{failure}; reads that of {models}" if models else failure
 
 
 def kt_rows() -> Iterator[tuple[str, ...]]:

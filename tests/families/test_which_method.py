@@ -107,6 +107,8 @@ def test_what_is_known(models: str, kept: list[str], small: str, large: str) -> 
         "No method adds biases of experts (gpt-oss)",
         "none clamps after SiLU (Step",
         "`RAWINT4` loads groups of 64 and 128 as well",
+        "AVX-512 or AVX-VNNI: its AVX2 kernel crashes",
+        "| `NVFP4A16` | reads it | reads it | refuses it | computes wrong results",
         "reads all folders below `--kt-weight-path`",
     ],
 )
@@ -133,7 +135,8 @@ def test_every_row_has_a_verdict_for_each_engine(page: str) -> None:
         assert all(row) and cells(row) in page
     for _, *columns in rows:
         assert columns[2].startswith(("release; `W4A16`", "no class", "not known"))
-        assert columns[3].startswith(("release; `W4A16`", "no class", "not known"))
+        general = "its general class"
+        assert columns[3].startswith(("release; `W4A16`", "no class", "not known", general))
 
 
 @pytest.mark.parametrize(
@@ -159,6 +162,17 @@ def test_every_row_has_a_verdict_for_each_engine(page: str) -> None:
             "release; `W4A16`: refused by `quantize-gpu`",
         ),
         ("Solar-Open-100B", "all; no class in sglang-kt", "no class", "no class"),
+        ("MiniMax-Text-01", "all; no class in sglang-kt", "no class", "no class"),
+        ("dots.llm1", "all; no class in sglang-kt", "no class", "no class"),
+        (
+            "DeepSeek-OCR-2",
+            "all; not taken over by sglang-kt",
+            "release; `W4A16`: not loaded",
+            "release; `W4A16`",
+        ),
+        ("FlexOlmo", "all; no class in sglang-kt", "no class", "its general class"),
+        ("Mellum", "all; no class in sglang-kt", "release; `W4A16`", "its general class"),
+        ("Beam-1.0", "all; no class in sglang-kt", "release; `W4A16`", "release; `W4A16`"),
         ("Ling-3.0-Flash", "all; class in sglang-kt: not known", "not known", "not known"),
     ],
 )

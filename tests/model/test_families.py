@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.cli import ktconv
 from helpers.convert import convert
 from helpers.family_list import SAVED
 from helpers.saved import written
@@ -174,3 +175,13 @@ def test_the_part_that_reads_of_a_model_that_speaks(tmp_path: Path, torch: Any) 
         assert replace_experts(model, output, threads=1).layers == (0, 1)
         ours = model(input_ids=ids, use_cache=False).logits
     assert 1e-4 < float((ours - own).norm() / own.norm()) < 0.05
+
+
+def test_transformers_reads_mxfp8(tmp_path: Path, torch: Any) -> None:
+    """`verify` has it load the output, and compares what it computes with the tensors' values."""
+    source, output = written("mixtral", tmp_path), tmp_path / "out"
+    result = ktconv("quantize-cpu", source, output, "--method=mxfp8")
+    assert result.exit_code == 0, result.stderr
+    facts = verify(VerifyRequest(output, str(source), level="model", windows=1)).facts
+    assert facts["model"]["loaded_by"] == "transformers"
+    assert 0 < facts["model"]["kl_mean"] < 0.1

@@ -22,9 +22,10 @@ from ktconv.system import machine
 from ktconv.system.text import Notify, silent
 from ktconv.targets.encoded.engines import engine_lines
 from ktconv.targets.encoded.kept import awq_group, is_kept
-from ktconv.targets.encoded.loading import transformers_reads_packed
+from ktconv.targets.encoded.loading import readers_of
 from ktconv.targets.encoded.module_classes import count_classes
 from ktconv.targets.encoded.naming import OWN
+from ktconv.targets.encoded.readers import listed
 from ktconv.targets.encoded.recipe import parse_recipe
 from ktconv.targets.encoded.scheme import Scheme
 from ktconv.targets.encoded.target import EncodedTarget, Options, Plan, weight_dtype
@@ -149,7 +150,7 @@ def _left_out(plan: Plan) -> list[str]:
 
 
 def _loading_notes(plan: Plan) -> list[str]:
-    """A note if transformers cannot load the output."""
+    """A note about each engine that cannot load the output."""
     checkpoint, target = plan.checkpoint, plan.target
     own = all(target.row.naming.keeps(layer) for layer in plan.moe_layers)
     if not own:
@@ -160,14 +161,15 @@ def _loading_notes(plan: Plan) -> list[str]:
         ]
     if target.recipe is not None:
         return engine_lines(target.recipe, [(unit.layer, unit.experts) for unit in plan.layers])
-    if not target.row.transformers:
-        return [f"transformers does not read {target.name}, which vLLM does; see the model card"]
-    if transformers_reads_packed(checkpoint) or any(one.biased for one in plan.moe_layers):
+    if any(layer.biased for layer in plan.moe_layers):
         return []  # another note says who computes experts with biases
-    name = checkpoint.config.get("model_type", "this model")
+    readers = readers_of(target.row.name, checkpoint)
+    able = [reader.title for reader, failure in readers.items() if failure is None]
     return [
-        f"transformers reads the experts of {name} only in fused form: it cannot load this "
-        "output, which is for engines that read them one by one, as vLLM does"
+        f"{target.name} is not for {reader.engine}: {reader.title} {failure}"
+        + (f"; {listed(able)} read it" if able else "")
+        for reader, failure in readers.items()
+        if failure
     ]
 
 

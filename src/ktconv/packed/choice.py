@@ -1,4 +1,5 @@
-"""What each method makes of a checkpoint, by its headers: bytes, and what becomes of numbers."""
+"""What each method makes of a checkpoint, by its headers: bytes, what becomes of numbers, and which
+engines read the output."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from ktconv.errors import KtconvError
 from ktconv.formats import FORMATS, output_formats
 from ktconv.targets.biases import refuse_biases
 from ktconv.targets.encoded.kept import awq_group, is_kept
+from ktconv.targets.encoded.loading import readers_of
 from ktconv.targets.encoded.scheme import Scheme, group_size_of, names_of
 from ktconv.targets.encoded.target import encoded_bytes, weight_dtype
 
@@ -18,7 +20,8 @@ _INTEGER_BITS = {"int4": 4, "int8": 8}
 
 
 def methods(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """By method: bytes of all experts, and in words what it does to the source's numbers."""
+    """By method: bytes of all experts, and in words what it does to the source's numbers. Of those
+    that write a checkpoint also the engines that load the whole of it."""
     bits = 8 * _source_bytes(checkpoint) / _weights(checkpoint)
     packed: dict[str, Any] = {
         method: {
@@ -56,8 +59,18 @@ def _encoded(checkpoint: Checkpoint) -> Mapping[str, Any]:
                 (one for layer in checkpoint.layers for e in layer.experts for one in e.values()),
             ),
             "numbers": _of_format(scheme, kept),
+            "read_by": _engines(scheme, checkpoint),
         }
     return found
+
+
+def _engines(scheme: Scheme, checkpoint: Checkpoint) -> list[str]:
+    """Names and versions of the engines that load the output by its config.json; none where experts
+    get other names than the model's."""
+    if not all(scheme.row.naming.keeps(layer) for layer in checkpoint.layers):
+        return []
+    readers = readers_of(scheme.name, checkpoint)
+    return [reader.title for reader, failure in readers.items() if failure is None]
 
 
 def _of_format(scheme: Scheme, kept: Sequence[bool]) -> str:

@@ -36,7 +36,7 @@ _ONLY_FP8: Mapping[str, frozenset[str]] = {"glm5_next": frozenset()}  # which it
 METHODS = (
     Method("AMXINT4"),
     Method("AMXINT8"),
-    Method("RAWINT4", needs="groups of 32"),
+    Method("RAWINT4", needs="groups of 32; AVX-512 or AVX-VNNI: its AVX2 kernel crashes"),
     Method("BF16"),
     Method("FP8", families={"glm5_next": _LIMIT}, encoding="fp8-block"),
     Method("FP8_PERCHANNEL", needs="AVX-512"),
@@ -76,6 +76,13 @@ class Engine:
     stops: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
     own_config: frozenset[str] = frozenset()  # types with a quantization of their own in its class
+    general: frozenset[str] = frozenset()  # types of which it names its class for any model
+    by_function: frozenset[str] = frozenset()  # whose class computes experts by a plain function
+
+    @property
+    def title(self) -> str:
+        """Name and version."""
+        return f"{self.name} {self.version}"
 
 
 def _words(text: str) -> frozenset[str]:
@@ -90,38 +97,46 @@ _ALL = _words(
     "ernie4_5_vl_moe hunyuan_v1_moe bailing_moe_v2 step3p5 mimo_v2_flash longcat_flash exaone_moe "
     "granitemoe granitemoehybrid lfm2_moe llama4 nemotron_h olmoe"
 )
-# Neither SGLang nor vLLM has one.
-_NONE = _words("solar_open axk2 flint inkling2 jetmoe kolibri1")
-_BOTH = _words(  # they have, sglang-kt has not
+# None of the three has one; of MiniMax-Text-01 and dots.llm1 vLLM removed it after 0.23.
+_NONE = _words("solar_open axk2 inkling2 jetmoe minimax dots1")
+_BOTH = _words(  # SGLang and vLLM have one, sglang-kt has not
     "qwen4_exp kimi_k3 hy_v3 hy_v4 cohere2_moe dots3_note gemma4 diffusion_gemma granitemoeshared "
-    "granitemoe_swa inkling_mm_model laguna mellum"
+    "granitemoe_swa inkling_mm_model laguna beam muse_spark"
 )
-# In sglang-kt their experts are computed by a function that KTransformers does not take over.
-_BY_FUNCTION = _words("afmoe dbrx")
-_OF_SGLANG = _words("beam muse_spark zaya")
-_OF_VLLM = _words(
-    "minimax deepseek_ocr2 openai_privacy_filter aria axk1 dots1 jamba nomic_bert flex_olmo"
-)
+# In SGLang and sglang-kt a function computes their experts from plain weights: KTransformers cannot
+# take them over, and quantized experts cannot be loaded.
+_BY_FUNCTION = _words("afmoe dbrx deepseek_ocr2")
+_OF_SGLANG = _words("zaya mellum")
+_OF_VLLM = _words("openai_privacy_filter aria axk1 jamba nomic_bert flint")
+_GENERAL = _words("flex_olmo mellum kolibri1")
 
-SGLANG_KT = Engine("sglang-kt", "0.7.2", _ALL, _NONE | _BOTH | _BY_FUNCTION | _OF_SGLANG | _OF_VLLM)
+SGLANG_KT = Engine(
+    "sglang-kt",
+    "0.7.2",
+    _ALL | _BY_FUNCTION,
+    _NONE | _BOTH | _OF_SGLANG | _OF_VLLM | _GENERAL,
+    by_function=_BY_FUNCTION,
+)
 SGLANG = Engine(
     "SGLang",
     "0.5.23",
     _ALL | _BOTH | _BY_FUNCTION | _OF_SGLANG,
-    _NONE | _OF_VLLM,
+    _NONE | _OF_VLLM | (_GENERAL - _OF_SGLANG),
     computes=_LIMIT,
     stops=_words("function gate_cap up_cap"),
     unread=_words("post_norm"),
     own_config=_words("deepseek_v4"),
+    by_function=_BY_FUNCTION,
 )
 VLLM = Engine(
     "vLLM",
-    "0.32",
+    "0.33",
     _ALL | _BOTH | _BY_FUNCTION | _OF_VLLM,
-    _NONE | _OF_SGLANG,
+    _NONE | (_OF_SGLANG - _GENERAL),
     computes=_words("function alpha limit limit_after gate_cap up_cap weight_on_input"),
     unread=_words("gated post_norm"),
     own_config=_words("deepseek_v4 kimi_k3"),
+    general=_GENERAL,
 )
 
 # What a method does in place of a field that it does not follow, beside plain SiLU.

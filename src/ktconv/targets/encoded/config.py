@@ -16,8 +16,10 @@ from ktconv.targets.consumers import mismatch_of, model_types
 from ktconv.targets.encoded.engines import ENGINES, engine_lines, why_not
 from ktconv.targets.encoded.ignored import Stored, ignored_modules
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
+from ktconv.targets.encoded.loading import readers_of
 from ktconv.targets.encoded.names import target_pattern
 from ktconv.targets.encoded.naming import BLK, V4
+from ktconv.targets.encoded.readers import SGLANG_KT, TRANSFORMERS, VLLM, listed
 from ktconv.targets.encoded.recipe import Share, shares
 from ktconv.targets.encoded.scheme import MIXED, SCHEMES, Scheme
 from ktconv.targets.encoded.sections import compressed_tensors, mixed_precision
@@ -160,7 +162,11 @@ def _library(plan: Plan) -> str:
         return "compressed-tensors" if alone else "vllm"
     if _biased(plan):
         return "ktconv"
-    return "transformers" if row.section is compressed_tensors else "ktransformers"
+    own = all(row.naming.keeps(layer) for layer in plan.moe_layers)
+    if not own or row.naming is BLK or (row.kt_method and row.section is not compressed_tensors):
+        return "ktransformers"
+    readers = readers_of(row.name, plan.checkpoint)
+    return next(reader.engine.lower() for reader in (TRANSFORMERS, VLLM) if readers[reader] is None)
 
 
 def _biased(plan: Plan) -> bool:
@@ -214,15 +220,16 @@ def _engines(plan: Plan) -> list[str]:
         ]
     if target.row.naming is V4:
         return ["Engines read it that know DeepSeek-V4's FP4 experts."]
-    text = "vLLM, SGLang and transformers read it"
-    if not target.row.transformers:
-        text = "vLLM and SGLang read it, transformers (5.17) does not"
-    if target.command == "quantize-gpu":
-        text += (
-            "; with KTransformers it is what `--model` names,\n"
-            "beside `--kt-weight-path` of a CPU conversion"
+    readers = readers_of(target.row.name, plan.checkpoint)
+    able = [reader.title for reader, failure in readers.items() if failure is None]
+    lines = [f"{listed(able)} {'read' if len(able) > 1 else 'reads'} it."] if able else []
+    lines += [f"{reader.title} {failure}." for reader, failure in readers.items() if failure]
+    if target.command == "quantize-gpu" and readers[SGLANG_KT] is None:
+        lines.append(
+            "With KTransformers it is what `--model` names, beside `--kt-weight-path` of a CPU\n"
+            "conversion."
         )
-    return [f"{text}."]
+    return lines
 
 
 def _ktransformers(plan: Plan) -> list[str]:

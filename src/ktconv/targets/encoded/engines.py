@@ -1,9 +1,9 @@
 """What loads an output whose matrices have several methods, and why others do not.
 
 Known from the engines' own code: vLLM 0.32 asks for the method of a layer's experts once for each
-projection of expert 0, and refuses a layer where these differ. transformers 5.17 decodes all
-experts by the first group of config.json that names experts. SGLang (sglang-kt 0.7.2) knows one
-method for all experts. KTransformers has one --kt-method for all layers.
+projection of expert 0, and refuses a layer where these differ. SGLang (sglang-kt 0.7.2) knows one
+method for all experts. KTransformers has one --kt-method for all layers. transformers 5.17 and 5.24
+were run: they end with an error on a mix.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ENGINES: Mapping[str, Engine] = {
     "vllm": _vllm,
     "ktconv": _ktconv,
     "compressed-tensors": _any,
-    "transformers": _uniform("decodes all experts by one method"),
+    "transformers": _uniform("ends with an error on several methods"),
     "sglang": _uniform("computes all experts with one method"),
     "ktransformers": _uniform("takes one --kt-method for all layers"),
 }

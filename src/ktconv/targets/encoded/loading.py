@@ -1,10 +1,14 @@
-"""Whether transformers loads experts that are packed one by one."""
+"""Which engines load a checkpoint of encoded experts, by its format and by the model."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from ktconv.checkpoint import Checkpoint
 from ktconv.checkpoint.config import interpret_config
 from ktconv.families import table
+from ktconv.targets.consumers import model_types
+from ktconv.targets.encoded.readers import READERS, TRANSFORMERS, Reader
 
 
 def transformers_reads_packed(checkpoint: Checkpoint) -> bool:
@@ -15,3 +19,14 @@ def transformers_reads_packed(checkpoint: Checkpoint) -> bool:
     types = interpret_config(checkpoint.config).model_types
     rows = (table.FAMILIES.of(kind) for kind in types)
     return any(row is not None and not row.fused_only for row in rows)
+
+
+def readers_of(name: str, checkpoint: Checkpoint) -> Mapping[Reader, str | None]:
+    """Each engine that loads whole models, with why it does not read the format `name` of this one;
+    None where it does. Of experts that have the model's own names, one tensor for each."""
+    types = model_types(checkpoint)
+    found = {reader: reader.failure(name, types) for reader in READERS}
+    if found[TRANSFORMERS] is None and not transformers_reads_packed(checkpoint):
+        kind = checkpoint.config.get("model_type", "this model")
+        found[TRANSFORMERS] = f"reads the experts of {kind} only in fused form"
+    return found

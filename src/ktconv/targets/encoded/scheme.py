@@ -47,9 +47,6 @@ class Row:
     bits: int = 4
     activations: Mapping[str, Any] | None = None  # input_activations of compressed-tensors
     block: int = 1  # rows that share a scale
-    # Whether transformers 5.17 reads it. It fails on blocks of compressed-tensors, leaves NVFP4's
-    # second scales out without an error, and knows no others of these.
-    transformers: bool = True
 
     @property
     def is_int(self) -> bool:
@@ -94,11 +91,10 @@ ROWS = (
         bits=8,
         activations=_PER_GROUP,
         block=128,
-        transformers=False,
     ),
     _gpu("FP8_DYNAMIC", "fp8", (CHANNEL,), plain.FLOAT_QUANTIZED, bits=8, activations=_PER_TOKEN),
     _gpu("MXFP4A16", "mxfp4", (32,), plain.MXFP4_PACK_QUANTIZED),
-    _gpu("NVFP4A16", "nvfp4", (16,), plain.NVFP4_PACK_QUANTIZED, transformers=False),
+    _gpu("NVFP4A16", "nvfp4", (16,), plain.NVFP4_PACK_QUANTIZED),
     _ints("rawint4", 4, 32, naming=names.MLP, kt_method="RAWINT4"),
     _ints("int4-g64", 4, 64),
     _ints("int4-g128", 4, 128),
@@ -113,23 +109,21 @@ ROWS = (
     ),
     _cpu(
         "mxfp4", "mxfp4", 32, plain.MXFP4_V4, sections.deepseek_v4, names.V4, kt_method="MXFP4",
-        transformers=False
     ),
     _cpu(
         "mxfp8", "mxfp8", 32, plain.MXFP8_M3, sections.mxfp8, names.M3, kt_method="MXFP8", bits=8,
-        transformers=False
     ),
     _cpu(
         "nvfp4", "nvfp4", 16, plain.NVFP4_MODELOPT, sections.modelopt_nvfp4, names.MLP,
-        kt_method="NVFP4", transformers=False,
+        kt_method="NVFP4",
     ),
     _cpu(
         "gptq-int4", "int4", 128, GPTQ, sections.gptq, names.THREE, kt_method="GPTQ_INT4",
-        half=True, transformers=False,
+        half=True,
     ),
     Row(
         "awq", "quantize-cpu", "int4", (128, 32, 64), AWQ, sections.no_section, names.BLK,
-        half=True, transformers=False,
+        half=True,
     ),
     _cpu(
         "bf16", "bf16", 0, plain.BF16, sections.no_section, names.THREE, kt_method="BF16", bits=16
@@ -137,7 +131,7 @@ ROWS = (
 )  # fmt: skip
 # What an output with several formats is as a whole; a recipe has the format of each matrix.
 MIXED = Row(
-    "mixed", "quantize-cpu", "mixed", (0,), MIXED_PRECISION, sections.no_section, transformers=False
+    "mixed", "quantize-cpu", "mixed", (0,), MIXED_PRECISION, sections.no_section
 )  # fmt: skip
 SCHEMES = {row.name: row for row in (*ROWS, MIXED)}
 MIXABLE = tuple(row.name for row in ROWS if row.mixes)

@@ -27,6 +27,7 @@ from ktconv.targets.encoded.engines import check_engine
 from ktconv.targets.encoded.names import patterns_of, target_pattern
 from ktconv.targets.encoded.naming import BLK, OWN
 from ktconv.targets.encoded.other_tensors import decoded_others
+from ktconv.targets.encoded.readers import TRANSFORMERS
 from ktconv.targets.encoded.recipe import Method, parse_recipe
 from ktconv.targets.encoded.scheme import MIXED, SCHEMES, Scheme
 from ktconv.targets.renaming import rename_tensors
@@ -263,7 +264,7 @@ class EncodedTarget(Target):
 
     def read_by_transformers(self, layers: Iterable[MoELayer]) -> bool:
         """Whether transformers knows the names and the numbers of the experts."""
-        known = self.row.transformers and not self.options.experts_only
+        known = not (TRANSFORMERS.failure(self.row.name) or self.options.experts_only)
         return known and all(self.row.naming.keeps(layer) and not layer.biased for layer in layers)
 
     def left_out(self) -> str | None:

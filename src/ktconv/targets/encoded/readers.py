@@ -1,0 +1,82 @@
+"""Engines that load a whole checkpoint by its config.json, and the formats that they do not read.
+
+A format that no row names is read where the experts have the model's own names. Failures of vLLM
+and transformers were run, those of SGLang and sglang-kt were seen in their own loading code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reader:
+    """An engine, the version that was tried, and what it does with formats that it does not read:
+    a predicate, by format. `types`: model types that it reads a format of all the same."""
+
+    engine: str
+    version: str
+    fails: Mapping[str, str] = field(default_factory=dict)
+    types: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """Name and version."""
+        return f"{self.engine} {self.version}"
+
+    def failure(self, name: str, model_types: Iterable[str] = ()) -> str | None:
+        """What the engine does with the format `name` of a model; None where it reads it."""
+        if not self.types.get(name, frozenset()).isdisjoint(model_types):
+            return None
+        return self.fails.get(name)
+
+
+_UNKNOWN = "does not know the format"
+_MINIMAX_M3 = frozenset({"minimax_m3_vl"})  # the class renames weight_scale_inv
+
+VLLM = Reader(
+    "vLLM",
+    "0.32",
+    {"mxfp8": "ends with an error about weight_scale_inv", "awq": _UNKNOWN},
+    {"mxfp8": _MINIMAX_M3},
+)
+SGLANG = Reader(
+    "SGLang",
+    "0.5.23",
+    {
+        "MXFP4A16": "leaves the experts out without an error",
+        "awq": _UNKNOWN,
+        "mixed": "has one method for all experts",
+    },
+)
+SGLANG_KT = Reader(
+    "sglang-kt",
+    "0.7.2",
+    {
+        "MXFP4A16": "refuses it",
+        "NVFP4A16": "refuses it",
+        "awq": _UNKNOWN,
+        "mixed": "has one method for all experts",
+    },
+)
+TRANSFORMERS = Reader(
+    "transformers",
+    "5.17",
+    {
+        "FP8_BLOCK": "fails on blocks of compressed-tensors",
+        "NVFP4A16": "computes wrong results without an error: it ignores weight_global_scale",
+        "mxfp4": _UNKNOWN,
+        "nvfp4": _UNKNOWN,
+        "gptq-int4": "needs GPTQModel for it, which was not tried",
+        "awq": _UNKNOWN,
+        "mixed": "ends with an error",
+    },
+)
+READERS = (VLLM, SGLANG, SGLANG_KT, TRANSFORMERS)
+
+
+def listed(titles: Iterable[str]) -> str:
+    """As "vLLM 0.32, SGLang 0.5.23 and transformers 5.17"."""
+    *most, last = titles
+    return f"{', '.join(most)} and {last}" if most else last
