@@ -182,11 +182,15 @@ class MatrixReader:
         return blocks, float(load_outer_value(outer, data)), outer.divides
 
     def scan_scales(self) -> int:
-        """How many of its scales are zero. CheckpointError for one that `load_scales` refuses; the
-        rest of what belongs to a matrix is not looked at."""
+        """How many of its scales are zero. CheckpointError for a scale, or a zero point that is a
+        float, which `load_scales` refuses; the rest of what belongs to a matrix is not looked
+        at."""
         scale, (rows, cols) = self.matrix.scale, (self.matrix.rows, self.matrix.cols)
         if scale is None:
             return 0
+        zero = self.matrix.quantization.zero_point if self.matrix.quantization else None
+        if isinstance(zero, BlockGrid) and zero.number == "F32":
+            load_zero_points(zero, rows, cols, self._grid(zero))
         data = self._grid(scale)
         zeros, most = scan_block_scale(scale, rows, cols, data)
         if scale.outer is None:
