@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.cli import done, refused, run
+from helpers.cli import done, ktconv, refused, run
 from helpers.convert import convert, read_json
 from helpers.encoded import (
     HIDDEN,
@@ -152,8 +152,8 @@ def test_large_scales_are_left_to_the_conversion(
     assert "are checked when the conversion begins" in done(model, tmp_path / "out", "--dry-run")
     assert json.loads(done(model, tmp_path / "out", "--dry-run", "--json"))["zero_scales"] is None
     result = run(model, tmp_path / "out")
-    assert "checking 144 B of scales" in result.stderr
-    refused(result, 2, "is nan")
+    assert "checking 144 " in result.stderr and "of scales" in result.stderr
+    assert result.exit_code == 2 and "is nan" in result.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -185,10 +185,8 @@ def test_scales_elsewhere_are_looked_at_with_their_weights(tmp_path: Path) -> No
     with serving(tmp_path / "web") as server:
         planned = done(f"{server.url}/good", tmp_path / "out", "--dry-run", "--json")
         assert json.loads(planned)["zero_scales"] is None
-        reported = json.loads(
-            done(f"{server.url}/good", tmp_path / "out", "--method=int8", "--json")
-        )
-        assert reported["zero_scales"] == ZEROS[kind]
+        reported = done(f"{server.url}/good", tmp_path / "out", "--method=int8", "--json")
+        assert json.loads(reported)["zero_scales"] == ZEROS[kind]
         refused(run(f"{server.url}/bad", tmp_path / "no"), 2, "has the scale nan")
     assert not (tmp_path / "no").exists()
     assert model.is_dir()
@@ -274,7 +272,7 @@ def test_parts_of_the_inputs(numa: int, tmp_path: Path) -> None:
 def test_methods_with_groups_refuse_other_inputs(method: str, tmp_path: Path) -> None:
     model, _ = model_of(tmp_path / "model", 128, 704, {"group_size": 128})
     phrase = "has groups of 128, which do not divide the 704 columns of down in layer 0"
-    refused(run(model, tmp_path / "out", f"--method={method}"), 2, phrase)
+    refused(ktconv("quantize-cpu", model, tmp_path / "out", "--method", method), 2, phrase)
 
 
 def test_dimensions_that_end_inside_a_block(tmp_path: Path) -> None:
