@@ -409,7 +409,8 @@ def _packed_bits(quantization: Mapping[str, Any]) -> int | None:
 def _group_sizes(quantization: Mapping[str, Any]) -> frozenset[int]:
     """Every group_size of weights, wherever a quantizer writes it: for the whole model, for groups
     of modules or for single ones. Config files are not nested too deeply."""
-    found, level = set(), [quantization]
+    found: set[int] = set()
+    level = [quantization]
     while level:
         pairs = [pair for section in level for pair in section.items()]
         sizes = [value for key, value in pairs if key == "group_size"]

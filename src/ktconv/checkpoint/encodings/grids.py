@@ -147,7 +147,10 @@ def _stored_words(
     size = NUMBERS[grid.number].nbytes
     (_, words), (_, width) = _words(grid, rows, cols)
     strides = grid.row_stride * size, grid.col_stride * size
-    return np.ndarray((words, width), dtype=f"<u{size}", buffer=data, strides=strides)
+    found: NDArray[np.unsignedinteger] = np.ndarray(
+        (words, width), dtype=f"<u{size}", buffer=data, strides=strides
+    )
+    return found
 
 
 def load_block_scale(scale: BlockGrid, rows: int, cols: int, data: Buffer) -> NDArray[np.float32]:
@@ -208,7 +211,7 @@ def load_outer_scale(
     one that is not finite or negative, and for a zero that divides."""
     import numpy as np
 
-    value = load_outer_value(outer, data)
+    value: Any = load_outer_value(outer, data)
     with np.errstate(all="ignore"):
         both: NDArray[np.float32] = grid / value if outer.divides else grid * value
     wrong = _negative_or_not_finite(both)
