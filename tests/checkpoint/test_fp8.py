@@ -174,7 +174,7 @@ def test_bad_scale_of_a_fused_expert(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf, -0.0])
+@pytest.mark.parametrize("value", [-1.0, np.nan, np.inf, -np.inf])
 def test_impossible_scales(tmp_path: Path, value: float) -> None:
     scales = np.ones((2, 2), np.float32)
     scales[1, 0] = value

@@ -74,9 +74,11 @@ def signed(nibbles: U8) -> F32:
     return values
 
 
-def spread(scales: F32, rows: int, cols: int) -> F32:
-    """One scale per element, of a grid with blocks of equal size, ragged at the ends."""
+def spread(scales: F32, rows: int, cols: int, group: int = 0) -> F32:
+    """One scale per element, of a grid with blocks of equal size, ragged at the ends. `group`: how
+    many columns a block has; 0: as few as possible."""
     block = [-(-size // count) for size, count in zip((rows, cols), scales.shape, strict=True)]
+    block[1] = group or block[1]
     return np.kron(scales, np.ones(block, np.float32))[:rows, :cols]
 
 
@@ -88,6 +90,17 @@ def truncated(values: F32) -> F32:
     """What bf16 and half precision have as well."""
     kept: F32 = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
     return kept.astype(np.float16).astype(np.float32)
+
+
+def with_zeros(scales: F32, zeros: bool, negative: bool = False) -> F32:
+    """The first scale and one in the middle are 0 if `zeros`; every third is below 0 if
+    `negative`."""
+    scales = scales.copy()
+    if negative:
+        scales.reshape(-1)[1::3] *= -1
+    if zeros:
+        scales[0, 0] = scales[len(scales) // 2, 0] = 0
+    return scales
 
 
 def powers(codes: U8) -> F32:
@@ -105,13 +118,15 @@ def of_fp8(
     name: str = "weight_scale",
     store: Callable[[F32], Tensor] = lambda scales: scales,
     shape: Callable[[tuple[int, int]], tuple[int, ...]] = lambda grid: grid,
+    group: int = 0,
+    zeros: bool = False,
 ) -> Stored:
     codes = rng.integers(0, 256, (rows, cols), np.uint8)
     codes[codes & 127 == 127] = 0
     drawn = rng.uniform(0.01, 2, grid(rows, cols)).astype(np.float16).astype(np.float32)
-    drawn = truncated(drawn)
+    drawn = with_zeros(truncated(drawn), zeros)
     stored = store(drawn.reshape(shape(drawn.shape)))
-    values = fp8_values()[codes] * spread(drawn, rows, cols)
+    values = fp8_values()[codes] * spread(drawn, rows, cols, group)
     return {"weight": fp8(codes), name: stored}, values
 
 
@@ -152,9 +167,13 @@ def of_mxint4(rng: Rng, rows: int, cols: int) -> Stored:
     )
 
 
-def of_nvfp4(rng: Rng, rows: int, cols: int, names: tuple[str, str], divides: bool) -> Stored:
+def of_nvfp4(
+    rng: Rng, rows: int, cols: int, names: tuple[str, str], divides: bool, zeros: bool = False
+) -> Stored:
     codes = rng.integers(0, 16, (rows, cols), np.uint8)
     scale = rng.integers(1, 0x7E, (rows, cols // 16), np.uint8)
+    if zeros:
+        scale[:, 0] = scale[rows // 2] = 0
     outer = np.float32(rng.uniform(0.5, 200))
     level = fp8_values()[scale]
     both = level / outer if divides else level * outer
@@ -168,17 +187,20 @@ def of_nvfp4(rng: Rng, rows: int, cols: int, names: tuple[str, str], divides: bo
 
 
 def scales_and_zeros(
-    rng: Rng, bits: int, rows: int, groups: int, asymmetric: bool
+    rng: Rng, bits: int, rows: int, groups: int, asymmetric: bool, special: bool = False
 ) -> tuple[F32, U8]:
+    """`special`: some scales are zero, and some negative, as AutoRound has them."""
     scale = rng.uniform(0.001, 1, (rows, groups)).astype(np.float16).astype(np.float32)
+    scale = with_zeros(scale, special, special)
     zero = np.full(scale.shape, 1 << bits - 1, np.uint8)
     if asymmetric:
         zero = rng.integers(0, 1 << bits, scale.shape, np.uint8)
     return scale, zero
 
 
-def group_index(rng: Rng, cols: int, groups: int, shuffled: bool) -> NDArray[np.int32]:
-    index = (np.arange(cols) // (cols // groups)).astype(np.int32)
+def group_index(rng: Rng, cols: int, group: int, shuffled: bool) -> NDArray[np.int32]:
+    """Groups in order, or the same in any order; the last one may be shorter."""
+    index = (np.arange(cols) // (group or cols)).astype(np.int32)
     return rng.permutation(index) if shuffled else index
 
 
@@ -189,12 +211,12 @@ def dequantized(codes: U8, scale: F32, zero: U8, index: NDArray[np.int32]) -> F3
 
 def of_packed(
     rng: Rng, rows: int, cols: int, bits: int, group: int = 0, asymmetric: bool = False,
-    order: str | None = None, store: Callable[[F32], Tensor] = halves,
+    order: str | None = None, store: Callable[[F32], Tensor] = halves, special: bool = False,
 ) -> Stored:  # fmt: skip
     """compressed-tensors' pack-quantized."""
     codes = rng.integers(0, 1 << bits, (rows, cols), np.uint8)
-    groups = cols // group if group else 1
-    scale, zero = scales_and_zeros(rng, bits, rows, groups, asymmetric)
+    groups = -(-cols // group) if group else 1
+    scale, zero = scales_and_zeros(rng, bits, rows, groups, asymmetric, special)
     scale = truncated(scale)
     parts: dict[str, Tensor] = {
         "weight_packed": stream(codes, bits).view(np.int32),
@@ -203,23 +225,27 @@ def of_packed(
     }
     if asymmetric:
         parts["weight_zero_point"] = np.ascontiguousarray(stream(zero.T, bits).T).view(np.int32)
-    index = group_index(rng, cols, groups, order == "shuffled")
+    index = group_index(rng, cols, group, order == "shuffled")
     if order is not None:
         unused = np.full(cols, -1, np.int32)
         parts["weight_g_idx"] = unused if order == "unused" else index
     return parts, dequantized(codes, scale, zero, index)
 
 
-def of_int8(rng: Rng, rows: int, cols: int, group: int = 0, asymmetric: bool = False) -> Stored:
+def of_int8(
+    rng: Rng, rows: int, cols: int, group: int = 0, asymmetric: bool = False, special: bool = False
+) -> Stored:
     """compressed-tensors' int-quantized: signed codes, and zero points from -128 on."""
     codes = rng.integers(0, 256, (rows, cols), np.uint8)
-    scale, zero = scales_and_zeros(rng, 8, rows, cols // group if group else 1, asymmetric)
+    scale, zero = scales_and_zeros(
+        rng, 8, rows, -(-cols // group) if group else 1, asymmetric, special
+    )
     parts: dict[str, Tensor] = {
         "weight": (codes.astype(np.int16) - 128).astype(np.int8), "weight_scale": scale
     }  # fmt: skip
     if asymmetric:
         parts["weight_zero_point"] = (zero.astype(np.int16) - 128).astype(np.int8)
-    return parts, dequantized(codes, scale, zero, group_index(rng, cols, scale.shape[1], False))
+    return parts, dequantized(codes, scale, zero, group_index(rng, cols, group, False))
 
 
 def in_int8(values: F32) -> Stored:
@@ -246,42 +272,44 @@ def of_msmodelslim(rng: Rng, rows: int, cols: int, asymmetric: bool = False) -> 
 
 def of_gptq(
     rng: Rng, rows: int, cols: int, bits: int, v2: bool, order: str | None = None, group: int = 64,
-    asymmetric: bool = True,
+    asymmetric: bool = True, special: bool = False,
 ) -> Stored:  # fmt: skip
     codes = rng.integers(0, 1 << bits, (rows, cols), np.uint8)
-    scale, zero = scales_and_zeros(rng, bits, rows, cols // group, asymmetric)
+    scale, zero = scales_and_zeros(rng, bits, rows, -(-cols // group), asymmetric, special)
     stored_zero = zero if v2 else (zero - 1) & ((1 << bits) - 1)
     parts: dict[str, Tensor] = {
         "qweight": np.ascontiguousarray(stream(codes, bits).T).view(np.int32),
         "scales": halves(np.ascontiguousarray(scale.T)),
         "qzeros": stream(np.ascontiguousarray(stored_zero.T), bits).view(np.int32),
     }
-    index = group_index(rng, cols, cols // group, order == "shuffled")
+    index = group_index(rng, cols, group, order == "shuffled")
     if order is not None:
         parts["g_idx"] = index
     return parts, dequantized(codes, scale, zero, index)
 
 
-def of_awq(rng: Rng, rows: int, cols: int, group: int = 64, asymmetric: bool = True) -> Stored:
+def of_awq(
+    rng: Rng, rows: int, cols: int, group: int = 64, asymmetric: bool = True, special: bool = False
+) -> Stored:
     codes = rng.integers(0, 16, (rows, cols), np.uint8)
-    scale, zero = scales_and_zeros(rng, 4, rows, cols // group, asymmetric)
+    scale, zero = scales_and_zeros(rng, 4, rows, -(-cols // group), asymmetric, special)
     parts: dict[str, Tensor] = {
         "qweight": np.ascontiguousarray(awq_words(codes).T).view(np.int32),
         "scales": halves(np.ascontiguousarray(scale.T)),
         "qzeros": np.ascontiguousarray(awq_words(zero).T).view(np.int32),
     }
-    return parts, dequantized(codes, scale, zero, group_index(rng, cols, cols // group, False))
+    return parts, dequantized(codes, scale, zero, group_index(rng, cols, group, False))
 
 
 def of_reordered_awq(rng: Rng, rows: int, cols: int, group: int = 64) -> Stored:
     codes = rng.integers(0, 16, (rows, cols), np.uint8)
-    scale, zero = scales_and_zeros(rng, 4, rows, cols // group, True)
+    scale, zero = scales_and_zeros(rng, 4, rows, -(-cols // group), True)
     parts: dict[str, Tensor] = {
         "weight": stream(codes, 4).view(np.int32),
         "scale": halves(np.ascontiguousarray(scale.T).reshape(-1)),
         "qzeros": stream(np.ascontiguousarray(zero.T), 4).view(np.int32),
     }
-    return parts, dequantized(codes, scale, zero, group_index(rng, cols, cols // group, False))
+    return parts, dequantized(codes, scale, zero, group_index(rng, cols, group, False))
 
 
 @dataclass(frozen=True)
@@ -305,6 +333,15 @@ def _blocks(rows: int, cols: int) -> tuple[int, int]:
 
 
 _PACK = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
+
+def _groups_of(size: int) -> dict[str, Any]:
+    """As compressed-tensors says it; groups of what goes in are others."""
+    weights, inputs = {"group_size": size}, {"group_size": 128}
+    groups = {"group_0": {"weights": weights, "input_activations": inputs}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
+
+
 _V1, _V2 = ({"quant_method": "gptq", "checkpoint_format": one} for one in ("gptq", "gptq_v2"))
 
 KINDS: dict[str, Kind] = {
@@ -410,6 +447,64 @@ KINDS: dict[str, Kind] = {
         {"quant_method": "awq", "version": "gemm"},
     ),
     "awq, KTransformers": Kind("awq-reordered", of_reordered_awq),
+    # Groups that do not divide the inputs; where another size would, config.json decides.
+    "fp8 group, short last": Kind(
+        "fp8-group",
+        partial(of_fp8, grid=lambda n, k: (n, -(-k // 160)), group=160),
+        _groups_of(160),
+    ),
+    "int4 packed, short last": Kind(
+        "int4-packed", partial(of_packed, bits=4, group=160), _groups_of(160)
+    ),
+    "int4 packed by activation, short last": Kind(
+        "int4-packed",
+        partial(of_packed, bits=4, group=160, asymmetric=True, order="shuffled"),
+        _groups_of(160),
+    ),
+    "int3 packed, short last": Kind(
+        "int3-packed", partial(of_packed, bits=3, group=100, asymmetric=True), _groups_of(100)
+    ),
+    "int8 group, short last": Kind("int8", partial(of_int8, group=160), _groups_of(160)),
+    **{
+        f"gptq int{bits}, short last": Kind(
+            f"gptq-int{bits}",
+            partial(of_gptq, bits=bits, v2=False, group=group),
+            _V1 | {"group_size": group, "bits": bits},
+        )
+        for bits, group in ((2, 160), (3, 100), (4, 160), (8, 72))
+    },
+    "gptq by activation, short last": Kind(
+        "gptq-int4",
+        partial(of_gptq, bits=4, v2=False, order="shuffled", group=160),
+        _V1 | {"group_size": 160},
+    ),
+    "awq, short last": Kind(
+        "awq-int4", partial(of_awq, group=96), {"quant_method": "awq", "group_size": 96}
+    ),
+    "awq, KTransformers, short last": Kind(
+        "awq-reordered", partial(of_reordered_awq, group=160), {"group_size": 160}
+    ),
+    # Scales that are zero, and of integers also negative.
+    "fp8 channel, zero scales": _fp8("fp8-channel", lambda n, k: (n, 1), zeros=True),
+    "fp8 block, zero scales": _fp8("fp8-block", _blocks, zeros=True),
+    "nvfp4, compressed-tensors, zero scales": Kind(
+        "nvfp4",
+        partial(of_nvfp4, names=("weight_packed", "weight_global_scale"), divides=True, zeros=True),
+    ),
+    "nvfp4, ModelOpt, zero scales": Kind(
+        "nvfp4",
+        partial(of_nvfp4, names=("weight", "weight_scale_2"), divides=False, zeros=True),
+    ),
+    "int4 packed, zero scales": Kind(
+        "int4-packed", partial(of_packed, bits=4, group=32, special=True), _PACK
+    ),
+    "int8 channel, zero scales": Kind("int8", partial(of_int8, special=True)),
+    "AutoRound, zero scales": Kind(
+        "gptq-int4",
+        partial(of_gptq, bits=4, v2=True, asymmetric=False, special=True),
+        {"quant_method": "auto-round", "packing_format": "auto_round:gptqmodel"},
+    ),
+    "awq, zero scales": Kind("awq-int4", partial(of_awq, special=True), {"quant_method": "awq"}),
 }
 
 # ---- a whole model ---------------------------------------------------------------------

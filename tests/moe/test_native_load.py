@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -93,6 +94,26 @@ HELD: dict[str, str | None] = {
     "awq": "gint8-64-f32",
     "awq symmetric": "gint4-128-f32",
     "awq, KTransformers": "gint8-64-f32",
+    "fp8 group, short last": None,
+    "int4 packed, short last": "gint4-32",  # as 32 divides 160
+    "int4 packed by activation, short last": None,
+    "int3 packed, short last": None,  # groups of 100
+    "int8 group, short last": "gint8-32-f32",
+    "gptq int2, short last": "gint4-32-f32",
+    "gptq int3, short last": None,
+    "gptq int4, short last": "gint8-32-f32",
+    "gptq int8, short last": None,
+    "gptq by activation, short last": None,
+    "awq, short last": "gint8-32-f32",
+    "awq, KTransformers, short last": "gint8-32-f32",
+    "fp8 channel, zero scales": "fp8-channel",
+    "fp8 block, zero scales": "fp8",
+    "nvfp4, compressed-tensors, zero scales": "nvfp4",
+    "nvfp4, ModelOpt, zero scales": "nvfp4",
+    "int4 packed, zero scales": "gint4-32",
+    "int8 channel, zero scales": "gint8-128-f32",
+    "AutoRound, zero scales": "gint4-64-f32",
+    "awq, zero scales": "gint8-64-f32",
 }
 
 
@@ -606,10 +627,26 @@ def test_numbers_beyond_bf16_are_refused(tmp_path: Path) -> None:
         native_experts(model)
 
 
-@pytest.mark.parametrize("factor", [0.0, -1.0, np.nan, np.inf, 1e-45])
-@pytest.mark.parametrize("kind", ["nvfp4, compressed-tensors", "nvfp4, ModelOpt"])
+def test_a_second_scale_that_is_zero(tmp_path: Path) -> None:
+    name = f"{SOURCE}.1.up_proj.weight_scale_2"
+    zero = {name: np.zeros(1, np.float32)}
+    model, weights, _ = encoded_model(tmp_path / "model", "nvfp4, ModelOpt", **zero)
+    weights.up[1] = 0
+    expect_values(native_experts(model), weights)
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor"),
+    [
+        *itertools.product(
+            ("nvfp4, compressed-tensors", "nvfp4, ModelOpt"), (-1.0, np.nan, np.inf)
+        ),
+        ("nvfp4, compressed-tensors", 0.0),
+        ("nvfp4, compressed-tensors", 1e-45),
+    ],
+)
 def test_second_scales_that_are_none(kind: str, factor: float, tmp_path: Path) -> None:
-    """The smallest denormal divides into infinities, and multiplies into zeros."""
+    """Zero and the smallest denormal divide into infinities."""
     part = "weight_global_scale" if "compressed" in kind else "weight_scale_2"
     name = f"{SOURCE}.1.up_proj.{part}"
     model, _, _ = encoded_model(tmp_path / "model", kind, **{name: np.array([factor], np.float32)})

@@ -60,7 +60,8 @@ PACKED: dict[str, tuple[int, Callable[[U8], Any], Callable[[U8], F32]]] = {
 def packed_source(
     dtype: str, *, transposed: bool, zeros: bool, order: str | None, rounded: bool = False
 ) -> tuple[native.Matrix, F32]:
-    """A matrix with one scale per row and 32 columns, and the values that it stands for."""
+    """A matrix with one scale per row and 32 columns, and the values that it stands for. `order`
+    "ends short": other groups, the last of which has less columns; one scale is zero."""
     rng = np.random.default_rng(len(dtype) + 2 * transposed + 4 * zeros)
     bits, store, mean = PACKED[dtype]
     nibbles = rng.integers(0, 1 << bits, (ROWS, COLS), np.uint8)
@@ -68,9 +69,12 @@ def packed_source(
     strides = (units.shape[1], 1)
     if transposed:
         units, strides = units.T, (1, units.shape[0])
-    scale = rng.uniform(0.01, 1, (ROWS, COLS // 32)).astype(np.float32)
+    width = {"ends short": 48, "ends short, odd": 20}.get(str(order), 32)
+    assert (COLS % width == 0) == (width == 32)
+    scale = rng.uniform(0.01, 1, (ROWS, -(-COLS // width))).astype(np.float32)
+    scale[0, -1] = 0 if width != 32 else scale[0, -1]
     zero = rng.integers(1, 17, scale.shape).astype(np.float32) if zeros else None
-    groups = np.arange(COLS, dtype=np.int32) // 32
+    groups = np.arange(COLS, dtype=np.int32) // width
     if order == "shuffled":
         rng.shuffle(groups)
     values = mean(nibbles)
@@ -88,9 +92,9 @@ def packed_source(
         row_stride=strides[0],
         col_stride=strides[1],
         block_scale=scale,
-        block=(1, 32),
+        block=(1, width),
         zero_point=zero,
-        group_of_col=None if order is None else groups,
+        group_of_col=groups if order in ("in order", "shuffled") else None,
         round_to_bf16=rounded,
     )
     return matrix, values
@@ -102,7 +106,7 @@ def plain(values: F32) -> native.Matrix:
 
 def of_every_kind(test: Callable[..., None]) -> Callable[..., None]:
     for name, choices in (
-        ("order", [None, "in order", "shuffled"]),
+        ("order", [None, "in order", "shuffled", "ends short", "ends short, odd"]),
         ("zeros", [False, True]),
         ("transposed", [False, True]),
         ("dtype", PACKED),

@@ -31,7 +31,8 @@ PACKED, ZEROS, ORDER = (
     "int4 packed, asymmetric",
     "int4 packed by activation",
 )
-GPTQ, GPTQ_ORDER, NV = "gptq int4, v2", "gptq by activation", "nvfp4, ModelOpt"
+GPTQ, GPTQ_ORDER = "gptq int4, v2", "gptq by activation"
+NV, NVC = "nvfp4, ModelOpt", "nvfp4, compressed-tensors"
 CASES: list[tuple[str, str, Tensor | None, str]] = [
     (PACKED, "weight_packed", words(N, 50), "shape [384, 50], expected [384, 16] (int2-packed)"),
     (PACKED, "weight_packed", words(N, K // 32), "shape [384, 8], expected"),
@@ -41,8 +42,6 @@ CASES: list[tuple[str, str, Tensor | None, str]] = [
     (PACKED, "weight_scale", None, "weight_packed is I32, but it has no scale (weight_scale)"),
     (PACKED, "weight_scale", full(N, K // 32, value=np.nan), "scale of block (0, 0) is nan"),
     (PACKED, "weight_scale", full(N, K // 32, value=np.inf), "scale of block (0, 0) is inf"),
-    (PACKED, "weight_scale", full(N, K // 32, value=0), "scale of block (0, 0) is 0.0"),
-    (PACKED, "weight_scale", full(N, K // 32, value=-1), "scale of block (0, 0) is -1.0"),
     (PACKED, "weight_scale", full(N, 3), "fits no way to scale the 384 x 256 weights"),
     (PACKED, "weight_scale", full(N // 2, K // 32), "fits no way to scale the 384 x 256 weights"),
     (PACKED, "weight_scale", full(N, K // 32, dtype=I64), "is I64, which is not supported beside"),
@@ -68,7 +67,7 @@ CASES: list[tuple[str, str, Tensor | None, str]] = [
     (GPTQ, "scales", full(K // 64, N // 2), "scales has shape [4, 192]"),
     (GPTQ, "scales", full(5, N), "scales has shape [5, 384]"),
     ("awq", "qweight", words(K, N // 8 + 1), "shape [256, 49], expected"),
-    ("awq", "scales", full(K // 64, N, value=0), "scale of block (0, 0) is 0.0"),
+    ("awq", "scales", full(K // 64, N, value=np.inf), "scale of block (0, 0) is inf"),
     ("awq", "weight", bf16(np.ones((N, K))), "are two ways to store one weight"),
     ("fp8 block", "weight_packed", words(N, K // 8), "are two ways to store one weight"),
     ("fp8 block", "weight_scale_inv", full(3, 2, dtype=F32), "are two of a kind"),
@@ -82,6 +81,7 @@ CASES: list[tuple[str, str, Tensor | None, str]] = [
     ("fp8 block", "weight", fp8(np.zeros((1, N, K), U8)), "shape [1, 384, 256], expected"),
     ("fp8 block", "weights", words(1), "is not a known companion of an expert weight"),
     ("fp8 block", "pre_quant_scale", full(K), "a scale of the inputs"),
+    ("fp8 block", "weight_scale", full(3, 2, value=-1, dtype=F32), "not a finite number of 0 or"),
     ("fp8 block, DeepSeek-V4", "scale", e8m0(np.full((3, 2), 255, U8)), "(0, 0) is nan"),
     ("mxfp4, Quark", "weight_scale", full(N, 16, dtype=U8), "[384, 16], which fits no way"),
     ("mxfp4, Quark", "weight_scale", full(N, 8, value=255, dtype=U8), "(0, 0) is nan"),
@@ -89,12 +89,13 @@ CASES: list[tuple[str, str, Tensor | None, str]] = [
     (NV, "weight_scale_2", None, "weight is U8, but it has no outer scale (weight_scale_2)"),
     (NV, "weight_scale_2", bf16(np.ones(1)), "weight_scale_2 is BF16, which is not supported"),
     (NV, "weight_global_scale", full(1, dtype=F32), "weight_global_scale is F32, which is not"),
-    (NV, "weight_scale_2", full(1, value=np.nan, dtype=F32), "has the scale nan, not a positive"),
-    (NV, "weight_scale_2", full(1, value=-1, dtype=F32), "has the scale -1.0, not a positive"),
+    (NV, "weight_scale_2", full(1, value=np.nan, dtype=F32), "has the scale nan, not a finite"),
+    (NV, "weight_scale_2", full(1, value=-1, dtype=F32), "has the scale -1.0, not a finite"),
     (NV, "weight_scale_2", full(1, value=1e38, dtype=F32), "which makes a block's scale"),
     (NV, "weight_scale_2", full(2, dtype=F32), "weight_scale_2 [2]), which fits no way"),
     (NV, "weight_scale_2", full(0, dtype=F32), "weight_scale_2 [0]), which fits no way"),
-    (NV, "weight_scale", fp8(np.zeros((N, K // 16), U8)), "scale of block (0, 0) is 0.0"),
+    (NVC, "weight_global_scale", full(1, value=0, dtype=F32), "not a finite number above 0"),
+    (NVC, "weight_global_scale", full(1, value=np.inf, dtype=F32), "not a finite number above 0"),
     (NV, "weight_scale", fp8(np.full((N, K // 16), 0xB8, U8)), "scale of block (0, 0) is -1.0"),
     ("int8 asymmetric", "weight_zero_point", words(N, 1), "is I32, which is not supported beside"),
     ("int8 asymmetric", "weight_zero_point", full(N, 2, dtype=I8), "[384, 2]), which fits no way"),

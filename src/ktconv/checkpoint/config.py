@@ -81,6 +81,7 @@ class ModelConfig:
     block_size: tuple[int, int] | None  # quantization_config.weight_block_size: rows, columns
     packing: str  # quantization_config's name of how integers are packed, in lower case
     packed_bits: int | None  # num_bits of compressed-tensors' groups, if all have the same
+    group_sizes: frozenset[int]  # inputs that share a scale, by every group_size of weights
     asymmetric: bool  # all of these groups say that weights have zero points
     data_types: frozenset[str]  # of AutoRound: of all modules, and of those that differ
     online_rotation: bool  # weights are of inputs that compressed-tensors rotates
@@ -202,6 +203,7 @@ def interpret_config(
         block_size=_block_size(quantization),
         packing=_packing(quantization),
         packed_bits=_packed_bits(quantization),
+        group_sizes=_group_sizes(quantization),
         asymmetric=_asymmetric(quantization),
         data_types=_data_types(quantization),
         online_rotation=_online_rotation(quantization),
@@ -402,6 +404,24 @@ def _packed_bits(quantization: Mapping[str, Any]) -> int | None:
     if not found or any(type(bits) is not int or bits != found[0] for bits in found):
         return None
     return found[0] if 2 <= found[0] <= 8 else None
+
+
+def _group_sizes(quantization: Mapping[str, Any]) -> frozenset[int]:
+    """Every group_size of weights, wherever a quantizer writes it: for the whole model, for groups
+    of modules or for single ones. Config files are not nested too deeply."""
+    found: set[int] = set()
+    level = [quantization]
+    while level:
+        pairs = [pair for section in level for pair in section.items()]
+        sizes = [value for key, value in pairs if key == "group_size"]
+        found.update(size for size in sizes if type(size) is int and size > 0)
+        level = [value for key, value in pairs if isinstance(value, dict) and _of_weights(key)]
+    return frozenset(found)
+
+
+def _of_weights(key: str) -> bool:
+    """Whether a section of quantization_config is not one about activations."""
+    return not key.startswith(("input", "output")) and "activation" not in key
 
 
 def _asymmetric(quantization: Mapping[str, Any]) -> bool:

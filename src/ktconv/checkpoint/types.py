@@ -62,7 +62,7 @@ class BlockGrid:
     row_origin: int
     col_origin: int
     outer: OuterScale | None = None  # of scales
-    any_sign: bool = False  # scales may also be negative or 0, as factors of weights may
+    any_sign: bool = False  # scales may be negative: those of integers, and factors of weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,8 +121,9 @@ def convert(
     result; plans have `lines` in addition, and all JSON has `facts`.
     """
     if dry_run:
-        shown = {**preflight_facts(preflight), **facts}
-        print_result(as_json, shown, lambda: [*preflight_lines(preflight), *lines])
+        zeros = preflight.zero_scales()
+        shown = {**preflight_facts(preflight), "zero_scales": zeros, **facts}
+        print_result(as_json, shown, lambda: [*preflight_lines(preflight, zeros), *lines])
         return
     notes = [f"note: {note}" for note in preflight.plan.notes]
     for line in (*lines, *notes, *(f"skipped: {what}" for what in preflight.plan.skipped)):
@@ -237,6 +238,7 @@ def report_facts(report: Report) -> dict[str, Any]:
         "mean_relative_rms_error": report.mean_error,
         "worst_tensor": report.worst[0] if report.worst else None,
         "worst_relative_rms_error": report.worst[1] if report.worst else None,
+        "zero_scales": report.zero_scales,
         **(upload_commands(report.preflight.request.output) if report.complete else {}),
         **report.more,
     }
@@ -253,8 +255,9 @@ def _encodings(facts: dict[str, Any]) -> str:
     )
 
 
-def preflight_lines(preflight: Preflight[Any]) -> Iterator[str]:
-    """The plan as readable lines."""
+def preflight_lines(preflight: Preflight[Any], zero_scales: int | None = 0) -> Iterator[str]:
+    """The plan as readable lines. `zero_scales`: see `Preflight.zero_scales`."""
+    from ktconv.conversion.records import zero_scales_in_words
     from ktconv.remote.urls import shown_model
 
     facts, request = preflight_facts(preflight), preflight.request
@@ -290,6 +293,12 @@ def preflight_lines(preflight: Preflight[Any]) -> Iterator[str]:
         )
         if facts["bytes_in_cache"]:
             rows["cache"] = f"{format_size(facts['bytes_in_cache'])} more are in the cache"
+    if zero_scales != 0:
+        rows["zero scales"] = (
+            "all scales are checked when the conversion begins"
+            if zero_scales is None
+            else zero_scales_in_words(zero_scales)
+        )
     for number, note in enumerate(facts["notes"], 1):
         rows[f"note {number}"] = note
     return fact_lines(rows)
@@ -297,7 +306,7 @@ def preflight_lines(preflight: Preflight[Any]) -> Iterator[str]:
 
 def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
     """The result of a run as readable lines."""
-    from ktconv.conversion.records import describe_units
+    from ktconv.conversion.records import describe_units, zero_scales_in_words
 
     output = report.preflight.request.output
     if coverage := report.more.get("coverage"):
@@ -324,6 +333,8 @@ def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
             f"Relative RMS error: mean {report.mean_error:.4f} over the tensors, "
             f"worst {report.worst[1]:.4f} ({report.worst[0]})."
         )
+    if report.zero_scales:
+        yield f"Zero scales in the source: {zero_scales_in_words(report.zero_scales)}."
     if report.complete:
         yield f"{output} is complete."
         if flags := report.preflight.plan.target.serving():

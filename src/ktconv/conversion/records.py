@@ -73,6 +73,9 @@ def _own_activation(layer: MoELayer, most: ExpertActivation) -> Record:
     return {"activation": layer.activation.as_record()} if other else {}
 
 
+ZERO_SCALES = "zero_scales"  # of a unit's record: how many scales of the source are zero
+
+
 @dataclass(slots=True)
 class ErrorSummary:
     """Relative RMS errors of all weights of the finished units, in whatever order they finish."""
@@ -80,8 +83,10 @@ class ErrorSummary:
     count: int = 0
     totals: list[float] = field(default_factory=list)  # by unit
     worst: tuple[str, float] | None = None
+    zero_scales: int = 0  # of the source
 
     def add(self, record: Record) -> None:
+        self.zero_scales += record.get(ZERO_SCALES, 0)
         tensors = record["tensors"].items()
         errors = {name: entry.get("relative_rms_error") for name, entry in tensors}
         known = {name: error for name, error in errors.items() if error is not None}
@@ -96,6 +101,11 @@ class ErrorSummary:
     def mean(self) -> float | None:
         """The sum is rounded once, so that no order of the units changes it."""
         return math.fsum(self.totals) / self.count if self.count else None
+
+
+def zero_scales_in_words(count: int) -> str:
+    """ "1,024, whose weights are all 0" """
+    return f"{count:,}, whose weights are all 0"
 
 
 def describe_units(keys: Sequence[str]) -> str:

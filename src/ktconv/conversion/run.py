@@ -23,7 +23,7 @@ from ktconv.checkpoint.source_card import source_card
 from ktconv.conversion.output import OutputState
 from ktconv.conversion.pipeline import Observer, Pipeline, Task
 from ktconv.conversion.plan import LayerUnit, Plan, T_co, Unit
-from ktconv.conversion.records import ErrorSummary, describe_units, run_record
+from ktconv.conversion.records import ZERO_SCALES, ErrorSummary, describe_units, run_record
 from ktconv.conversion.target import BaseOptions, Target
 from ktconv.conversion.tasks import CopyTask
 from ktconv.errors import (
@@ -35,6 +35,7 @@ from ktconv.errors import (
 )
 from ktconv.reading.buffers import BufferSizes
 from ktconv.reading.reader import KeptReader, SourceReader
+from ktconv.reading.scale_scan import Chosen, scales_bytes, scan_scales
 from ktconv.system import elsewhere, machine
 from ktconv.system.files import remove, remove_empty, sync, translated, write_durably
 from ktconv.system.units import format_ranges, format_size
@@ -51,6 +52,7 @@ from ktconv.writer.metadata import CARD, copy_sidecars, write_index, write_made_
 from ktconv.writer.staging import FolderStaging, ShardStaging, Staging
 
 DISK_MARGIN = 64 << 20  # for index, manifest and what file systems need themselves
+SCAN_BYTES = 1 << 30  # of scales, which a dry run looks at too
 MANIFEST_EXPANSION = 5  # memory of parsed JSON, per byte of text
 WITHDRAW_SECONDS = 1.0  # a run that was interrupted ends soon
 MEMORY_MARGIN = 96 << 20  # interpreter objects that grow while running
@@ -85,6 +87,20 @@ class Preflight(Generic[T_co]):
     peak_memory: int
     disk_free: int
 
+    def zero_scales(self) -> int | None:
+        """How many scales are zero, of the units that this run would write. None: they are looked
+        at when the conversion begins, since reading them takes long.
+
+        Raises CheckpointError for a scale that cannot be one.
+        """
+        units = self.pending()
+        chosen = scaled_layers(self.plan, units)
+        if chosen is None or scales_bytes(chosen) > SCAN_BYTES:
+            return None
+        checkpoint = self.plan.checkpoint
+        reader = SourceReader(checkpoint.files, checkpoint.sources)
+        return sum(scan_scales(chosen, reader, self.threads).values())
+
     def pending(self) -> list[Unit]:
         """What this run would write: units that are not there as planned."""
         if self.request.finalize:
@@ -92,6 +108,15 @@ class Preflight(Generic[T_co]):
         units = [*self.units, *self.plan.others]
         state = OutputState(self.plan, Journal(self.request.output))
         return units if self.request.overwrite else state.pending(units)
+
+
+def scaled_layers(plan: Plan[Target], units: Sequence[Unit]) -> list[Chosen] | None:
+    """The layers among units whose scales are looked at before anything is written; None for a
+    source elsewhere, where each small read is a request: there each layer's are looked at before
+    the layer is final."""
+    if any(elsewhere.elsewhere_of(file) is not None for file in plan.checkpoint.files):
+        return None
+    return [(unit.layer, unit.experts) for unit in units if isinstance(unit, LayerUnit)]
 
 
 def disk_needed(units: Sequence[Unit]) -> int:
@@ -112,6 +137,7 @@ class Report:
     source_bytes: int  # read by this run
     worst: tuple[str, float] | None = None  # tensor and relative RMS error
     mean_error: float | None = None  # relative RMS error over all matrices
+    zero_scales: int = 0  # of the source, in all finished units
     more: Record = field(default_factory=dict)  # facts of this kind of conversion alone
 
 
@@ -213,7 +239,8 @@ class Conversion(ABC):
 
     def unit_facts(self, unit: Unit) -> Record:
         """What the journal records of a unit in addition to its files and tensors."""
-        return {}
+        zeros = self._zero_scales.get(unit.key)
+        return {ZERO_SCALES: zeros} if zeros else {}
 
     def made_files(self) -> Mapping[str, bytes]:
         """The plan's `made_files` by name."""
@@ -230,6 +257,7 @@ class Conversion(ABC):
         self.errors = ErrorSummary()
         self.source_card = source_card(self.plan.checkpoint, self.request.model)
         self._readers: dict[str, KeptReader] = {}  # of units under way
+        self._zero_scales: dict[str, int] = {}  # of units of the source, where it was counted
 
     def run(self) -> Report:
         started = time.monotonic()
@@ -256,6 +284,7 @@ class Conversion(ABC):
         if not complete:
             if pending:
                 self._check_disk(pending)
+                self._check_scales(pending)
                 self.convert(pending)
             with self.lock.setup_lock(self.observer.noted):
                 self._finish()
@@ -387,6 +416,18 @@ class Conversion(ABC):
                 "free some space or choose another disk",
             )
 
+    def _check_scales(self, pending: Sequence[Unit]) -> None:
+        """CheckpointError for a scale that cannot be one."""
+        chosen = scaled_layers(self.plan, pending)
+        if chosen is None:
+            return
+        nbytes = scales_bytes(chosen)
+        if nbytes > SCAN_BYTES:
+            self.observer.noted(f"checking {format_size(nbytes)} of scales")
+        found = scan_scales(chosen, self.reader(), self.preflight.threads)
+        layers = {unit.layer.index: unit for unit in pending if isinstance(unit, LayerUnit)}
+        self._zero_scales = {layers[index].key: zeros for index, zeros in found.items()}
+
     # ---- converting ----
 
     def convert(self, pending: Sequence[Unit]) -> None:
@@ -406,6 +447,7 @@ class Conversion(ABC):
         reader = self._readers.pop(unit.key)
         try:
             reader.confirm()
+            self._zero_scales.setdefault(unit.key, reader.zero_scales)
         finally:
             reader.close()
         elsewhere.confirm(self.plan.checkpoint.files)
@@ -491,5 +533,6 @@ class Conversion(ABC):
             source_bytes=sum(unit.source_bytes for unit in pending),
             worst=errors.worst,
             mean_error=errors.mean,
+            zero_scales=errors.zero_scales,
             more=self.more() if complete else {},
         )

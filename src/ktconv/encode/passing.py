@@ -35,6 +35,8 @@ def kept_scales(scheme: Scheme, source: MatrixReader, half: bool) -> tuple[Array
     if kind == "nvfp4":
         blocks, factor, divides = source.load_levels()
         codes = np.searchsorted(E4M3FN_VALUES[:127], blocks).astype(np.uint8)
+        if not factor:  # all weights are zero, and no number divides so
+            return np.zeros_like(codes), 1.0
         return codes, factor if divides == scheme.layout.divides else float(np.float32(1 / factor))
     found = source.load_scales()
     assert found is not None

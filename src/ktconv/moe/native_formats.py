@@ -78,7 +78,7 @@ def _holds(fmt: Format, matrix: ExpertMatrix) -> bool:
         return powers if matrix.element == F8_E4M3 else grid is None
     if grid is None or (fmt.traits.inner_scales and grid.number != "E4M3"):
         return False
-    return not grid.any_sign and _is_refined(grid, matrix, *scale_block(fmt, matrix.cols))
+    return _is_refined(grid, matrix, *scale_block(fmt, matrix.cols))
 
 
 def _is_refined(grid: BlockGrid, matrix: ExpertMatrix, rows: int, cols: int) -> bool:

@@ -12,15 +12,18 @@ from ktconv import native
 from ktconv.checkpoint import BlockGrid, ExpertMatrix, MoELayer, Projection, TensorRef
 from ktconv.checkpoint.elements import F32 as ELEMENT_F32
 from ktconv.checkpoint.encodings.grids import (
+    count_zeros,
     grid_nbytes,
     load_block_scale,
     load_grid,
     load_groups,
     load_outer_scale,
+    load_outer_value,
     load_zero_points,
     scale_span,
+    scan_block_scale,
 )
-from ktconv.checkpoint.types import DeclaredShape
+from ktconv.checkpoint.types import DeclaredShape, OuterScale
 from ktconv.errors import CheckpointError
 from ktconv.formats.folding import factors
 from ktconv.reading.grid_blocks import decode_blocks, require_package
@@ -30,6 +33,7 @@ from ktconv.system.opened import Opened
 
 CHUNK_BYTES = 4 << 20  # of source: small enough for the cache, large enough for the disk
 STRIDED_CHUNK_BYTES = 16 << 20  # where a chunk is gathered from many short runs
+_LEAST_E4M3 = 2.0**-9  # above zero: what second scales are beside
 ROWS_STEP = 128  # chunks are whole row blocks of every format
 
 
@@ -161,7 +165,8 @@ class MatrixReader:
             self._check_declared(found.declared)
         outer = found.scale.outer
         if outer is not None:
-            scale = load_outer_scale(outer, scale, self._bytes(outer.tensor, 4 * outer.index, 4))
+            scale = load_outer_scale(outer, scale, self._outer(outer))
+        self.reader.found_zeros(found.scale, count_zeros(scale))
         return Scales(scale, zero_point, groups, self._row_scale(scale, zero_point, groups))
 
     def load_levels(self) -> tuple[F32, float, bool]:
@@ -171,9 +176,36 @@ class MatrixReader:
         assert scale is not None and scale.outer is not None
         outer, (rows, cols) = scale.outer, (self.matrix.rows, self.matrix.cols)
         blocks = load_block_scale(scale, rows, cols, self._grid(scale))
-        data = self._bytes(outer.tensor, 4 * outer.index, 4)
-        load_outer_scale(outer, blocks, data)  # refuses what is no scale
-        return blocks, float(np.frombuffer(data, "<f4")[0]), outer.divides
+        data = self._outer(outer)
+        both = load_outer_scale(outer, blocks, data)  # refuses what is no scale
+        self.reader.found_zeros(scale, count_zeros(both))
+        return blocks, float(load_outer_value(outer, data)), outer.divides
+
+    def scan_scales(self) -> int:
+        """How many of its scales are zero. CheckpointError for a scale, or a zero point that is a
+        float, which `load_scales` refuses; the rest of what belongs to a matrix is not looked
+        at."""
+        scale, (rows, cols) = self.matrix.scale, (self.matrix.rows, self.matrix.cols)
+        if scale is None:
+            return 0
+        zero = self.matrix.quantization.zero_point if self.matrix.quantization else None
+        if isinstance(zero, BlockGrid) and zero.number == "F32":
+            load_zero_points(zero, rows, cols, self._grid(zero))
+        data = self._grid(scale)
+        zeros, most = scan_block_scale(scale, rows, cols, data)
+        if scale.outer is None:
+            return zeros
+        value = load_outer_value(scale.outer, self._outer(scale.outer))
+        with np.errstate(all="ignore"):
+            combine = np.divide if scale.outer.divides else np.multiply
+            least, largest = (combine(np.float32(one), value) for one in (_LEAST_E4M3, most))
+        if least > 0 and np.isfinite(largest):
+            return zeros
+        blocks = load_block_scale(scale, rows, cols, data)
+        return count_zeros(load_outer_scale(scale.outer, blocks, self._outer(scale.outer)))
+
+    def _outer(self, outer: OuterScale) -> bytearray:
+        return self._bytes(outer.tensor, 4 * outer.index, 4)
 
     def _check_declared(self, declared: DeclaredShape) -> None:
         tensor = declared.tensor

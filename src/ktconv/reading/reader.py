@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ktconv.checkpoint import SourceFile, TensorRef
+from ktconv.checkpoint import BlockGrid, SourceFile, TensorRef
 from ktconv.errors import ResourceError, SourceChangedError
 from ktconv.system import elsewhere
 from ktconv.system.elsewhere import Span as Span
@@ -99,6 +99,9 @@ class SourceReader:
                 "make sure nothing writes there, then start again",
             )
 
+    def found_zeros(self, scale: BlockGrid, count: int) -> None:
+        """So many scales of a matrix are zero: for who counts them."""
+
     def read(self, fd: Opened, tensor: TensorRef, target: memoryview, offset: int) -> None:
         """Bytes from `offset` on of a tensor."""
         try:
@@ -143,6 +146,18 @@ class KeptReader(SourceReader):
         self._state = state
         self._lock = threading.Lock()
         self._kept: dict[Path, Opened] = {}
+        self._zeros: dict[tuple[str, int, int, int], int] = {}
+
+    @property
+    def zero_scales(self) -> int:
+        """How many scales of the matrices that were read are zero."""
+        return sum(self._zeros.values())
+
+    def found_zeros(self, scale: BlockGrid, count: int) -> None:
+        """A matrix that is read twice counts once."""
+        if count:
+            place = scale.tensor.name, scale.start, scale.row_origin, scale.col_origin
+            self._zeros[place] = count
 
     @contextmanager
     def open(self, path: Path) -> Iterator[Opened]:

@@ -12,7 +12,7 @@ from ktconv import __version__
 from ktconv.checkpoint.activations import in_words
 from ktconv.checkpoint.gguf.parts import model_stem
 from ktconv.checkpoint.source_card import NOT_STRINGS, SourceCard
-from ktconv.conversion.records import ErrorSummary
+from ktconv.conversion.records import ErrorSummary, zero_scales_in_words
 from ktconv.system.text import path_text, printable
 from ktconv.system.units import format_ranges, format_size
 from ktconv.targets.ktransformers import BY_WEIGHTS, NO_KTRANSFORMERS, Options, Plan
@@ -119,13 +119,16 @@ def yaml_string(text: str) -> str:
 
 
 def errors_line(errors: ErrorSummary) -> str:
-    """What the conversion measured, as a line of a list; empty where it quantized nothing."""
-    if errors.worst is None or errors.mean is None:
-        return ""
-    return (
-        f"- Relative RMS error of the weights: mean {errors.mean:.4f} over the tensors, worst "
-        f"{errors.worst[1]:.4f} (`{errors.worst[0]}`)\n"
-    )
+    """What the conversion measured, as lines of a list; empty where it quantized nothing."""
+    lines = ""
+    if errors.worst is not None and errors.mean is not None:
+        lines += (
+            f"- Relative RMS error of the weights: mean {errors.mean:.4f} over the tensors, worst "
+            f"{errors.worst[1]:.4f} (`{errors.worst[0]}`)\n"
+        )
+    if errors.zero_scales:
+        lines += f"- Zero scales in the source: {zero_scales_in_words(errors.zero_scales)}\n"
+    return lines
 
 
 def _use(plan: Plan) -> str:

@@ -27,9 +27,9 @@ from ktconv.checkpoint.encodings.refusals import packed_without_straddling
 from ktconv.checkpoint.encodings.shapes import (
     FLOATS,
     declared_shape,
-    grid_of_groups,
     grid_with_blocks,
     group_index,
+    integer_scales,
 )
 from ktconv.checkpoint.types import Quantization
 from ktconv.checkpoint.views import StoredView
@@ -45,8 +45,7 @@ def _quantization(
     roles: Roles, view: StoredView, config: ModelConfig, zero_number: str, symmetric: int
 ) -> Quantization | None:
     """`symmetric`: the code that means 0 where no zero points are stored."""
-    tensor = roles[SCALE]
-    scale = grid_of_groups(tensor, view, FLOATS[tensor.dtype])
+    scale = integer_scales(roles[SCALE], view, config)
     if scale is None:
         return None
     groups = group_index(roles[GROUPS], view) if GROUPS in roles else None

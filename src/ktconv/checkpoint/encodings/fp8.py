@@ -43,13 +43,13 @@ def _block(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization 
     return None if grid is None else Quantization(grid)
 
 
-def _groups(roles: Roles, view: StoredView) -> BlockGrid | None:
+def _groups(roles: Roles, view: StoredView, config: ModelConfig) -> BlockGrid | None:
     tensor = roles[SCALE]
-    return grid_of_groups(tensor, view, SCALE_NUMBERS[tensor.dtype])
+    return grid_of_groups(tensor, view, SCALE_NUMBERS[tensor.dtype], config)
 
 
 def _tensor(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
-    grid = _groups(roles, view)
+    grid = _groups(roles, view, config)
     whole = outputs_and_inputs(view)
     if grid is None or (grid.block_rows, grid.block_cols) != whole:
         return None
@@ -57,13 +57,13 @@ def _tensor(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization
 
 
 def _channel(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
-    grid = _groups(roles, view)
+    grid = _groups(roles, view, config)
     inputs = outputs_and_inputs(view)[1]
     return Quantization(grid) if grid is not None and grid.block_cols == inputs else None
 
 
 def _group(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
-    grid = _groups(roles, view)
+    grid = _groups(roles, view, config)
     return Quantization(grid) if grid is not None else None
 
 

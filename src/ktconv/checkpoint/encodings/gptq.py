@@ -11,15 +11,18 @@ quantized the inputs in another order. KTransformers' export of AWQ turns the co
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ktconv.checkpoint import elements
 from ktconv.checkpoint.config import ModelConfig
 from ktconv.checkpoint.elements import Element
 from ktconv.checkpoint.encodings.base import GROUPS, SCALE, ZERO, Companion, Encoding, Roles
 from ktconv.checkpoint.encodings.shapes import (
     FLOATS,
-    grid_of_groups,
     grid_with_blocks,
     group_index,
+    group_size,
+    integer_scales,
     outputs_and_inputs,
 )
 from ktconv.checkpoint.types import BlockGrid, Quantization, TensorRef
@@ -55,9 +58,10 @@ def _format(config: ModelConfig, roles: Roles) -> str:
     return declared
 
 
-def _quantization(roles: Roles, view: StoredView, number: str) -> Quantization | None:
-    tensor = roles[SCALE]
-    scale = grid_of_groups(tensor, view, FLOATS[tensor.dtype])
+def _quantization(
+    roles: Roles, view: StoredView, config: ModelConfig, number: str
+) -> Quantization | None:
+    scale = integer_scales(roles[SCALE], view, config)
     if scale is None:
         return None
     block = scale.block_rows, scale.block_cols
@@ -78,7 +82,7 @@ def _gptq(bits: int, element: Element) -> Encoding:
                 "would be read wrongly otherwise.",
             )
         less_one = "" if _TRUE_ZEROS[packing] else "_LESS_ONE"
-        return _quantization(roles, view, f"U{bits}_ROWS{less_one}")
+        return _quantization(roles, view, config, f"U{bits}_ROWS{less_one}")
 
     return Encoding(
         f"gptq-int{bits}",
@@ -94,24 +98,25 @@ def _gptq(bits: int, element: Element) -> Encoding:
 
 def _awq(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
     _format(config, roles)
-    return _quantization(roles, view, "U4_ROWS_AWQ")
+    return _quantization(roles, view, config, "U4_ROWS_AWQ")
 
 
 def _reordered(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
     scale, zero = roles[SCALE], roles[ZERO]
     outputs, inputs = outputs_and_inputs(view)
     groups, rest = divmod(scale.shape[0] if len(scale.shape) == 1 else 0, outputs)
-    if view.experts is not None or rest or not groups or inputs % groups or outputs % 8:
+    size = group_size(inputs, groups, config)
+    if view.experts is not None or rest or size is None or outputs % 8:
         return None
     if zero.shape != (groups, outputs // 8):
         return None
+    per: int = size
 
     def grid(tensor: TensorRef, number: str, width: int) -> BlockGrid:
-        return BlockGrid(tensor, number, 0, 1, width, 1, inputs // groups, view.row, 0)
+        return BlockGrid(tensor, number, 0, 1, width, 1, per, view.row, 0)
 
-    return Quantization(
-        grid(scale, FLOATS[scale.dtype], outputs), grid(zero, "U4_ROWS", outputs // 8)
-    )
+    scales = replace(grid(scale, FLOATS[scale.dtype], outputs), any_sign=True)
+    return Quantization(scales, grid(zero, "U4_ROWS", outputs // 8))
 
 
 GPTQ = tuple(_gptq(bits, elements.STREAMS[bits]) for bits in (4, 8, 2, 3))

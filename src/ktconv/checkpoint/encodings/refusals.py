@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import NamedTuple
 
 from ktconv.checkpoint.config import ModelConfig
@@ -16,6 +17,7 @@ _HINT = (
     "integers of compressed-tensors, GPTQ and AWQ, and llama.cpp's types in GGUF files; use a "
     "version of this model in one of them."
 )
+_GROUP_SIZE = "quantization_config.group_size"
 _BLOCK_SIZE = "quantization_config.weight_block_size"
 _DAMAGED = "The checkpoint is inconsistent; download it again."
 # What words in the name of a tensor beside (or in place of) a weight are a sign of.
@@ -228,5 +230,23 @@ def wrong_scales(
         f"{list(weight.shape)} as {encoding.name}" + (blocks if fp8 else ""),
         f"Check {_BLOCK_SIZE} in config.json; if it is right, download the checkpoint again."
         if fp8
-        else _DAMAGED,
+        else _hint_of_groups(scale, view, config),
+    )
+
+
+def _hint_of_groups(scale: TensorRef, view: StoredView, config: ModelConfig) -> str:
+    """The way out where the shape of scales is one of groups that do not divide the inputs."""
+    outputs, inputs = view.stored_rows, view.stored_cols
+    if view.transposed:
+        outputs, inputs = inputs, outputs
+    groups, rest = divmod(prod(scale.shape), outputs * (view.experts or 1))
+    if rest or groups < 2 or not inputs % groups or groups > inputs:
+        return _DAMAGED
+    least, most = -(-inputs // groups), (inputs - 1) // (groups - 1)
+    if least > most:
+        return _DAMAGED
+    said = ", ".join(map(str, sorted(config.group_sizes))) or "nothing"
+    return (
+        f"{groups} groups of {inputs} inputs can have {least} to {most} each; {_GROUP_SIZE} in "
+        f"config.json says {said}. Correct it there, or download the checkpoint again."
     )

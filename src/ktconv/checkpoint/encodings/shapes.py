@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from ktconv.checkpoint.config import ModelConfig
 from ktconv.checkpoint.encodings.grids import NUMBERS
 from ktconv.checkpoint.types import BlockGrid, DeclaredShape, GroupIndex, TensorRef
 from ktconv.checkpoint.views import StoredView
@@ -84,9 +87,32 @@ def declared_shape(tensor: TensorRef, view: StoredView) -> DeclaredShape:
     return DeclaredShape(tensor, index, outputs_and_inputs(view))
 
 
-def grid_of_groups(tensor: TensorRef, view: StoredView, number: str) -> BlockGrid | None:
-    """`tensor` as a grid of one number per tensor, or per output and a group of its inputs, whose
-    size the shape tells."""
+def group_size(inputs: int, groups: int, config: ModelConfig) -> int | None:
+    """How many of `inputs` share one of `groups` scales; the last group may have less.
+
+    config.json decides where one of its sizes gives so many groups; else the inputs must divide.
+    None where they do not, or several of its sizes fit.
+    """
+    if groups <= 1:
+        return inputs if groups else None
+    declared = [size for size in config.group_sizes if ceil_div(inputs, size) == groups]
+    if len(declared) == 1:
+        return declared[0]
+    return None if inputs % groups else inputs // groups
+
+
+def integer_scales(tensor: TensorRef, view: StoredView, config: ModelConfig) -> BlockGrid | None:
+    """`tensor` as scales of integers, as `grid_of_groups`. They may be negative: AutoRound gives
+    the larger side of a group the code that only one sign has."""
+    grid = grid_of_groups(tensor, view, FLOATS[tensor.dtype], config)
+    return None if grid is None else replace(grid, any_sign=True)
+
+
+def grid_of_groups(
+    tensor: TensorRef, view: StoredView, number: str, config: ModelConfig
+) -> BlockGrid | None:
+    """`tensor` as a grid of one number per tensor, or per output and a group of its inputs, see
+    `group_size`."""
     outputs, inputs = outputs_and_inputs(view)
     count = _elements(tensor)
     if count in (1, view.experts):
@@ -94,9 +120,8 @@ def grid_of_groups(tensor: TensorRef, view: StoredView, number: str) -> BlockGri
         if whole is not None or not tensor.shape:
             return whole
     groups, rest = divmod(count, NUMBERS[number].height(outputs) * (view.experts or 1))
-    if rest or not groups or inputs % groups:
-        return None
-    return grid_with_blocks(tensor, view, number, (1, inputs // groups))
+    size = None if rest else group_size(inputs, groups, config)
+    return None if size is None else grid_with_blocks(tensor, view, number, (1, size))
 
 
 def _has_shape(tensor: TensorRef, view: StoredView, grid: tuple[int, int]) -> bool:

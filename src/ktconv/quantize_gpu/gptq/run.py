@@ -278,7 +278,7 @@ class Gptq(Encode):
 
     def unit_facts(self, unit: Unit) -> Record:
         seen = self._coverage.get(unit.layer.index) if isinstance(unit, LayerUnit) else None
-        return {"coverage": seen.record()} if seen else {}
+        return super().unit_facts(unit) | ({"coverage": seen.record()} if seen else {})
 
 
 def as_array(tensor: Tensor) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,12 +168,37 @@ def _scaled(
     return Weight(source, primary, units, grid, zero, row_of, col_of, middle)
 
 
-def _by_shape(place: Place, count: int) -> tuple[int, int] | None:
+def _by_shape(source: Source, count: int) -> tuple[int, int] | None:
     """Outputs and inputs that share one of `count` scales: of the tensor, or of rows in groups."""
+    place = source.place
     if count == 1:
         return place.outs, place.ins
     groups, rest = divmod(count, place.outs)
-    return None if rest or not groups or place.ins % groups else (1, place.ins // groups)
+    width = 0 if rest or not groups else _width(source, groups)
+    return (1, width) if width else None
+
+
+def _width(source: Source, groups: int) -> int:
+    """Neighbouring inputs that share a scale; 0 if nothing tells. A declared number of them counts
+    if so many groups end with the last input."""
+    ins = source.place.ins
+    fitting = {
+        size
+        for size in _declared_widths(source.quantization)
+        if (groups - 1) * size < ins <= groups * size
+    }
+    if groups > 1 and len(fitting) == 1:
+        return fitting.pop()
+    return ins // groups if ins % groups == 0 else 0
+
+
+def _declared_widths(quantization: Mapping[str, Any]) -> Iterator[int]:
+    for key, value in quantization.items():
+        if key == "group_size" and isinstance(value, int) and value > 0:
+            yield value
+        about_inputs = "activation" in key or key.split("_")[0] in ("input", "output")
+        if isinstance(value, Mapping) and not about_inputs:
+            yield from _declared_widths(value)
 
 
 # ---- floating point --------------------------------------------------------------------
@@ -198,7 +223,7 @@ def _fp8(source: Source) -> Weight | None:
     units = Units(lambda items: numbers.E4M3[items])
     rows, cols = _declared_block(source.quantization) or _USUAL_BLOCK
     found = _scaled(source, "weight", units, scale, (rows, cols))
-    shared = _by_shape(source.place, scale.size)
+    shared = _by_shape(source, scale.size)
     if found is None and shared is not None:
         found = _scaled(source, "weight", units, scale, shared)
     return found
@@ -244,7 +269,7 @@ def _nvfp4(source: Source) -> Weight | None:
 
 def _float_grid(source: Source, part: str) -> tuple[F32, tuple[int, int]] | None:
     scale = numbers.floats(source.items(part), source.parts[part].dtype)
-    blocks = _by_shape(source.place, scale.size)
+    blocks = _by_shape(source, scale.size)
     return None if blocks is None else (scale, blocks)
 
 
@@ -337,10 +362,11 @@ def _reordered(source: Source) -> Weight | None:
     place, scale = source.place, source.items("scale")
     groups = scale.size // place.outs
     zero = numbers.stream(source.items("qzeros"), 4)  # [groups, outputs]
-    if groups * place.outs != scale.size or zero.shape != (groups, place.outs):
+    fits = groups * place.outs == scale.size and zero.shape == (groups, place.outs)
+    if not fits or not _width(source, groups):
         return None
     values = numbers.floats(scale, source.parts["scale"].dtype).reshape(groups, place.outs)
-    blocks = 1, place.ins // groups
+    blocks = 1, _width(source, groups)
     return _scaled(source, "weight", _stream_units(4), values.T, blocks, zero.T, 8)
 
 
