@@ -237,6 +237,8 @@ def report_facts(report: Report) -> dict[str, Any]:
         "mean_relative_rms_error": report.mean_error,
         "worst_tensor": report.worst[0] if report.worst else None,
         "worst_relative_rms_error": report.worst[1] if report.worst else None,
+        "nearly_zero_matrices": report.lost,
+        "nearly_zero_tensors": list(report.lost_names),
         **(upload_commands(report.preflight.request.output) if report.complete else {}),
         **report.more,
     }
@@ -324,6 +326,10 @@ def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
             f"Relative RMS error: mean {report.mean_error:.4f} over the tensors, "
             f"worst {report.worst[1]:.4f} ({report.worst[0]})."
         )
+    if report.lost:
+        from ktconv.conversion.records import lost_line
+
+        yield f"warning: {lost_line(report.lost, report.lost_names)}."
     if report.complete:
         yield f"{output} is complete."
         if flags := report.preflight.plan.target.serving():

@@ -112,6 +112,8 @@ class Report:
     source_bytes: int  # read by this run
     worst: tuple[str, float] | None = None  # tensor and relative RMS error
     mean_error: float | None = None  # relative RMS error over all matrices
+    lost: int = 0  # matrices that became nearly all zeros
+    lost_names: Sequence[str] = ()  # of their tensors, some
     more: Record = field(default_factory=dict)  # facts of this kind of conversion alone
 
 
@@ -491,5 +493,7 @@ class Conversion(ABC):
             source_bytes=sum(unit.source_bytes for unit in pending),
             worst=errors.worst,
             mean_error=errors.mean,
+            lost=errors.lost,
+            lost_names=errors.lost_names,
             more=self.more() if complete else {},
         )

@@ -122,9 +122,10 @@ def errors_line(errors: ErrorSummary) -> str:
     """What the conversion measured, as a line of a list; empty where it quantized nothing."""
     if errors.worst is None or errors.mean is None:
         return ""
+    lost = f"- Warning: {errors.lost_line('`')}\n" if errors.lost else ""
     return (
         f"- Relative RMS error of the weights: mean {errors.mean:.4f} over the tensors, worst "
-        f"{errors.worst[1]:.4f} (`{errors.worst[0]}`)\n"
+        f"{errors.worst[1]:.4f} (`{errors.worst[0]}`)\n{lost}"
     )
 
 
