@@ -7,6 +7,7 @@ a file or directory to write is checked here, before any work and again when it 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.errors import KtconvError, UsageError
-from ktconv.system.files import check_directory, check_writable, translated, write_durably
+from ktconv.system.files import check_directory, check_writable, write_durably
 from ktconv.writer.journal import STATE_DIRECTORY
 from ktconv.writer.manifest import MANIFEST
 from ktconv.writer.metadata import INDEX
@@ -107,16 +108,14 @@ def _check_outside(option: str, path: Path, place: Path, apart: Iterable[str | P
     """UsageError if directory `place` is one of those that nothing may be added to."""
     for other in apart:
         if Path(other).is_dir() and place.is_relative_to(os.path.realpath(other)):
-            raise UsageError(f"{option} {path} is in {other}, to which nothing may be added",
-                             _ELSEWHERE)  # fmt: skip
+            raise _inside(option, path, str(other))
     for directory in (place, *place.parents):
-        with translated("read", directory):
-            why = _model_in(directory)
-        if why is not None:
-            raise UsageError(
-                f"{option} {path} is in {directory}, {why}, to which nothing may be added",
-                _ELSEWHERE,
-            )
+        if (why := _model_in(directory)) is not None:
+            raise _inside(option, path, f"{directory}, {why}")
+
+
+def _inside(option: str, path: Path, what: str) -> UsageError:
+    return UsageError(f"{option} {path} is in {what}, to which nothing may be added", _ELSEWHERE)
 
 
 def _model_in(directory: Path) -> str | None:
@@ -128,7 +127,7 @@ def _model_in(directory: Path) -> str | None:
     if any(os.path.lexists(directory / name) for name in (INDEX, _ADAPTER)):
         return "a model"
     if os.path.lexists(directory / CONFIG_NAME):
-        with os.scandir(directory) as entries:
+        with contextlib.suppress(OSError), os.scandir(directory) as entries:  # not readable
             if any(entry.name.endswith(_WEIGHTS) for entry in entries):
                 return "a model"
     return None
