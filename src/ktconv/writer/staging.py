@@ -77,7 +77,7 @@ class ShardStaging:
     def _open(self, shard: Shard) -> None:
         path = self._path(shard)
         with translated("write", path):
-            remove(path)  # a killed run's; nothing is written through a link
+            path.unlink(missing_ok=True)  # a killed run's; nothing is written through a link
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
             self._fds[path] = fd
             allocate(fd, shard.size)
