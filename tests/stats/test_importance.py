@@ -53,7 +53,7 @@ def test_mean_squares(torch: Any, tmp_path: Path) -> None:
     folder.mkdir()
     tap = ImportanceTap(LAYERS, ORIGIN, folder)
     expected = feed(tap, torch)
-    assert path.read_bytes() == b"an older file"
+    assert not path.exists()
     for _ in range(2):  # in place of an older file
         tap.write(path)
     assert listed(tmp_path) == [path.name, "work"]
