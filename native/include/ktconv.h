@@ -448,8 +448,9 @@ typedef struct kt_encoded_audit {
 /* Compares codes and scales of kt_encode with their source by code of its own. cols and groups are
  * multiples of 32, but for the groups of NVFP4; so are the rows of a source that is not stored row
  * by row. Of FP8 with blocks, `source` begins with a block of rows. A step of a floating-point code
- * is the distance to the next larger one, of the largest that to the next smaller one. Squares
- * are binary32: those beyond 2^-126 .. 2^128 vanish or are infinite. Same bits on every level. */
+ * is the distance to the next larger one, of the largest that to the next smaller one. A NaN or Inf
+ * makes the sums NaN or Inf, also of a code that binary32 has no finite number for. Same bits on
+ * every level. */
 kt_status kt_audit_encoded(const kt_encoding *encoding, const kt_matrix *source, float tensor_scale,
                            const void *codes, const void *scales, kt_encoded_audit *audit);
 

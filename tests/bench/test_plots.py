@@ -10,8 +10,8 @@ import pytest
 from bench.reports import report, row
 
 from ktconv.bench.plots import plot
-from ktconv.errors import ResourceError, UsageError
-from ktconv.system.pictures import check_plot
+from ktconv.errors import UsageError
+from ktconv.writer.pictures import picture_file
 
 pytest.importorskip("matplotlib")
 
@@ -26,7 +26,7 @@ ROWS = [
 @pytest.mark.parametrize("name", ["roofline.png", "sweep.png", "anything.svg", "Sweep-2.pdf"])
 @pytest.mark.parametrize("count", [1, 4])
 def test_reports_can_be_drawn(name: str, count: int, tmp_path: Path) -> None:
-    check_plot(tmp_path / name)
+    picture_file(tmp_path / name).check()
     plot(report(*ROWS[:count]), tmp_path / name)
     assert (tmp_path / name).stat().st_size > 1000
 
@@ -46,11 +46,11 @@ def test_pictures_that_cannot_be_drawn(tmp_path: Path) -> None:
         ("no/a.png", "directory"),
     ):
         with pytest.raises(UsageError, match=words):
-            check_plot(tmp_path / name)
+            picture_file(tmp_path / name)
     (tmp_path / "full.png").mkdir()
     with pytest.raises(UsageError, match="is a directory"):
-        check_plot(tmp_path / "full.png")
-    with pytest.raises(ResourceError, match="cannot be written"):
+        picture_file(tmp_path / "full.png")
+    with pytest.raises(UsageError, match="is a directory"):
         plot(report(*ROWS), tmp_path / "full.png")
 
 
@@ -66,5 +66,5 @@ def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "there.png").touch()
     for name in ("new.png", "there.png"):
         with pytest.raises(UsageError, match="cannot be written"):
-            check_plot(tmp_path / name)
+            picture_file(tmp_path / name).check()
     assert asked == [tmp_path, tmp_path / "there.png"]

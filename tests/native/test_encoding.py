@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -249,3 +250,49 @@ def test_rows_end_with_a_whole_word(isa: str, kind: str, cols: int) -> None:
     assert expected is not None
     assert_same("codes", codes, expected[0])
     assert_same("scales", scales, expected[1])
+
+
+EXTREMES = (2.0**-145, 1e-38, 1e-20, 2.0**-41, 2.0**41, 1e20, 2e38)
+
+
+@pytest.mark.parametrize("most", EXTREMES)
+@pytest.mark.parametrize(
+    "encoding", [*INTS[:8:2], *OTHERS, Encoding("bf16")], ids=str
+)  # fmt: skip
+def test_sums_of_weights_that_binary32_has_no_squares_of(
+    isa: str, encoding: Encoding, most: float
+) -> None:
+    """Some rows of such weights, among zeros and ordinary ones."""
+    values = np.random.default_rng(5).uniform(-1, 1, (ROWS, COLS))
+    values[1] = 0
+    values[2:] *= most
+    bits = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    source = native.Matrix(bits.reshape(-1).view(np.uint8), "BF16", ROWS, COLS)
+    second = 1.0 if most < 1e-30 else float(np.float32(448 * 6) / native.largest(source))
+    second = second if encoding.kind == "nvfp4" else 0.0
+    codes, scales = encode(encoding, source, second)
+    found = audit_encoded(encoding, source, codes, scales, second)
+    assert found.other_codes == found.other_scales == 0
+    wide = bf16_to_f32(bits).astype(np.float64)
+    assert found.squared_source == pytest.approx(float((wide**2).sum()), rel=1e-6)
+    if encoding.kind in ("int4", "int8"):
+        got = restored(encoding, codes, scales).astype(np.float64)
+        assert found.squared_error == pytest.approx(float(((wide - got) ** 2).sum()), rel=1e-6)
+        assert found.squared_value == pytest.approx(float((got**2).sum()), rel=1e-6)
+    else:
+        assert math.isfinite(found.squared_error) and math.isfinite(found.squared_value)
+    product = (found.squared_source + found.squared_value - found.squared_error) / 2
+    if most >= 1e-20:  # smaller ones than scales can be
+        length = math.sqrt(found.squared_source) * math.sqrt(found.squared_value)
+        assert product / length > 0.98
+    native.use_isa("scalar")
+    assert audit_encoded(encoding, source, codes, scales, second) == found
+
+
+def test_codes_that_stand_for_infinity(isa: str) -> None:
+    """MXFP4's level nearest to the largest numbers is beyond binary32."""
+    bits = np.full((ROWS, COLS), 0x7F60, np.uint16)  # 7/8 of 2^128
+    source = native.Matrix(bits.reshape(-1).view(np.uint8), "BF16", ROWS, COLS)
+    encoding = Encoding("mxfp4", 32)
+    found = audit_encoded(encoding, source, *encode(encoding, source))
+    assert math.isfinite(found.squared_source) and math.isinf(found.squared_error)

@@ -51,11 +51,11 @@ def test_mean_squares(torch: Any, tmp_path: Path) -> None:
     """Of large and small inputs alike; the file has nothing else."""
     folder, path = tmp_path / "work", tmp_path / "importance.safetensors"
     folder.mkdir()
-    path.write_bytes(b"an older file")
     tap = ImportanceTap(LAYERS, ORIGIN, folder)
     expected = feed(tap, torch)
-    assert path.read_bytes() == b"an older file"
-    tap.write(path)
+    assert not path.exists()
+    for _ in range(2):  # in place of an older file
+        tap.write(path)
     assert listed(tmp_path) == [path.name, "work"]
     content = load_file(path)
     assert {name: array.dtype for name, array in content.items()} == {
@@ -133,16 +133,16 @@ def test_a_full_disk_leaves_the_older_file(
     tap = ImportanceTap(LAYERS, ORIGIN, tmp_path)
     feed(tap, torch)
     path = tmp_path / "file"
-    path.write_bytes(b"an older file")
-    before = listed(tmp_path)
+    tap.write(path)
+    older, before = path.read_bytes(), listed(tmp_path)
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(DiskFullError, match=r"file\.part"):
+    with monkeypatch.context() as patch, pytest.raises(DiskFullError, match=r"file\.ktconv\.part"):
         patch.setattr(os, "posix_fallocate", full)
         tap.write(path)
-    assert path.read_bytes() == b"an older file" and listed(tmp_path) == before
+    assert path.read_bytes() == older and listed(tmp_path) == before
     tap.write(path)  # nothing was lost
     assert list(read_importance(path).layers) == [3, 10]
 

@@ -145,7 +145,7 @@ def test_a_file_reaches_the_disk_before_its_name(tmp_path: Path, steps: Names) -
         assert (tmp_path / "out/x").read_bytes() == content
         assert names(tmp_path) == ["out", "out/x", "staging"]
     one = [("sync", "staging/x.part"), ("rename", "out/x"), ("sync", "out")]
-    assert steps == [*one, *one]
+    assert steps == [("remove", "staging/x.part"), *one, *one]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])

@@ -168,7 +168,7 @@ def test_full_disk_for_the_report(
     def full(*_: object) -> None:
         raise ResourceError("cannot write report.html: the disk is full")
 
-    monkeypatch.setattr(command, "write_durably", full)
+    monkeypatch.setattr("ktconv.writer.option_files.write_durably", full)
     said: list[str] = []
     page = tmp_path / "report.html"
     with pytest.raises(ResourceError, match="the disk is full"):

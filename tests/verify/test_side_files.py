@@ -266,3 +266,53 @@ def test_merges_in_two_spellings() -> None:
     assert content_differences(name, old, b'{"model": {"merges": ["a c"]}}', "in the source")
     assert content_differences(name, old, b"[]", "in the source")
     assert content_differences(name, old, b"[" * 100_000, "in the source")
+
+
+# ---- with a manifest that was forged -----------------------------------------------------
+
+
+@pytest.mark.parametrize("output", LAYOUTS, indirect=True)
+@pytest.mark.parametrize("key", ["num_experts_per_tok", "norm_topk_prob", "rope_theta"])
+def test_config_is_compared_whatever_the_manifest_says(
+    key: str, output: Path, furnished: Path
+) -> None:
+    edit(output, **{key: 1})
+    record_again(output, "config.json")
+    for level in ("structure", "weights"):
+        failures = found(check(output, furnished, level), "structure", "changed file")
+        assert [failure["file"] for failure in failures] == ["config.json"]
+        assert "differs from the source's" in failures[0]["message"]
+    manifest = read_json(output / "ktconv.json")
+    del manifest["source"]["files"]["config.json"]
+    (output / "ktconv.json").write_text(json.dumps(manifest))
+    found(check(output, furnished, "structure"), "structure", "changed file")
+
+
+def test_a_changed_source_is_told_from_a_changed_output(output: Path, furnished: Path) -> None:
+    """Once, and not as a fault of the output."""
+    before = (furnished / "config.json").read_bytes()
+    try:
+        content = json.loads(before) | {"rope_theta": 7}
+        (furnished / "config.json").write_text(json.dumps(content))
+        failures = found(check(output, furnished, "structure"), "structure", "changed source")
+        assert [failure["file"] for failure in failures] == ["config.json"]
+    finally:
+        (furnished / "config.json").write_bytes(before)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig", "utf-32", "latin-1"])
+@pytest.mark.parametrize("name", list(FILES)[:3])
+def test_text_that_engines_cannot_read(
+    name: str, encoding: str, output: Path, furnished: Path
+) -> None:
+    """Also of an output without a manifest, and of ours where somebody wrote the manifest anew."""
+    text = (output / name).read_text()
+    text = text.replace("1.0", "é").replace("true", '"é"').replace("messages", "é")
+    (output / name).write_bytes(text.encode(encoding))
+    record_again(output)
+    for level in (None, furnished):
+        failures = check(output, level, "structure").failures
+        assert ("damaged file", name) in {(one.check, one.file) for one in failures}
+    forget_manifest(output)
+    failures = check(output, None, "structure").failures
+    assert ("damaged file", name) in {(one.check, one.file) for one in failures}

@@ -135,7 +135,32 @@ INLINE const uint8_t *float_codes(const kt_encoded_job *job, int64_t row, int64_
   return room;
 }
 
+INLINE void add_counts(const row_sums *sum, sums *all) {
+  for (int i = 0; i < LANES; i++) {
+    all->zeros += sum->zeros[i];
+    all->others += sum->others[i];
+  }
+}
+
 enum { TALL = 128 }; /* rows of a block of FP8 */
+
+/* Which scale of a line of them a column has; `fixed`, `tall`: of audit_floats. */
+INLINE int64_t group_at(int64_t col, const int64_t fixed, const int tall) {
+  return fixed ? col / fixed : tall ? col / TALL : 0;
+}
+
+/* What codes of a row stand for, whose first scale is `line`. */
+static __attribute__((noinline)) void float_values(const kt_encoded_job *job, const number n,
+                                                   const uint8_t *codes, int64_t line, int64_t col,
+                                                   int64_t cols, const int64_t fixed,
+                                                   const int tall, float *values) {
+  for (int64_t c = 0; c < cols; c++) {
+    const float divisor = divisor_of(job, line + group_at(col + c, fixed, tall));
+    const uint32_t sign = (uint32_t)codes[c] >> n.sign << 31;
+    const int32_t here = magnitude_bits(n, codes[c] & ((1 << n.sign) - 1), 0);
+    values[c] = from_bits(bits_of(from_bits((uint32_t)here) * divisor) | sign);
+  }
+}
 
 /* `fixed`: the columns of a group, if it is a constant, else 0: a row's, or TALL of `tall` rows. */
 INLINE void audit_floats(const kt_encoded_job *job, const number n, const int64_t fixed,
@@ -146,8 +171,7 @@ INLINE void audit_floats(const kt_encoded_job *job, const number n, const int64_
   const int64_t block = across ? KT_AUDIT_GATHERED : KT_AUDIT_BLOCK;
   const int span = fixed == LANES ? LANES : PIECE;
   group_state of_row[2 * KT_AUDIT_ROWS] = {{0}}, of_block[KT_AUDIT_BLOCK / TALL] = {{0}};
-  float most_steps = 0;
-  sums all = {{0}, {0}, {0}, 0, 0};
+  sums all = {{0}, {0}, {0}, {0}, 0, 0};
   for (int64_t first = 0; first < m->rows; first += high)
     for (int64_t col = 0, width; col < m->cols; col += width) {
       const int64_t end = least(first + high, m->rows);
@@ -163,21 +187,28 @@ INLINE void audit_floats(const kt_encoded_job *job, const number n, const int64_
           row_sums sum = {{0}, {0}, {0}, {0}, {0}, {0}};
           const int64_t line = (tall ? (row + r) / TALL : row + r) * job->groups;
           for (int64_t c = 0; c < width; c += span) {
-            const int64_t g = fixed ? (col + c) / fixed : tall ? (col + c) / TALL : 0;
+            const int64_t g = group_at(col + c, fixed, tall);
             group_state *const group = tall ? of_block + c / TALL : of_row + r;
             compare_floats(n, w + c, codes + c, divisor_of(job, line + g), span, group, &sum);
             if (!tall && (col + c + span) % job->group == 0)
               finish_floats(job, line + g, group, found);
           }
-          add_sums(&sum, &all);
-          most_steps = larger(largest(sum.most_steps), most_steps);
+          add_counts(&sum, &all);
+          if (are_usual(&sum)) {
+            add_sums(&sum, &all);
+          } else {
+            float values[KT_AUDIT_BLOCK];
+            float_values(job, n, codes, line, col, width, fixed, tall, values);
+            add_extreme(w, values, width, &all);
+          }
+          add_steps(&sum, &all);
         }
       }
       for (int64_t c = 0; tall && c < width; c += TALL)
         finish_floats(job, first / TALL * job->groups + (col + c) / TALL, of_block + c / TALL,
                       found);
     }
-  found->max_steps = (double)most_steps;
+  found->max_steps = (double)largest(all.most_steps);
   found->squared_source += total(all.source);
   found->squared_error += total(all.error);
   found->squared_value += total(all.value);
@@ -192,7 +223,7 @@ static __attribute__((noinline)) void audit_bf16(const kt_encoded_job *job,
   const int across = is_across(m);
   const int64_t at_once = across ? 2 * KT_AUDIT_ROWS : 1;
   const int64_t block = across ? KT_AUDIT_GATHERED : KT_AUDIT_BLOCK;
-  sums all = {{0}, {0}, {0}, 0, 0};
+  sums all = {{0}, {0}, {0}, {0}, 0, 0};
   for (int64_t row = 0; row < m->rows; row += at_once)
     for (int64_t col = 0, width; col < m->cols; col += width) {
       uint8_t room[ROOM_BYTES];
@@ -217,7 +248,14 @@ static __attribute__((noinline)) void audit_bf16(const kt_encoded_job *job,
           }
         all.zeros += zeros;
         all.others += others;
-        add_sums(&sum, &all);
+        if (are_usual(&sum)) {
+          add_sums(&sum, &all);
+        } else {
+          float values[KT_AUDIT_BLOCK];
+          for (int64_t c = 0; c < width; c++)
+            values[c] = from_bits((uint32_t)half_at(codes + 2 * c) << 16);
+          add_extreme(w, values, width, &all);
+        }
       }
     }
   found->squared_source += total(all.source);

@@ -103,22 +103,59 @@ INLINE void compare_run(const float *w, const uint8_t *bytes, int64_t count, run
 }
 #endif
 
+INLINE float largest(const float *lane) {
+  float eight[LANES / 2], four[LANES / 4];
+  for (int i = 0; i < LANES / 2; i++) eight[i] = larger(lane[i], lane[i + LANES / 2]);
+  for (int i = 0; i < LANES / 4; i++) four[i] = larger(eight[i], eight[i + LANES / 4]);
+  return larger(larger(four[0], four[1]), larger(four[2], four[3]));
+}
+
 /* Sums of KT_AUDIT_BLOCK columns at most are binary32, of more binary64. */
 INLINE void add_sums(const row_sums *sum, sums *all) {
   for (int i = 0; i < LANES; i++) {
     all->source[i] += (double)sum->source[i];
     all->error[i] += (double)sum->error[i];
     all->value[i] += (double)sum->value[i];
-    all->zeros += sum->zeros[i];
-    all->others += sum->others[i];
   }
 }
 
-INLINE float largest(const float *lane) {
-  float eight[LANES / 2], four[LANES / 4];
-  for (int i = 0; i < LANES / 2; i++) eight[i] = larger(lane[i], lane[i + LANES / 2]);
-  for (int i = 0; i < LANES / 4; i++) four[i] = larger(eight[i], eight[i + LANES / 4]);
-  return larger(larger(four[0], four[1]), larger(four[2], four[3]));
+INLINE void add_steps(const row_sums *sum, sums *all) {
+  for (int i = 0; i < LANES; i++)
+    all->most_steps[i] = larger(sum->most_steps[i], all->most_steps[i]);
+}
+
+/* Whether binary32 has the squares of these columns: weights of more than 2^40 or less than 2^-40,
+ * or none but zeros, are added up by `add_extreme`. */
+INLINE int are_usual(const row_sums *sum) {
+  int32_t most = 0; /* in the order of bits */
+  for (int i = 0; i < LANES; i++) {
+    const int32_t bits = (int32_t)bits_of(sum->source[i]);
+    most = bits > most ? bits : most;
+  }
+  return most >= (int32_t)bits_of(0x1p-80f) && most <= (int32_t)bits_of(0x1p80f);
+}
+
+/* What `add_sums` adds, of weights and of what their codes stand for. */
+static __attribute__((noinline)) void add_extreme(const float *w, const float *values, int64_t cols,
+                                                  sums *all) {
+  for (int64_t c = 0; c < cols; c++) {
+    const double x = (double)w[c], value = (double)values[c];
+    all->source[c % LANES] += x * x;
+    all->error[c % LANES] += (x - value) * (x - value);
+    all->value[c % LANES] += value * value;
+  }
+}
+
+/* What integer codes of a row stand for. */
+static __attribute__((noinline)) void integer_values(const kt_encoded_job *job, int64_t row,
+                                                     int64_t col, int64_t cols, float *values) {
+  const uint8_t *const codes = job->codes + (row * job->source->cols + col) * job->bits / 8;
+  for (int64_t c = 0; c < cols; c++) {
+    const int byte = codes[c * job->bits / 8], nibble = byte >> (c % 2 ? 4 : 0) & 15;
+    const int code = job->bits == 8 ? byte - 128 : nibble - 8;
+    const int64_t at = row * job->groups + (col + c) / job->group;
+    values[c] = (float)code * scale_value(job, job->half, at);
+  }
 }
 
 /* Whether a scale is one that the search tries: from 0.35 to 1.25 of that of the rule, rounded. */
@@ -153,8 +190,7 @@ INLINE void audit_codes(const kt_encoded_job *job, const int bits, const int hal
   const int64_t block = across ? KT_AUDIT_GATHERED : KT_AUDIT_BLOCK;
   const float smallest = half ? 0x1p-14f : 0x1p-126f; /* of scales that are precise enough */
   group_state groups[2 * KT_AUDIT_ROWS] = {{0}};
-  float most_steps = 0;
-  sums all = {{0}, {0}, {0}, 0, 0};
+  sums all = {{0}, {0}, {0}, {0}, 0, 0};
   for (int64_t row = 0; row < m->rows; row += at_once)
     for (int64_t col = 0, width; col < m->cols; col += width) {
       uint8_t room[ROOM_BYTES];
@@ -178,11 +214,17 @@ INLINE void audit_codes(const kt_encoded_job *job, const int bits, const int hal
           finish_group(job, at++, groups + r, found);
           left = job->group;
         }
-        add_sums(&sum, &all);
-        most_steps = larger(largest(sum.most_steps), most_steps);
+        if (are_usual(&sum)) {
+          add_sums(&sum, &all);
+        } else {
+          float values[KT_AUDIT_BLOCK];
+          integer_values(job, row + r, col, width, values);
+          add_extreme(w, values, width, &all);
+        }
+        add_steps(&sum, &all);
       }
     }
-  found->max_steps = (double)most_steps;
+  found->max_steps = (double)largest(all.most_steps);
   found->squared_source += total(all.source);
   found->squared_error += total(all.error);
   found->squared_value += total(all.value);

@@ -21,6 +21,7 @@ typedef struct row_sums {
 /* Sums over everything, in lanes that are added up at the end. */
 typedef struct sums {
   _Alignas(64) double source[LANES], error[LANES], value[LANES];
+  float most_steps[LANES];
   int64_t zeros, others; /* codes that are 0, and those that are not the rule's */
 } sums;
 

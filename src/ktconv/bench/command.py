@@ -19,9 +19,10 @@ from ktconv.errors import UsageError
 from ktconv.formats import FORMATS, Format, format_named, output_formats
 from ktconv.native.training import MAX_RANK
 from ktconv.system import machine
-from ktconv.system.pictures import check_plot
 from ktconv.system.text import Notify
 from ktconv.system.units import parse_ranges
+from ktconv.writer.option_files import check_written
+from ktconv.writer.pictures import picture_file
 
 Show = Callable[[str], None]
 
@@ -46,8 +47,7 @@ def run(
 ) -> int:
     """Shows the report in one of render.FORMATS; returns how many rows regressed against the
     `baseline`, an old report."""
-    for path in plots:
-        check_plot(path)
+    check_written([picture_file(path) for path in plots], (request.model, baseline))
     old = read_report(baseline) if baseline else None
     # Rows of peers are known when they are measured.
     report = bench(request, notify, old.expect_any if old and not request.peers else None)

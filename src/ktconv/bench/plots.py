@@ -9,7 +9,7 @@ import numpy as np
 
 from ktconv.bench.rows import Row
 from ktconv.bench.run import Report
-from ktconv.system.pictures import picture
+from ktconv.writer.pictures import picture
 
 _SIZE = (9.0, 6.0)
 

@@ -74,13 +74,14 @@ class Mix:
 
     def _chosen(self, request: Request) -> Recipe:
         from ktconv.cli.options import progress_over
-        from ktconv.fit.document import document
+        from ktconv.fit.document import document, recipe_file
         from ktconv.fit.run import Fitting
-        from ktconv.system.files import check_writable, write_durably
+        from ktconv.writer.option_files import check_written
 
         wish = self._wish()
-        if self.write is not None:
-            check_writable(self.write, "--write-recipe")
+        written = None if self.write is None else recipe_file(self.write)
+        others = (request.model, request.output, request.config, self.importance)
+        check_written([written], others)
         importance = None if self.importance is None else Path(self.importance)
         with interruptible(lambda: NOTHING_WRITTEN):
             fitting = Fitting(request, wish, importance)
@@ -89,9 +90,8 @@ class Mix:
         for line in fitted.lines():
             notify(line)
         self.facts.update(fit=fitted.facts())
-        if self.write is not None:
-            text = document(fitted, wish).encode()
-            write_durably(self.write, text, self.write.absolute().parent)
+        if written is not None:
+            written.write(document(fitted, wish).encode())
             notify(f"wrote {self.write}")
         return fitted.recipe
 

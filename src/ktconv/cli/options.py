@@ -239,6 +239,8 @@ def report_facts(report: Report) -> dict[str, Any]:
         "worst_tensor": report.worst[0] if report.worst else None,
         "worst_relative_rms_error": report.worst[1] if report.worst else None,
         "zero_scales": report.zero_scales,
+        "nearly_zero_matrices": report.lost,
+        "nearly_zero_tensors": list(report.lost_names),
         **(upload_commands(report.preflight.request.output) if report.complete else {}),
         **report.more,
     }
@@ -335,6 +337,10 @@ def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
         )
     if report.zero_scales:
         yield f"Zero scales in the source: {zero_scales_in_words(report.zero_scales)}."
+    if report.lost:
+        from ktconv.conversion.records import lost_line
+
+        yield f"warning: {lost_line(report.lost, report.lost_names)}."
     if report.complete:
         yield f"{output} is complete."
         if flags := report.preflight.plan.target.serving():

@@ -64,7 +64,8 @@ def quantize_cpu_command(
         str | None, option("What --target-size and --target-bits choose from.", "LIST")
     ] = None,
     write_recipe: Annotated[
-        Path | None, option("Write the chosen recipe, to edit and run again.", "FILE.toml")
+        Path | None,
+        option("Write the chosen recipe, to edit and run again; with --dry-run too.", "FILE.toml"),
     ] = None,
     numa: Annotated[
         int, option("NUMA parts; 0: one per NUMA node of this machine.", "N", min=0)

@@ -9,12 +9,12 @@ from typing import Any
 from ktconv.compare.plots import plot
 from ktconv.compare.request import CompareRequest
 from ktconv.compare.run import compare
-from ktconv.system.files import write_durably
-from ktconv.system.pictures import check_plot
 from ktconv.system.text import Notify, printable
 from ktconv.system.units import format_size
-from ktconv.verify.command import check_report, in_json
+from ktconv.verify.command import in_json, report_file
 from ktconv.verify.findings import Progression
+from ktconv.writer.option_files import check_written
+from ktconv.writer.pictures import picture_file
 
 Facts = Mapping[str, Any]
 _NOTHING = "-"
@@ -28,16 +28,18 @@ def run(
     picture: Path | None = None,
 ) -> tuple[dict[str, Any], list[str], bool]:
     """Facts, lines for people, and whether all checks passed. Raises KtconvError."""
-    check_report(report)
-    if picture is not None:
-        check_plot(picture)
+    written = (
+        None if report is None else report_file(report),
+        None if picture is None else picture_file(picture),
+    )
+    check_written(written, (request.source, request.config, request.map, *request.outputs))
     found = compare(request, progression, notify)
     facts = in_json(found.facts())
     lines = list(lines_of(facts))
     if report is not None:
         from ktconv.verify.report import render_report
 
-        write_durably(report, render_report(facts).encode(), report.absolute().parent)
+        report_file(report).write(render_report(facts).encode())
     if picture is not None:
         plot(facts["rows"], picture)
     return facts, lines, found.passed

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ktconv.system.pictures import picture
 from ktconv.verify.report.outputs import ERRORS, deepest
 from ktconv.verify.report.values import records
+from ktconv.writer.pictures import picture
 
 _SIZE = (11.0, 5.0)
 Facts = Mapping[str, Any]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ktconv import __version__
 from ktconv.checkpoint import Checkpoint, MoELayer, source_identity
@@ -74,6 +75,15 @@ def _own_activation(layer: MoELayer, most: ExpertActivation) -> Record:
 
 
 ZERO_SCALES = "zero_scales"  # of a unit's record: how many scales of the source are zero
+NEARLY_ALL = 0.99  # of the weights of a matrix
+LOST_NAMED = 5
+
+
+def is_lost(errors: Mapping[str, Any]) -> bool:
+    """Whether (nearly) all codes of a matrix with these errors became zero, which its weights are
+    not: as one huge weight makes those that share its scale."""
+    share, error = errors.get("zero_share"), errors.get("relative_rms_error")
+    return share is not None and share >= NEARLY_ALL and error != 0
 
 
 @dataclass(slots=True)
@@ -84,6 +94,8 @@ class ErrorSummary:
     totals: list[float] = field(default_factory=list)  # by unit
     worst: tuple[str, float] | None = None
     zero_scales: int = 0  # of the source
+    lost: int = 0  # matrices that became nearly all zeros
+    lost_names: list[str] = field(default_factory=list)  # of their tensors, the first of all
 
     def add(self, record: Record) -> None:
         self.zero_scales += record.get(ZERO_SCALES, 0)
@@ -92,10 +104,16 @@ class ErrorSummary:
         known = {name: error for name, error in errors.items() if error is not None}
         if not known:
             return
+        lost = [name for name, entry in tensors if is_lost(entry)]
+        self.lost += len(lost)
+        self.lost_names = sorted([*self.lost_names, *lost])[:LOST_NAMED]
         self.count += len(known)
         self.totals.append(math.fsum(known.values()))
         found = [*known.items(), *([self.worst] if self.worst else [])]
         self.worst = min(found, key=lambda one: (-one[1], one[0]))
+
+    def lost_line(self, quote: str = "") -> str:
+        return lost_line(self.lost, self.lost_names, quote)
 
     @property
     def mean(self) -> float | None:
@@ -106,6 +124,16 @@ class ErrorSummary:
 def zero_scales_in_words(count: int) -> str:
     """ "1,024, whose weights are all 0" """
     return f"{count:,}, whose weights are all 0"
+
+
+def lost_line(count: int, names: Sequence[str], quote: str = "") -> str:
+    """A sentence that warns of matrices that became nearly all zeros; names are between quotes."""
+    matrices = "1 matrix" if count == 1 else f"{count} matrices"
+    more = f" and {count - len(names)} more" if count > len(names) else ""
+    listed = ", ".join(f"{quote}{name}{quote}" for name in names)
+    return (
+        f"{matrices} became nearly all zeros, although the source's weights are not: {listed}{more}"
+    )
 
 
 def describe_units(keys: Sequence[str]) -> str:

@@ -138,6 +138,8 @@ class Report:
     worst: tuple[str, float] | None = None  # tensor and relative RMS error
     mean_error: float | None = None  # relative RMS error over all matrices
     zero_scales: int = 0  # of the source, in all finished units
+    lost: int = 0  # matrices that became nearly all zeros
+    lost_names: Sequence[str] = ()  # of their tensors, some
     more: Record = field(default_factory=dict)  # facts of this kind of conversion alone
 
 
@@ -534,5 +536,7 @@ class Conversion(ABC):
             worst=errors.worst,
             mean_error=errors.mean,
             zero_scales=errors.zero_scales,
+            lost=errors.lost,
+            lost_names=errors.lost_names,
             more=self.more() if complete else {},
         )

@@ -12,7 +12,7 @@ from ktconv import native
 from ktconv.conversion.tasks import four_digits, write_tensor
 from ktconv.encode.proof import audit
 from ktconv.encode.stored import stored_matrix, tensor_scale
-from ktconv.errors import VerificationError
+from ktconv.errors import CheckpointError, VerificationError
 from ktconv.formats.decode import bf16_to_f32, f16_to_f32
 from ktconv.system.arrays import F32, U8, U16, Array
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
@@ -24,7 +24,6 @@ from ktconv.writer.staging import Staging
 # finite are refused. So does a search, which cuts weights on purpose.
 MOST_STEPS = {"rtn": 1.5, "gptq": float("inf")}
 _KEPT_ERROR = 1e-12  # relative, of squares: a second scale may be turned into its reciprocal
-TINY = 1e-30  # sums of squares below may lack some
 SMALLEST_BF16, SMALLEST_HALF = 2.0**-126, 2.0**-14  # of normal numbers
 _WAYS_OUT = {
     "rtn": "check this machine's memory and disk, then run the same command again",
@@ -55,7 +54,8 @@ class Deviation:
         """The next rows: their source, codes as bytes, scales as kt_encode leaves them, and codes
         that mean 0, see `stored_matrix`.
 
-        Raises VerificationError where they cannot be a rounding of it.
+        Raises VerificationError where they cannot be a rounding of it, CheckpointError for weights
+        that the format has no finite number for.
         """
         scheme = self._scheme
         rows, cols = source.rows, source.cols
@@ -65,8 +65,10 @@ class Deviation:
             found = audit(scheme.encoding(self._half), source, codes, scales, factor)
         if found is not None and self._method == "rtn":
             self._check_rounding(found)
-        if found is None or not TINY < found.squared_source < math.inf:
+        if found is None:
             found = self._compared(source, codes, scales, zeros)
+        if self._method == "rtn" and math.isinf(found.squared_error):
+            self._refuse_infinite(found.squared_source)
         self._most_steps = max(self._most_steps, found.max_steps)
         self._squared_error += found.squared_error
         self._squared_source += found.squared_source
@@ -84,8 +86,8 @@ class Deviation:
     def _compared(
         self, source: native.Matrix, codes: U8, scales: Array, zeros: U8 | None
     ) -> native.EncodedAudit:
-        """Errors in NumPy: of shapes that the C library does not take, kinds of numbers that it
-        does not compare, and weights whose squares are no binary32."""
+        """Errors in NumPy: of shapes that the C library does not take, and kinds of numbers that
+        it does not compare."""
         scheme, codes = self._scheme, codes.reshape(source.rows, -1)
         if scheme.row.is_int and not self._keeps:
             return compared(scheme, source, codes, scales, scheme.is_half(self._half))
@@ -106,6 +108,16 @@ class Deviation:
             if wrong:
                 self._refuse(f"{wrong} {what}")
 
+    def _refuse_infinite(self, squared_source: float) -> None:
+        """CheckpointError for weights whose nearest codes stand for infinity: some levels of MXFP4
+        and of integers are beyond the largest weight."""
+        if math.isfinite(squared_source):
+            raise CheckpointError(
+                f"{self._name} would have infinite weights: those of its source are close to the "
+                f"largest float32, and {self._scheme.name} has no finite number near them",
+                "use another format, such as --method fp8 or bf16",
+            )
+
     def _refuse(self, why: str) -> None:
         raise VerificationError(f"{self._name} is wrong: {why}", _WAYS_OUT[self._method])
 
@@ -122,8 +134,8 @@ class Deviation:
 def compared(
     scheme: Scheme, source: native.Matrix, codes: U8, scales: U16, half: bool
 ) -> native.EncodedAudit:
-    """Errors as the C library measures them, in NumPy, for shapes that it does not take and weights
-    whose squares are no binary32; nothing is compared with the rule."""
+    """Errors as the C library measures them, in NumPy, for shapes that it does not take; nothing is
+    compared with the rule."""
     found = dequantized(scheme, codes.reshape(source.rows, -1), scales, source.cols, half)
     wanted = native.decode(source)
     off = (found - wanted).astype(np.float64)

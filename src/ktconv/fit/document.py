@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
+from pathlib import Path
 
 from ktconv import __version__
 from ktconv.fit.run import Fitted
 from ktconv.fit.wish import Wish
+from ktconv.writer.option_files import WrittenFile
+
+_SEAL = "# SHA-256 of the lines above: "  # an edited file is not overwritten
+
+
+def recipe_file(path: Path) -> WrittenFile:
+    """FILE of --write-recipe: it replaces recipes as ktconv wrote them, and not edited ones."""
+    return WrittenFile(path, "--write-recipe", "a recipe as ktconv wrote it", _is_unedited)
+
+
+def _is_unedited(path: Path) -> bool:
+    text, seal, digest = path.read_text().rpartition(_SEAL)
+    return bool(seal) and digest == _digest(text)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest() + "\n"
 
 
 def document(fitted: Fitted, wish: Wish) -> str:
     """Comments around `Recipe.toml`."""
-    return "\n".join([*_head(fitted, wish), "", fitted.recipe.toml, *_table(fitted)]) + "\n"
+    text = "\n".join([*_head(fitted, wish), "", fitted.recipe.toml, *_table(fitted)]) + "\n"
+    return text + _SEAL + _digest(text)
 
 
 def _head(fitted: Fitted, wish: Wish) -> Iterator[str]:

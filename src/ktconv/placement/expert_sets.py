@@ -18,8 +18,9 @@ from typing import Any
 
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.system.files import io_error, write_durably
+from ktconv.system.files import io_error
 from ktconv.system.units import format_ranges, parse_ranges
+from ktconv.writer.option_files import WrittenFile
 
 SCHEMA = 1
 EXCLUDED = "exclude_experts"  # the option, in a manifest, that names the experts left out
@@ -165,8 +166,21 @@ def check_expert_set(chosen: ExpertSet, experts: Mapping[int, int], path: Path |
             )
 
 
+def expert_set_file(path: Path) -> WrittenFile:
+    """FILE of --write: it replaces sets that ktconv wrote, and not those written by hand."""
+    return WrittenFile(path, "--write", "a set of experts that ktconv wrote", _is_written)
+
+
+def _is_written(path: Path) -> bool:
+    return path.read_bytes() == _text(read_expert_set(path))
+
+
 def write_expert_set(chosen: ExpertSet, path: Path) -> None:
-    """Write FILE for --experts and --exclude-experts, one layer per line."""
+    """Write FILE for --experts and --exclude-experts, one layer per line. UsageError where there
+    is another file, or a model around it."""
+    expert_set_file(path).write(_text(chosen))
+
+
+def _text(chosen: ExpertSet) -> bytes:
     lines = [f'  "{layer}": {json.dumps(list(ids))}' for layer, ids in chosen.layers.items()]
-    text = f'{{"schema": {SCHEMA}, "experts": {{\n' + ",\n".join(lines) + "\n}}\n"
-    write_durably(path, text.encode(), path.absolute().parent)
+    return (f'{{"schema": {SCHEMA}, "experts": {{\n' + ",\n".join(lines) + "\n}}\n").encode()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ktconv.errors import UsageError
-from ktconv.placement.expert_sets import expert_set, write_expert_set
+from ktconv.placement.expert_sets import expert_set, expert_set_file, write_expert_set
 from ktconv.placement.parallel import expert_parallel, tensor_parallel
 from ktconv.plan.cpu import cpu_side
 from ktconv.plan.document import document
@@ -24,20 +24,21 @@ from ktconv.plan.ranks import (
 from ktconv.plan.request import PlanRequest, check
 from ktconv.plan.sizes import Model, open_model
 from ktconv.plan.split import Split, check_memory, check_others
-from ktconv.system.files import check_writable
-from ktconv.system.pictures import check_plot
 from ktconv.system.text import Notify, silent
 from ktconv.system.units import format_ranges
+from ktconv.writer.option_files import check_written
+from ktconv.writer.pictures import picture_file
 
 
 def run(request: PlanRequest, notify: Notify = silent) -> tuple[dict[str, Any], list[str]]:
     """The JSON document and the lines for people; writes what the request names. Raises
     KtconvError, with exit code 2 for what is impossible."""
     check(request)
-    if request.plot is not None:
-        check_plot(request.plot)
-    if request.write is not None:
-        check_writable(request.write, "--write")
+    written = (
+        None if request.write is None else expert_set_file(request.write),
+        None if request.plot is None else picture_file(request.plot),
+    )
+    check_written(written, (request.model, request.config, request.load, request.naming))
     planned = make_plan(request)
     if request.write is not None:
         chosen = expert_set(planned.on_gpus)

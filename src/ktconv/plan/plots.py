@@ -10,7 +10,7 @@ import numpy as np
 
 from ktconv.plan.planned import Planned
 from ktconv.system.arrays import F64
-from ktconv.system.pictures import picture
+from ktconv.writer.pictures import picture
 
 _SIZE = (11.0, 7.0)
 _COLOURS = "viridis"

@@ -13,13 +13,21 @@ from ktconv.checkpoint import check_headers, locate_model
 from ktconv.errors import UsageError
 from ktconv.model.load import running, way_out
 from ktconv.model.text import open_text
-from ktconv.placement.expert_sets import write_expert_set
+from ktconv.placement.expert_sets import expert_set_file, write_expert_set
 from ktconv.stats.counts import SCHEMA, LayerCounts, Statistics
-from ktconv.stats.files import PLACEMENT, read_statistics, write_placement, write_trace
+from ktconv.stats.files import (
+    PLACEMENT,
+    placement_file,
+    read_statistics,
+    trace_file,
+    write_placement,
+    write_trace,
+)
+from ktconv.stats.importance import importance_file
 from ktconv.stats.record import Recorder, Recording, Wanted
 from ktconv.system.arrays import I32
-from ktconv.system.files import check_directory, check_writable
 from ktconv.system.text import Notify, silent
+from ktconv.writer.option_files import WrittenFile, check_written, check_written_directory
 
 if TYPE_CHECKING:
     from ktconv.model.streamed.stream import Progression
@@ -138,10 +146,23 @@ def _check(request: StatsRequest) -> None:
             raise UsageError(f"{option} {path} does not end in {ending}", f"name a {ending} file")
     if request.placement is not None and request.layers is not None:
         raise UsageError("--placement needs all layers", "omit --layers")
-    for name in ("write", "trace", "placement", "importance"):
-        path = getattr(request, name)
-        if path is not None:
-            check_writable(path, f"--{name}")
+    check_written(_files(request), _read(request))
+
+
+def _files(request: StatsRequest) -> list[WrittenFile]:
+    """Those that are asked for; --hessian names a directory."""
+    kinds = (
+        (request.write, expert_set_file),
+        (request.trace, trace_file),
+        (request.placement, placement_file),
+        (request.importance, importance_file),
+    )
+    return [file_at(path) for path, file_at in kinds if path is not None]
+
+
+def _read(request: StatsRequest) -> list[str | Path | None]:
+    """What nothing may be written to."""
+    return [request.model, request.config, request.text]
 
 
 # ---- recording -------------------------------------------------------------------------
@@ -169,10 +190,8 @@ def _prepared(request: StatsRequest) -> Recording:
         raise UsageError("--config is for GGUF models only", "omit it")
     for option, path in (("--hessian", request.hessian), ("--work-dir", request.work_dir)):
         if path is not None:
-            check_directory(path, option, [place])
-    for option, path in (("--importance", request.importance), ("--trace", request.trace)):
-        if path is not None:  # a checkpoint's shards are all safetensors files beside it
-            check_directory(path.absolute().parent, option, [place])
+            check_written_directory(path, option, [place, *_read(request)])
+    check_written(_files(request), [place])
     pieces, name = open_text(request.text)
     with way_out(_NEWER), running(place):
         recorder = Recorder(place, request.config)

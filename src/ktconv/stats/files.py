@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
@@ -23,11 +24,44 @@ from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import UsageError
 from ktconv.stats.counts import NUM_LAYERS, LayerCounts, Statistics, from_facts
 from ktconv.system.arrays import I32, I64
-from ktconv.system.files import translated, write_durably
+from ktconv.system.files import translated
 from ktconv.system.units import parse_ranges
+from ktconv.writer.option_files import WrittenFile
 from ktconv.writer.shards import Tensor, plan_shard
 
 PLACEMENT = ".pt"  # the ending by which sglang-kt knows it
+_COUNT = "logical_count"
+_OF_TRACE = {"layers", "experts"}  # its metadata
+
+
+def trace_file(path: Path) -> WrittenFile:
+    """FILE of --trace."""
+    return WrittenFile(path, "--trace", "a trace that ktconv wrote", _is_trace)
+
+
+def _is_trace(path: Path) -> bool:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return set(file.keys()) == {"ids"} and set(file.metadata() or ()) == _OF_TRACE
+    except SafetensorError:
+        return False
+
+
+def placement_file(path: Path) -> WrittenFile:
+    """FILE of --placement."""
+    return WrittenFile(path, "--placement", "a placement that ktconv wrote", _is_placement)
+
+
+def _is_placement(path: Path) -> bool:
+    """Whether torch.save made it of such a dict; nothing of the file is executed."""
+    try:
+        with ZipFile(path) as file:
+            data = [name for name in file.namelist() if name.endswith("/data.pkl")]
+            return len(data) == 1 and _COUNT.encode() in file.read(data[0])
+    except BadZipFile:
+        return False
 
 
 def write_trace(path: Path, ids: Mapping[int, I32], experts: Mapping[int, int]) -> None:
@@ -43,7 +77,7 @@ def write_trace(path: Path, ids: Mapping[int, I32], experts: Mapping[int, int]) 
     tensor = Tensor("ids", "I32", array.shape, array.nbytes)
     # safetensors would write the metadata in another order each time.
     header = plan_shard(path.name, [tensor], metadata).header
-    write_durably(path, [header, array.tobytes()], path.absolute().parent)
+    trace_file(path).write([header, array.tobytes()])
 
 
 def read_statistics(path: Path) -> Statistics:
@@ -117,5 +151,5 @@ def write_placement(statistics: Statistics, path: Path) -> None:
             "--placement needs torch, which is not installed", "pip install 'ktconv[model]'"
         ) from None
     buffer = BytesIO()
-    torch.save({"logical_count": torch.from_numpy(counts)}, buffer)
-    write_durably(path, buffer.getvalue(), path.absolute().parent)
+    torch.save({_COUNT: torch.from_numpy(counts)}, buffer)
+    placement_file(path).write(buffer.getvalue())

@@ -26,6 +26,7 @@ from ktconv.stats.importance_file import ImportanceFile, LayerImportance
 from ktconv.stats.origin import Origin, Sizes
 from ktconv.stats.stored import StatisticsFile
 from ktconv.system.arrays import F32, I64, Array
+from ktconv.writer.option_files import ATTEMPT, WrittenFile
 from ktconv.writer.shards import Tensor as Planned
 from ktconv.writer.shards import plan_shard
 from ktconv.writer.staging import ShardStaging
@@ -56,6 +57,16 @@ def open_importance(path: str | Path) -> ImportanceFile:
     """
     path = Path(path)
     return Imatrix(path) if is_imatrix(path) else RecordedImportance(path)
+
+
+def importance_file(path: Path) -> WrittenFile:
+    """FILE of --importance of `ktconv stats`."""
+    return WrittenFile(path, "--importance", "a file of importance that ktconv wrote", _is_recorded)
+
+
+def _is_recorded(path: Path) -> bool:
+    RecordedImportance(path)
+    return True
 
 
 def read_importance(path: str | Path) -> Importance:
@@ -214,8 +225,11 @@ class ImportanceTap:
         return _named(layer, found)
 
     def write(self, path: Path) -> None:
-        """Replace `path` by a file of all layers, in one step."""
-        self._write(path, self._layers, self._finished)
+        """Replace `path` by a file of all layers, in one step. UsageError where there is another
+        file, or a model around it."""
+        file = importance_file(path)
+        file.check()
+        self._write(file.place, self._layers, self._finished)
 
     def _write(
         self,
@@ -225,7 +239,8 @@ class ImportanceTap:
     ) -> None:
         tensors = [tensor for layer in layers for tensor in _planned(layer, self._layers[layer])]
         shard = plan_shard(path.name, tensors, self._metadata)
-        staging = ShardStaging([shard], path.absolute().parent, path.absolute().parent)
+        folder = path.absolute().parent
+        staging = ShardStaging([shard], folder, folder, ATTEMPT)
         try:
             for layer in layers:
                 for name, array in arrays_of(layer).items():

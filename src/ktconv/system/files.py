@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ktconv.errors import (
     DiskFullError,
@@ -135,14 +135,16 @@ def _sync_readable(directory: Path) -> None:
         sync(directory)
 
 
-def write_durably(path: Path, data: bytes | Iterable[bytes], staging: Path) -> None:
+def write_durably(
+    path: Path, data: bytes | Iterable[bytes], staging: Path, name: str | None = None
+) -> None:
     """Replace `path` by `data` in one step; after return it survives a power loss.
 
-    The temporary file is in `staging`, a directory of the same file system. Its name follows
-    from `path`, so that the next run overwrites what a killed one left; the caller must have the
-    lock of what it writes.
+    The temporary file is in `staging`, a directory of the same file system. Its name, `name` or
+    what follows from `path`, is always the same, so that the next run replaces what a killed one
+    left; the caller must have the lock of what it writes.
     """
-    with _staged(path, data, staging) as temporary, translated("write", path):
+    with _staged(path, data, staging, name) as temporary, translated("write", path):
         temporary.replace(path)
         sync(path.parent)
 
@@ -169,11 +171,13 @@ def write_described(
 
 
 @contextmanager
-def _staged(path: Path, data: bytes | Iterable[bytes], staging: Path) -> Iterator[Path]:
+def _staged(
+    path: Path, data: bytes | Iterable[bytes], staging: Path, name: str | None = None
+) -> Iterator[Path]:
     """A temporary file with `data`, on the disk. It is removed if it, or what is inside, fails."""
-    temporary = staging / f"{path.name}.part"
+    temporary = staging / (name or f"{path.name}.part")
     try:
-        with translated("write", path), temporary.open("wb") as file:
+        with translated("write", path), new_file(temporary) as file:
             file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
@@ -182,6 +186,16 @@ def _staged(path: Path, data: bytes | Iterable[bytes], staging: Path) -> Iterato
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+def new_file(path: Path) -> BinaryIO:
+    """A new file at `path` to write. What is there is removed: it may be a link, or another name
+    of a file that is elsewhere, and must not be written to."""
+    try:
+        return path.open("xb")
+    except FileExistsError:
+        path.unlink()
+        return path.open("xb")
 
 
 def check_writable(path: Path, option: str) -> None:

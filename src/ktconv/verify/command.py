@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.errors import KtconvError, UsageError
-from ktconv.system.files import check_writable, write_durably
 from ktconv.system.text import Notify
 from ktconv.system.units import format_size
 from ktconv.verify.card import check_card, write_card
@@ -18,7 +17,9 @@ from ktconv.verify.request import VerifyRequest
 from ktconv.verify.run import Reading, prepare, verify
 from ktconv.verify.runner import sizes_by_unit
 from ktconv.verify.text import lines_of
+from ktconv.writer.option_files import WrittenFile, check_written
 
+_REPORT = '<meta name="generator" content="ktconv">'  # in the head of every report
 Outcome = tuple[dict[str, Any], list[str], bool]
 
 
@@ -33,7 +34,8 @@ def run(
 ) -> Outcome:
     """Verifies, or compares with `other`; `read`: see `verify`. With `card`, the output's model
     card gets the figures. Raises KtconvError where that is not possible."""
-    check_report(report)
+    written = None if report is None else report_file(report)
+    check_written([written], _read(request, other))
     if card:
         _check_card(request, other)
     if other is not None:
@@ -45,8 +47,8 @@ def run(
             notify(line)
         result = verify(request, progression, ready, notify, read)
         outcome = in_json(result.facts), list(lines_of(result)), result.passed
-    if report is not None:
-        _write_report(report, outcome, notify)
+    if written is not None:
+        _write_report(written, outcome, notify)
     if card:
         write_card(request.output, outcome[0])
     return outcome
@@ -92,13 +94,24 @@ def _compare(
     return found.as_dict() | memory_facts(budget), list(found.lines()), found.equal
 
 
-def check_report(path: Path | None) -> None:
-    """Raises KtconvError for a report that cannot be written, before an hour of work."""
-    if path is None:
-        return
+def report_file(path: Path) -> WrittenFile:
+    """FILE of --report. UsageError if it does not end in .html."""
     if path.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--report {path} does not end in .html", "name a .html file")
-    check_writable(path, "--report")
+    return WrittenFile(path, "--report", "a report that ktconv wrote", _is_report)
+
+
+def _is_report(path: Path) -> bool:
+    with path.open("rb") as file:
+        return _REPORT.encode() in file.read(4096)
+
+
+def _read(request: VerifyRequest, other: Path | None) -> list[str | Path | None]:
+    """What nothing may be written to."""
+    return [
+        request.output, other, request.beside, request.source, request.config, request.map,
+        request.importance, request.calibrate, request.text,
+    ]  # fmt: skip
 
 
 def _check_card(request: VerifyRequest, other: Path | None) -> None:
@@ -110,13 +123,13 @@ def _check_card(request: VerifyRequest, other: Path | None) -> None:
     check_card(request.output)
 
 
-def _write_report(path: Path, outcome: Outcome, notify: Notify) -> None:
+def _write_report(file: WrittenFile, outcome: Outcome, notify: Notify) -> None:
     """Writes the report atomically; prints the lines if that fails, as on a full disk."""
     from ktconv.verify.report import render_report
 
     facts, lines, _ = outcome
     try:
-        write_durably(path, render_report(facts).encode(), path.absolute().parent)
+        file.write(render_report(facts).encode())
     except KtconvError:
         for line in lines:
             notify(line)

@@ -23,13 +23,13 @@ from ktconv.model.load import (
 )
 from ktconv.model.text import read_text
 from ktconv.system import machine
-from ktconv.system.files import check_directory
 from ktconv.system.text import Notify
 from ktconv.system.units import format_size
 from ktconv.verify.findings import Facts, Findings, Progression
 from ktconv.verify.memory import level_model_bytes
 from ktconv.verify.output import OpenedOutput
 from ktconv.verify.request import Thresholds, VerifyRequest
+from ktconv.writer.option_files import check_written_directory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,7 +95,7 @@ class ModelCheck(ABC):
             )
         if self._request.work_dir is not None:
             # Time stamps of the output say whether an interrupted run goes on.
-            check_directory(
+            check_written_directory(
                 self._request.work_dir, "--work-dir", [source.path, self._output.directory]
             )
         with way_out(WITHOUT_MODEL, MORE_MEMORY):

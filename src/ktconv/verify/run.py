@@ -130,6 +130,8 @@ def verify(
     }
     if verifier.level != "structure":
         levels["weights"] = verifier.weights_facts(totals)
+        for warning in totals.warnings():
+            verifier.findings.note(warning)
     levels |= _computed(verifier, progression, notify)
     _confirm(verifier)
     return _result(verifier, levels, time.monotonic() - started)

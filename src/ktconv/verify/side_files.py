@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from contextlib import suppress
@@ -137,13 +138,22 @@ class _SideFiles:
         )
         if here == there:
             return
-        if not self._output.ours:
+        manifest = self._output.manifest
+        if manifest is None or not manifest.source_files:
             self._compare_content(name, here, there)
-        elif not recorded:
+        elif not recorded or not self._is_changed_source(name, there):
             self._fail("changed file", f"{name} differs from the source's", str(name))
-        elif name.name != CONFIG_NAME:  # whose changes the source's identity shows
+        elif name.name != CONFIG_NAME:  # which the source's identity shows
             words = f"{name} of the source differs from the file that was copied"
             self._fail("changed source", words, str(name))
+
+    def _is_changed_source(self, name: Path, there: bytes) -> bool:
+        """Whether the source's file is not the one that was converted: of config.json the manifest
+        has its checksum by itself, of others only as they were copied."""
+        if name.name != CONFIG_NAME or self._output.manifest is None:
+            return True
+        recorded = self._output.manifest.source_files.get(CONFIG_NAME, {}).get("sha256")
+        return recorded is not None and recorded != hashlib.sha256(there).hexdigest()
 
     def _compare_content(self, name: Path, here: bytes, there: bytes) -> None:
         """Compares by content, since other tools may rewrite a file."""
@@ -157,15 +167,25 @@ class _SideFiles:
     # ---- by themselves ----
 
     def _readable(self) -> None:
-        """Checks that JSON files can be parsed, apart from config.json, which is read elsewhere."""
+        """Checks that text files that engines read are UTF-8 without a byte order mark, and that
+        JSON files can be parsed, apart from config.json, which is read elsewhere."""
         for name in list_side_files(self._directory):
-            if name.suffix == ".json" and name.name != CONFIG_NAME:
-                try:
-                    json.loads(read_small(self._directory, name))
-                except (ValueError, RecursionError) as error:
-                    self._fail("damaged file", f"{name} is not JSON: {error}", name.as_posix())
-                except CheckpointError as error:
-                    self._fail("damaged file", str(error), name.as_posix())
+            if name.name == CONFIG_NAME or not _is_read(name):
+                continue
+            try:
+                text = read_small(self._directory, name).decode()
+                if text.startswith("\ufeff"):
+                    raise ValueError("it begins with a byte order mark")
+                if name.suffix == ".json":
+                    json.loads(text)
+            except UnicodeDecodeError as error:
+                words = f"{name} is not UTF-8 text at byte {error.start}"
+                self._fail("damaged file", words, name.as_posix())
+            except (ValueError, RecursionError) as error:
+                what = "JSON" if name.suffix == ".json" else "plain UTF-8"
+                self._fail("damaged file", f"{name} is not {what}: {error}", name.as_posix())
+            except CheckpointError as error:
+                self._fail("damaged file", str(error), name.as_posix())
 
     def _config(self) -> None:
         """Checks that config.json describes the layers, experts and sizes of the tensors."""
@@ -208,3 +228,8 @@ class _SideFiles:
             folders = sorted(path.name for path in self._directory.glob("_layer_*"))
             if folders:
                 self._findings.note(f"{', '.join(folders)} beside the shards: not checked")
+
+
+def _is_read(name: Path) -> bool:
+    """Whether engines read a side file as text."""
+    return name.suffix in (".json", ".jinja") or name.name in ("merges.txt", "vocab.txt")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ktconv.conversion.records import is_lost
 from ktconv.formats import BACKWARD
 from ktconv.packed.matrix_check import ErrorStats
 
 WORST_KEPT = 20
+WARNED = 5  # matrices that a warning names
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,8 @@ class Totals:
     by_expert: dict[tuple[int, int], ErrorStats] = field(default_factory=dict)
     by_layer: dict[int, ErrorStats] = field(default_factory=dict)
     worst: list[dict[str, Any]] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)  # that became nearly all zeros
+    uncompared: list[str] = field(default_factory=list)  # whose cosine is not a number
 
     def add(self, done: ItemResult) -> None:
         self.bytes_checked += done.nbytes
@@ -55,9 +60,29 @@ class Totals:
         self.by_layer.setdefault(done.layer, ErrorStats()).add(done.sums)
         self.by_expert.setdefault((done.layer, done.expert), ErrorStats()).add(done.sums)
         about = {"layer": done.layer, "expert": done.expert, "projection": done.proj}
-        self.worst.append(about | done.sums.as_dict())
+        errors = done.sums.as_dict()
+        self._name_odd(done, errors)
+        self.worst.append(about | errors)
         if len(self.worst) > 10 * WORST_KEPT:
             self._keep_worst()
+
+    def _name_odd(self, done: ItemResult, errors: Mapping[str, float]) -> None:
+        where = f"layer {done.layer}, expert {done.expert}, {done.proj}"
+        if is_lost(errors):
+            self.lost.append(where)
+        if not math.isfinite(errors["cosine"]):
+            self.uncompared.append(where)
+
+    def warnings(self) -> Iterator[str]:
+        """Sentences that name matrices which no error alone shows."""
+        for names, words in (
+            (self.lost, "nearly all zeros here, although the source's weights are not"),
+            (self.uncompared, "compared with a cosine that is not a number"),
+        ):
+            if names:
+                more = f"; and {len(names) - WARNED} more" if len(names) > WARNED else ""
+                count = "1 matrix is" if len(names) == 1 else f"{len(names)} matrices are"
+                yield f"{count} {words}: {'; '.join(names[:WARNED])}{more}"
 
     def _keep_worst(self) -> None:
         self.worst.sort(key=lambda one: (-one["relative_rms_error"], one["layer"], one["expert"]))

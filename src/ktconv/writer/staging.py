@@ -77,7 +77,8 @@ class ShardStaging:
     def _open(self, shard: Shard) -> None:
         path = self._path(shard)
         with translated("write", path):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            path.unlink(missing_ok=True)  # a killed run's; nothing is written through a link
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
             self._fds[path] = fd
             allocate(fd, shard.size)
             write_all(fd, memoryview(shard.header), 0)

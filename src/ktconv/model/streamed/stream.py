@@ -19,9 +19,9 @@ from ktconv.model.streamed.plan import measure_speed, plan_pass
 from ktconv.model.streamed.run import StreamedPass, unit_sizes
 from ktconv.model.streamed.states import Scratch, States
 from ktconv.model.streamed.work import WorkFolder, pass_folder, pass_identity
-from ktconv.system.files import check_directory
 from ktconv.system.machine import usable_cpus
 from ktconv.system.text import Notify, silent
+from ktconv.writer.option_files import check_written_directory
 
 Progression = Callable[[dict[str, int]], AbstractContextManager[Any]]  # sizes -> observer
 # Experts of all sides, given those of the source.
@@ -177,7 +177,7 @@ def stream(
         raise UsageError("no text to read", "give at least one window")
     if work_dir is not None:
         apart = [Path(source)] if output is None else [Path(source), Path(output)]
-        check_directory(Path(work_dir), "work_dir", apart)
+        check_written_directory(Path(work_dir), "work_dir", apart)
     names = [type(one).__name__ for one in watchers]
     more = {"watchers": names, "output": None if output is None else content_of(Path(output))}
     with PlannedPass(

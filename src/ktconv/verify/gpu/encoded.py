@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from ktconv import native
-from ktconv.checkpoint import ExpertMatrix, MoELayer
+from ktconv.checkpoint import ExpertMatrix, MoELayer, Projection
+from ktconv.encode.passing import kept_scales
 from ktconv.encode.proof import audit
-from ktconv.encode.stored import scale_values, tensor_scale
+from ktconv.encode.stored import scale_values, second_scale, tensor_scale
+from ktconv.encode.task import largest_of
 from ktconv.formats.decode import f32_to_bf16
 from ktconv.packed.matrix_check import ErrorStats, Violation
 from ktconv.reading.buffers import Buffers
@@ -117,6 +119,8 @@ class EncodedCheck:
         kept = kept and is_kept(scheme, matrix, stored.half)
         if not (kept and stored.zeros is not None):  # else values show them
             self._constant_parts(stored, read)
+        if scheme.row.kind == "nvfp4":
+            self._second_scale(stored.factor, matrix, kept)
         rounded = scheme.row.is_int and not (stored.half and scheme.is_half(stored.half))
         source = MatrixReader(self.context.reader, matrix, round_to_bf16=rounded and not kept)
         reading = reading_of(self.context, self.module, self.source, source)
@@ -135,6 +139,31 @@ class EncodedCheck:
                 reading.decoded(chunk, native.decode(view), source.round_to_bf16)
             sums.add(self._rows(stored, chunk, view, codes, kept))
         return sums
+
+    def _second_scale(self, found: float, matrix: ExpertMatrix, kept: bool) -> None:
+        """That the second scale has the very bits that the largest weight makes, or the source
+        has: codes and scales alone leave some of them open."""
+        reader, scheme = self.context.reader, self.scheme
+        assert reader is not None
+        if kept:
+            wanted = kept_scales(scheme, MatrixReader(reader, matrix), half=False)[1]
+        else:
+            wanted = second_scale(scheme, largest_of(reader, matrix))
+            if wanted != found:  # of gate and up, which engines compute as one, the larger counts
+                wanted = second_scale(scheme, self._largest_together())
+        if wanted != found:
+            part = scheme.layout.parts[-1]
+            name = f"{self.module.name}.{part}"
+            words = f"{name} ({self._where}) is {found!r}, but its source makes {wanted!r}."
+            self._report(Violation("scale", words, name, source_value=wanted, value=found))
+
+    def _largest_together(self) -> float:
+        """The largest magnitude of the matrices that share a second scale."""
+        where, layer, reader = self.module.where, self.source, self.context.reader
+        assert where is not None and layer is not None and reader is not None
+        together: Sequence[Projection] = ("down",) if where.proj == "down" else ("gate", "up")
+        found = layer.experts[where.expert]
+        return max(largest_of(reader, found[proj]) for proj in together if proj in found)
 
     def _constant_parts(self, stored: StoredParts, read: Mapping[str, U8]) -> None:
         """Parts that are the same for every matrix of a shape: zero points, order of groups."""

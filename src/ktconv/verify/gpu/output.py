@@ -80,7 +80,7 @@ class GpuOutput(OpenedOutput):
     why_not: str | None  # the fault of config.json, if `quantization` is the manifest's
     modules: Mapping[str, Module]
     layers: Mapping[int, Sequence[int]]  # ids of experts with at least one tensor
-    method: str  # rtn, gptq or unknown
+    method: str  # rtn, gptq or unknown; search: without a manifest, as the scales are
     config: Mapping[str, Any]
     scheme: Scheme | None  # by our manifest; MIXED: `scheme_of` has that of each matrix
     recipe: Recipe | None

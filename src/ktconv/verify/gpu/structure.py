@@ -31,11 +31,6 @@ class GpuStructureCheck(StructureCheck):
 
     def tensors(self) -> int:
         self._config()
-        if self._output.method == "unknown":
-            self._findings.note(
-                "how these weights were rounded is not known, so only errors of whole "
-                "matrices are checked, not every element"
-            )
         planned = dict(self._planned())
         for name, matrix in planned.items():
             self._expert(name, matrix)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 
 from ktconv.checkpoint import ExpertMatrix, TensorRef
@@ -22,11 +23,13 @@ from ktconv.verify.gpu.model import GpuModelCheck
 from ktconv.verify.gpu.output import GpuOutput, open_gpu_output
 from ktconv.verify.gpu.rounding import rules_of
 from ktconv.verify.gpu.structure import GpuStructureCheck
+from ktconv.verify.gpu.unrecorded import Rule, rules_by_group
 from ktconv.verify.gpu.weights import DecodedCheck, ModuleCheck, largest_error
 from ktconv.verify.reading import Context
 from ktconv.verify.runner import Check
 from ktconv.verify.totals import ItemResult, Totals
 from ktconv.verify.verifier import OutputVerifier
+from ktconv.writer.manifest import MANIFEST
 
 _PER_ELEMENT = 6  # bytes of a chunk: float32, a level, and at most as much of packed words
 _ROUNDING_BYTES = 8 << 20
@@ -93,6 +96,8 @@ class GpuVerifier(OutputVerifier):
             for expert in rng.sample(experts, max(1, round(len(experts) * share)))
         }
         sources = output.source_layers if context.compare else {}
+        found = self._unrecorded(context)
+        output = self.output
         rules = rules_of(output.method, output.ours)
         for module in output.modules.values():
             group = output.quantization.group_of(module.name) or output.quantization.groups[0]
@@ -103,12 +108,47 @@ class GpuVerifier(OutputVerifier):
                 layer = sources.get(module.layer)
                 if layer is not None and module.where.expert < len(layer.experts):
                     matrix = layer.experts[module.where.expert][module.where.proj]
-            if self._is_encoded(matrix):
+            if (rule := found.get(group.name)) is not None:
+                if rule.kept or rule.scheme.search:
+                    again = not rule.kept
+                    yield EncodedCheck(context, module, rule.scheme, again, matrix, layer)
+                else:
+                    by_rule = rules_of("rtn", output.ours)
+                    yield ModuleCheck(context, module, group, by_rule, matrix, layer)
+            elif self._is_encoded(matrix):
                 scheme = output.scheme_of(module)
                 again = self.requantized
                 yield EncodedCheck(context, module, scheme, again, matrix, layer)
             else:
                 yield ModuleCheck(context, module, group, rules, matrix, layer)
+
+    def _unrecorded(self, context: Context) -> Mapping[str, Rule | None]:
+        """By group the rule of packed integers of which no manifest tells it: a recipe tells those
+        of GPTQ. A failure where none explains them."""
+        output = self.output
+        if output.ours or output.method == "gptq" or not context.compare:
+            return {}
+        assert context.reader is not None
+        found = rules_by_group(output, context.reader)
+        for name, rule in found.items():
+            if rule is None and output.method == "unknown":
+                why = f"the codes and scales of quantization group {name} follow no known rule"
+                self.findings.fail(
+                    "weights",
+                    "rule",
+                    f"{why}: rounding to nearest, with scales by the largest weight or by the "
+                    f"search, explains too few of them. Without {MANIFEST} and recipe.yaml, which "
+                    "say how weights were rounded, damage cannot be told from another method.",
+                )
+        methods = {rule.method for rule in found.values() if rule is not None}
+        if found and None not in found.values():
+            self.output = replace(output, method="search" if "search" in methods else "rtn")
+        elif output.method == "unknown":
+            self.findings.note(
+                "how these weights were rounded is not known, so only errors of whole "
+                "matrices are checked, not every element"
+            )
+        return found
 
     @property
     def requantized(self) -> bool:

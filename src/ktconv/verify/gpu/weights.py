@@ -66,7 +66,7 @@ class ModuleCheck:
         }
         self._shape(streams)
         sums = None
-        if self.matrix is not None and _is_sound(self.module, self.group, self.matrix):
+        if self.matrix is not None and is_sound(self.module, self.group, self.matrix):
             sums = self._compare(self.matrix, streams, buffers)
             compare_bias(self.context, self.module, self.matrix, streams)
         for stream in streams.values():
@@ -197,7 +197,7 @@ class DecodedCheck:
         return ItemResult(self.nbytes, stream.check() is not None, 1)
 
 
-def _is_sound(module: Module, group: Group, matrix: ExpertMatrix) -> bool:
+def is_sound(module: Module, group: Group, matrix: ExpertMatrix) -> bool:
     """Whether all tensors have the dtypes and shapes of the group; else level structure reports
     it."""
     if not module.whole:
@@ -217,7 +217,7 @@ def dequantized(output: GpuOutput, module: Module, matrix: ExpertMatrix) -> Stre
         stored = stored_parts(output.scheme_of(module), module, matrix)
         return Streamed(matrix.rows, matrix.cols, stored.pieces, bias_of(module))
     group = output.quantization.group_of(module.name)
-    assert group is not None and _is_sound(module, group, matrix)
+    assert group is not None and is_sound(module, group, matrix)
     pieces = partial(_pieces, module, matrix, group)
     return Streamed(matrix.rows, matrix.cols, pieces, bias_of(module))
 

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from ktconv.errors import ResourceError, UsageError
-from ktconv.system.files import check_writable
+from ktconv.errors import UsageError
+from ktconv.writer.option_files import WrittenFile
 
 _DPI = 120
+_MARK = "drawn by ktconv"  # in the metadata of every picture
+_KEYS = {".png": "Software", ".svg": "Creator", ".pdf": "Creator"}  # of metadata, by ending
+_MOST = 64 << 20  # bytes of a picture
 
 
-def check_plot(path: Path) -> None:
+def picture_file(path: Path) -> WrittenFile:
+    """FILE of --plot. UsageError if its ending is not that of a picture, or without matplotlib."""
+    _check_plot(path)
+    return WrittenFile(path, "--plot", "a picture that ktconv drew", _is_drawn)
+
+
+def _is_drawn(path: Path) -> bool:
+    return path.stat().st_size <= _MOST and _MARK.encode() in path.read_bytes()
+
+
+def _check_plot(path: Path) -> None:
     """UsageError before anything is computed if this picture could not be drawn."""
-    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+    if path.suffix.lower() not in _KEYS:
         raise UsageError(f"--plot {path} is not a picture file", "end it with .png, .svg or .pdf")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"--plot {path}: there is no directory {path.parent}", "make it first")
     if path.is_dir():
         raise UsageError(f"--plot {path} is a directory", "give the name of a file in it")
-    check_writable(path, "--plot")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -32,7 +45,8 @@ def check_plot(path: Path) -> None:
 def picture(
     path: Path, size: tuple[float, float], rows: int = 1, columns: int = 1
 ) -> Iterator[Any]:
-    """matplotlib's axes, an array of several; written to `path` at the end. `size` is in inches."""
+    """matplotlib's axes, an array of several; written to `path` at the end. `size` is in inches.
+    UsageError where there is another file, or a model around it."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -41,8 +55,9 @@ def picture(
     figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained")
     try:
         yield axes
-        figure.savefig(path, dpi=_DPI)
-    except OSError as error:
-        raise ResourceError(f"{path} cannot be written: {error.strerror}") from None
+        drawn, ending = BytesIO(), path.suffix.lower()
+        about = {_KEYS[ending]: _MARK}
+        figure.savefig(drawn, dpi=_DPI, format=ending[1:], metadata=about)
+        picture_file(path).write(drawn.getvalue())
     finally:
         pyplot.close(figure)
