@@ -36,6 +36,7 @@ BITS_PER_ELEMENT: Mapping[str, int] = {
     "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
 
+_JSON_SPACE = b" \t\n\r"
 _DAMAGED = "The file is damaged or not a safetensors file; download or copy it again."
 
 
@@ -50,6 +51,10 @@ class Header:
     mtime_ns: int | None  # None: it is elsewhere, and has an etag
     sha256: str  # of the header's bytes, of safetensors files without their length
     etag: str | None = None
+    # Of tensors in the file that are left out of `tensors`, by the index of a checkpoint:
+    elsewhere: int = 0  # how many it has in other shards
+    unlisted: int = 0  # how many it does not list
+    unused_bytes: int = 0  # of both
 
 
 def read_header(path: Path) -> Header:
@@ -116,7 +121,7 @@ def _read_length_and_json(path: Path, opened: Opened, file_bytes: int) -> bytes:
             _DAMAGED,
         )
     raw = opened.take(length, 8)
-    if not raw.startswith(b"{"):
+    if not raw.lstrip(_JSON_SPACE).startswith(b"{"):  # as the reference reader
         raise CheckpointError(f"the header of {path} does not start with '{{'", _DAMAGED)
     return raw
 
@@ -131,6 +136,8 @@ def _refuse_nul(path: Path, names: Iterable[str]) -> None:
 
 
 def _check_metadata(path: Path, metadata: Any) -> Mapping[str, str]:
+    if metadata is None:  # null: as if it were not there
+        return {}
     if isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values()):
         return metadata
     raise CheckpointError(
