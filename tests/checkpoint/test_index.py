@@ -221,7 +221,7 @@ def test_shards_under_other_names(tmp_path: Path, count: int) -> None:
     opened = open_checkpoint(model)
     names = {file.name for file in opened.files}
     assert names == {path.name for path in model.glob("*.safetensors")}
-    what = "1 shard that" if count == 1 else "3 shards that"
+    what = "1 shard that is not" if count == 1 else "3 shards that are not"
     assert f"{INDEX} names {what}" in opened.notes[0]
     assert "weights-00001-of-00003.safetensors" in opened.notes[0]
     for source in (model, clean):

@@ -181,12 +181,13 @@ def substitute(
 
     `names`: files of the directory that the index does not name.
     """
-    name, count = index.path.name, f"{len(missing)} shard{'s' if len(missing) > 1 else ''}"
+    name, many = index.path.name, len(missing) > 1
+    count = f"{len(missing)} shards that are" if many else "1 shard that is"
     headers = read_files(index.path.parent, names)
     found = {one.file.name: {tensor.name for tensor in one.tensors} for one in headers}
     if single in found and index.weight_map.keys() <= found[single]:
         note = (
-            f"{name} names {count} that are not there: {listed(missing)}; {single}, which has all "
+            f"{name} names {count} not there: {listed(missing)}; {single}, which has all "
             f"of its {len(index.weight_map)} tensors, is read instead"
         )
         return Substitute([single], None, note)
@@ -198,7 +199,7 @@ def substitute(
         here = {tensor: file for file in holders for tensor in found[file] & wanted}
         weight_map = {tensor: here.get(tensor, shard) for tensor, shard in index.weight_map.items()}
         note = (
-            f"{name} names {count} that are not there: {listed(missing)}; their tensors are in "
+            f"{name} names {count} not there: {listed(missing)}; their tensors are in "
             f"{listed(holders)}, which are read instead"
         )
         renamed = replace(index, weight_map=weight_map)
