@@ -44,17 +44,18 @@ def refuse_adapter(directory: Path, names: Sequence[str]) -> None:
     adapter = [name for name in names if is_adapter_file(name)]
     if not adapter or any(_MODEL.fullmatch(name) for name in set(names) - set(adapter)):
         return
-    kind, base = "a LoRA adapter", ""
+    kind, base = None, ""
     if CONFIG in adapter:
         with contextlib.suppress(CheckpointError):  # that it is an adapter is enough
             data = read_small(directory, CONFIG, MAX_CONFIG_BYTES)
             config = parse_object(data, CONFIG, "", allow_same_twice=True)
-            if config.get("peft_type", "LORA") != "LORA":
-                kind = f"an adapter of type {config['peft_type']!r:.40}"
+            kind = config.get("peft_type")
             if isinstance(config.get("base_model_name_or_path"), str):
-                base = f" of {config['base_model_name_or_path']}"
+                base = f" of {config['base_model_name_or_path']:.200}"
     raise CheckpointError(
-        f"{directory} is {kind}{base}, not a model",
+        f"{directory} is a LoRA adapter{base}, not a model"
+        if kind in (None, "LORA")
+        else f"{directory} is an adapter of type {kind!r:.40}{base}, not a model",
         "Give the model that it was trained on. To convert both as one, merge the adapter into "
         "that model first (docs/fine-tuning.md, Adapters).",
     )

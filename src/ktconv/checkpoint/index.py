@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktconv.checkpoint.adapters import is_adapter_file
-from ktconv.checkpoint.safetensors_file import Header, read_header
+from ktconv.checkpoint.safetensors_file import Header, Unused, read_header
 from ktconv.checkpoint.strict_json import parse_object
-from ktconv.checkpoint.types import SourceFile
+from ktconv.checkpoint.types import SourceFile, TensorRef
 from ktconv.errors import CheckpointError
 from ktconv.system.regular_files import read_small
 from ktconv.system.text import path_of, path_text
@@ -97,20 +97,18 @@ def _check_plain_name(index: Path, name: str) -> None:
 
 def as_indexed(index: Index, headers: Sequence[Header]) -> list[Header]:
     """The headers with the tensors that the index has in their shards; others are counted in
-    `Header.elsewhere` and `Header.unlisted`. CheckpointError if one that it names is missing."""
+    `Header.elsewhere` and `unlisted`. CheckpointError if one that it names is missing."""
     weight_map, kept = index.weight_map, list[Header]()
     for header in headers:
         shard = header.file.name
         tensors = [one for one in header.tensors if weight_map.get(one.name) == shard]
         if len(tensors) < len(header.tensors):
-            left = [one for one in header.tensors if weight_map.get(one.name) != shard]
-            listed_too = [one for one in left if one.name in weight_map]
+            others = [one for one in header.tensors if weight_map.get(one.name) != shard]
             header = replace(
                 header,
                 tensors=tensors,
-                elsewhere=len(listed_too),
-                unlisted=len(left) - len(listed_too),
-                unused_bytes=sum(one.nbytes for one in left),
+                elsewhere=_unused(one for one in others if one.name in weight_map),
+                unlisted=_unused(one for one in others if one.name not in weight_map),
             )
         kept.append(header)
     if sum(len(header.tensors) for header in kept) < len(weight_map):
@@ -118,27 +116,34 @@ def as_indexed(index: Index, headers: Sequence[Header]) -> list[Header]:
     return kept
 
 
+def _unused(tensors: Iterable[TensorRef]) -> Unused:
+    sizes = [tensor.nbytes for tensor in tensors]
+    return Unused(len(sizes), sum(sizes))
+
+
 def ignored_notes(index: Index, headers: Sequence[Header]) -> Iterator[str]:
     """What `as_indexed` left out."""
-    without = [one for one in headers if one.elsewhere or one.unlisted]
-    if not without:
-        return
-    name, size = index.path.name, format_size(sum(one.unused_bytes for one in without))
-    elsewhere, unlisted = sum(one.elsewhere for one in without), unlisted_tensors(without)
-    kinds = [
-        f"{count} tensor{'s' if count > 1 else ''} that {what}"
-        for count, what in (
-            (elsewhere, f"{name} has in other shards"),
-            (unlisted, f"{name} does not list"),
-        )
-        if count
-    ]
-    yield f"ignored {' and '.join(kinds)}: {size} in {listed([o.file.name for o in without])}"
+    name = index.path.name
+    if found := _in_words([(one.file.name, one.elsewhere) for one in headers]):
+        tensors, where = found
+        yield f"ignored {tensors} that {name} has in other shards: {where}"
+    if found := _in_words([(one.file.name, one.unlisted) for one in headers]):
+        tensors, where = found
+        yield f"ignored {tensors} that {name} does not list: {where}"
+
+
+def _in_words(unused: Sequence[tuple[str, Unused]]) -> tuple[str, str] | None:
+    """How many tensors, and how large and where they are; None if there are none."""
+    there = [(name, one) for name, one in unused if one.tensors]
+    count, nbytes = (sum(one[at] for _, one in there) for at in (0, 1))
+    tensors = "1 tensor" if count == 1 else f"{count} tensors"
+    where = f"{format_size(nbytes)} in {listed([name for name, _ in there])}"
+    return (tensors, where) if there else None
 
 
 def unlisted_tensors(headers: Sequence[Header]) -> int:
     """How many tensors `as_indexed` left out because the index does not list them."""
-    return sum(header.unlisted for header in headers)
+    return sum(header.unlisted.tensors for header in headers)
 
 
 def _missing_tensors(index: Index, headers: Sequence[Header]) -> CheckpointError:

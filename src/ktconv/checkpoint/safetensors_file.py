@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.checkpoint.types import TensorRef
@@ -40,6 +40,16 @@ _JSON_SPACE = b" \t\n\r"
 _DAMAGED = "The file is damaged or not a safetensors file; download or copy it again."
 
 
+class Unused(NamedTuple):
+    """Tensors of a file that do not belong to the checkpoint."""
+
+    tensors: int
+    nbytes: int
+
+
+NONE = Unused(0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """The header of one safetensors or GGUF file, and what identifies the file's state."""
@@ -51,10 +61,13 @@ class Header:
     mtime_ns: int | None  # None: it is elsewhere, and has an etag
     sha256: str  # of the header's bytes, of safetensors files without their length
     etag: str | None = None
-    # Of tensors in the file that are left out of `tensors`, by the index of a checkpoint:
-    elsewhere: int = 0  # how many it has in other shards
-    unlisted: int = 0  # how many it does not list
-    unused_bytes: int = 0  # of both
+    # Tensors in the file that are left out of `tensors`, by the index of a checkpoint:
+    elsewhere: Unused = NONE  # those that it has in other shards
+    unlisted: Unused = NONE  # those that it does not list
+
+    @property
+    def unused_bytes(self) -> int:
+        return self.elsewhere.nbytes + self.unlisted.nbytes
 
 
 def read_header(path: Path) -> Header:

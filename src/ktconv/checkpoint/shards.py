@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktconv.checkpoint.absent import absent
+from ktconv.checkpoint.absent import absence
 from ktconv.checkpoint.adapters import is_adapter_file
 from ktconv.checkpoint.gguf.parts import SUFFIX, all_parts, read_parts
 from ktconv.checkpoint.index import (
@@ -97,7 +97,9 @@ def notes_of(selection: ShardSelection, headers: Sequence[Header]) -> list[str]:
 
 def deciding_index(selection: ShardSelection, headers: Sequence[Header]) -> Index | None:
     """The index, if without it, or by a reader that disregards it, other tensors would be read."""
-    unlike = selection.renamed or any(one.unlisted or one.elsewhere for one in headers)
+    unlike = selection.renamed or any(
+        one.unlisted.tensors or one.elsewhere.tensors for one in headers
+    )
     return selection.index if unlike else None
 
 
@@ -178,8 +180,12 @@ def _select_despite(
     there = [name for name in sorted(unused) if (directory / name).is_file()]
     found = substitute(index, missing, there, SINGLE_FILE)
     if isinstance(found, str):
-        whole = f"{len(index.shards)} shards that {index.path} names"
-        raise absent(directory, missing, whole, _SHARD_HINT, found)
+        words, hint = absence(directory, missing, _SHARD_HINT)
+        raise CheckpointError(
+            f"{len(missing)} of the {len(index.shards)} shards that {index.path} names {words}"
+            f"{found}",
+            hint,
+        )
     more = _ignored_note(unused - set(found.files), f"{index.path.name} does not name them")
     return ShardSelection(
         [directory / name for name in found.files],

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint.absent import absent
+from ktconv.checkpoint.absent import absence
 from ktconv.checkpoint.gguf.file import MAGIC, read_gguf_header
 from ktconv.checkpoint.safetensors_file import Header
 from ktconv.errors import CheckpointError
@@ -71,8 +71,10 @@ def all_parts(path: Path) -> Sequence[Path]:
     parts = [path.with_name(name) for name in names]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
-        whole = f"{count} parts of {path.parent / match['base']}"
-        raise absent(path.parent, missing, whole, _DOWNLOAD)
+        words, hint = absence(path.parent, missing, _DOWNLOAD)
+        raise CheckpointError(
+            f"{len(missing)} of the {count} parts of {path.parent / match['base']} {words}", hint
+        )
     return parts
 
 
