@@ -25,7 +25,7 @@ INDEX = "model.safetensors.index.json"
 def overlaid(tmp_path: Path) -> Path:
     """The example, whose last shard has wrong copies of the first expert and the norm."""
     model = Path(shutil.copytree(EXAMPLE, tmp_path / "model"))
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path in sorted(model.glob("*.safetensors")):
         tensors |= load_file(path)
         path.unlink()
