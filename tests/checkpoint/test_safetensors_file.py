@@ -73,7 +73,8 @@ def test_header_beyond_the_limit(tmp_path: Path) -> None:
     [
         (b"", "does not start with"),
         (b"[]", "does not start with"),
-        (b" {}", "does not start with"),
+        (b" \n[]", "does not start with"),
+        (b"\x0c{}", "does not start with"),
         (b'{"a":', "not valid JSON"),
         (b"{}x", "not valid JSON"),
         (b'{"a\xff":1}', "not UTF-8"),

@@ -173,10 +173,18 @@ def named_shard(model: Path) -> None:
     )
 
 
-def named_tensor_twice(model: Path) -> None:
-    name = "model.embed_tokens.weight"
-    rename_tensor(model, name, HOSTILE)
-    edit(model / INDEX, lambda index: index["weight_map"].pop(HOSTILE))
+def named_tensor_elsewhere(model: Path) -> None:
+    rename_tensor(model, "model.embed_tokens.weight", HOSTILE)
+    there = json.loads((model / INDEX).read_text())["weight_map"][HOSTILE]
+    other = next(shard for shard in SHARDS if shard != there)
+    edit(model / INDEX, lambda index: index["weight_map"].update({HOSTILE: other}))
+
+
+def named_base(model: Path) -> None:
+    for path in (model / INDEX, *model.glob("*.safetensors")):
+        path.unlink()
+    text = json.dumps({"peft_type": "LORA", "base_model_name_or_path": HOSTILE})
+    (model / "adapter_config.json").write_text(text)
 
 
 def named_unread_shard(model: Path) -> None:
@@ -194,8 +202,8 @@ def named_size(model: Path) -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        named_model_type, named_expert, named_stack, named_shard, named_tensor_twice,
-        named_unread_shard, named_side_file, named_size,
+        named_model_type, named_expert, named_stack, named_shard, named_tensor_elsewhere,
+        named_base, named_unread_shard, named_side_file, named_size,
     ],
 )  # fmt: skip
 def test_no_string_of_a_checkpoint_reaches_the_terminal_raw(

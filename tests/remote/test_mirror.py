@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from helpers.cli import contents, done, ktconv, ktconv_done, refused, run, write_model
+from helpers.convert import read_model, read_shards
+from helpers.families import bf16, random_weights, write_safetensors
 from helpers.stores import FolderStore, ResetError
 from remote.conftest import Served
 
@@ -239,3 +241,53 @@ def test_headers_take_little_more_than_their_bytes(tmp_path: Path, served: Serve
     for name, (start, stop) in heads.items():
         size = 8 + int.from_bytes((model / name).read_bytes()[:8], "little")
         assert start == 0 and size <= stop <= 1.5 * size
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 2669283096\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "config.json", "LICENSE", "model-00002-of-00003.safetensors"]
+)
+def test_pointers_of_git_lfs_are_refused_before_anything_is_written(
+    model: Path, tmp_path: Path, served: Served, name: str
+) -> None:
+    (model / name).write_text(POINTER)
+    for more in (["--dry-run"], []):
+        words = f"{URL}@main/{name} is a Git LFS pointer in place of a file of 2.7 GB"
+        refused(run(URL, tmp_path / "out", *more), 2, words)
+        assert not (tmp_path / "out").exists()
+
+
+def test_short_side_files_are_fetched_once(model: Path, tmp_path: Path, served: Served) -> None:
+    (model / "tokenizer.json").write_text("x" * 2000)
+    (model / "generation_config.json").write_text("{}")
+    done(URL, tmp_path / "out", "--dry-run")
+    [store] = served.stores.values()
+    read = [name for name, _, _ in store.reads]
+    assert "tokenizer.json" not in read and read.count("generation_config.json") == 1
+    done(URL, tmp_path / "out")
+    read = [name for name, _, _ in store.reads]
+    assert read.count("tokenizer.json") == read.count("generation_config.json") == 1
+
+
+def test_what_lies_there_is_looked_at(model: Path, tmp_path: Path, served: Served) -> None:
+    """Of shards that the index calls otherwise, and of a second copy of a tensor."""
+    done(model, tmp_path / "expected")
+    index = json.loads((model / "model.safetensors.index.json").read_text())
+    shard = model / "model-00002-of-00003.safetensors"
+    shard.rename(model / "weights-2.safetensors")
+    done(URL, tmp_path / "renamed")
+    assert weights(tmp_path / "renamed").keys() == weights(tmp_path / "expected").keys()
+    assert read_model(tmp_path / "renamed") == read_model(tmp_path / "expected")
+    [note] = open_checkpoint(URL).notes
+    assert f"names 1 shard that is not there: {shard.name}; " in note
+    mirror.close_all()
+    copied = next(name for name, file in index["weight_map"].items() if file != shard.name)
+    (model / "weights-2.safetensors").rename(shard)
+    tensors = read_shards([shard]) | {copied: bf16(random_weights(seed=5).up[0])}
+    write_safetensors(shard, tensors)
+    [note] = open_checkpoint(URL).notes
+    assert "ignored 1 tensor that" in note and "has in other shards" in note
+    done(URL, tmp_path / "copied")
+    assert read_model(tmp_path / "copied") == read_model(tmp_path / "expected")

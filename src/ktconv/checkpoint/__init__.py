@@ -8,12 +8,13 @@ Only headers are read, each once; torch and numpy are not imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ktconv.checkpoint.adapters import adapter_notes
 from ktconv.checkpoint.config import (
     CONFIG_NAME,
     ConfigFile,
@@ -24,12 +25,21 @@ from ktconv.checkpoint.config import (
 )
 from ktconv.checkpoint.gguf.config import config_of_metadata, refuse_unread
 from ktconv.checkpoint.gguf.hub_names import HUB_NAMES
+from ktconv.checkpoint.index import Index, unlisted_tensors
 from ktconv.checkpoint.layers import build_layers
 from ktconv.checkpoint.locate import locate_model
-from ktconv.checkpoint.mapped import Mapped, check_encodings, notes_of, split_mapped
+from ktconv.checkpoint.mapped import Mapped, check_encodings, split_mapped
+from ktconv.checkpoint.mapped import notes_of as notes_of_map
 from ktconv.checkpoint.naming_map import NamingMap, map_of_record, read_map
 from ktconv.checkpoint.safetensors_file import Header, read_header
-from ktconv.checkpoint.shards import ShardSelection, read_shards, select_shards
+from ktconv.checkpoint.shards import (
+    ShardSelection,
+    deciding_index,
+    file_names,
+    notes_of,
+    read_shards,
+    select_shards,
+)
 from ktconv.checkpoint.stacks import split_tensors
 from ktconv.checkpoint.towers import choose_tower
 from ktconv.checkpoint.types import (
@@ -81,7 +91,7 @@ def open_checkpoint(
         content = naming.applied(content)
         split, mapped = split_mapped(list(tensors), naming)
     described = {} if selection.gguf else read_description(place)
-    with _naming(headers[0], config), _mapping(mapped):
+    with _indexed(selection.index, headers), _naming(headers[0], config), _mapping(mapped):
         chosen = choose_tower(split, content, tower)
         if chosen is not None:
             split, content = chosen.split, chosen.config
@@ -94,7 +104,7 @@ def open_checkpoint(
             notes = [*notes, assumed]
         if mapped is not None:
             check_encodings(layers, mapped)
-            notes = [*notes_of(mapped, config.content), *map(mapped.spelt, notes)]
+            notes = [*notes_of_map(mapped, config.content), *map(mapped.spelt, notes)]
     if side_directory and any("gptq" in layer.encoding for layer in layers):
         check_quantize_config(side_directory, content)
     if config.made is not None:
@@ -106,6 +116,9 @@ def open_checkpoint(
     for header in headers:
         name = path_text(header.file.name)
         sources.append(_source_file(name, header))
+    if index := deciding_index(selection, headers):
+        sources.append(index.state)
+    selected = [*notes_of(selection, headers), *_adapters_beside(place, side_directory)]
     return Checkpoint(
         path=selection.files[0] if selection.gguf else place,
         config=content,
@@ -113,14 +126,22 @@ def open_checkpoint(
         files=selection.files,
         layers=layers,
         other_tensors=split.others,
-        notes=[*selection.notes, *notes],
+        notes=[*selected, *notes],
         sources=sources if config.made is None else sources[1:],
         side_directory=side_directory,
         made_files={} if config.made is None else {CONFIG_NAME: config.made},
         architecture=architecture,
         tower=None if chosen is None else chosen.name,
         mapped=mapped,
+        unused_bytes=sum(header.unused_bytes for header in headers),
+        index_decides=index is not None,
     )
+
+
+def _adapters_beside(place: Path, side_directory: Path | None) -> list[str]:
+    """Notes on adapters in the directories of weights and of side files."""
+    directories = {one: None for one in (place, side_directory) if one is not None and one.is_dir()}
+    return [note for one in directories for note in adapter_notes(one, file_names(one))]
 
 
 def _source_file(name: str, header: Header) -> SourceFile:
@@ -163,6 +184,20 @@ def _naming(header: Header, config: ConfigFile) -> Iterator[None]:
             if message != str(error)
             else error.hint,
         ) from None
+
+
+@contextmanager
+def _indexed(index: Index | None, headers: Sequence[Header]) -> Iterator[None]:
+    """Hints name tensors that an index does not list, since they may be what is missing."""
+    try:
+        yield
+    except CheckpointError as error:
+        if index is not None and (count := unlisted_tensors(headers)):
+            error.hint = (
+                f"{index.path.name} does not list {count} of the tensors in its shards, which are "
+                f"ignored: without this file they are read. {error.hint or ''}".rstrip()
+            )
+        raise
 
 
 def _refuse_map(naming: NamingMap | None) -> None:

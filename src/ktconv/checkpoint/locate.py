@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
+from ktconv.checkpoint.adapters import refuse_adapter
 from ktconv.checkpoint.gguf.parts import is_gguf, model_files
-from ktconv.checkpoint.shards import INDEX_SUFFIX, file_names
+from ktconv.checkpoint.index import INDEX_SUFFIX
+from ktconv.checkpoint.shards import file_names
 from ktconv.errors import CheckpointError, KtconvError
+from ktconv.system.regular_files import broken_link
 
 _HUB_ID = re.compile(
     r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
@@ -67,6 +70,8 @@ def locate_model(model: str | Path) -> Path:
         return _file(path)
     if isinstance(model, str) and (found := hub_model(model)):
         return _in_directory(_locate_in_cache(found), model, found.file)
+    if link := broken_link(path):
+        raise link
     raise CheckpointError(
         f"{model} does not exist",
         "Give a checkpoint directory, a GGUF file, or a hub id org/name from the local cache.",
@@ -105,6 +110,7 @@ def _file(path: Path) -> Path:
 def _in_directory(directory: Path, model: str, wanted: str | None = None) -> Path:
     """`directory`, or a file of the one GGUF model in it."""
     names = file_names(directory)
+    refuse_adapter(directory, names)
     if wanted is None and any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in names):
         return directory
     found = {name: directory / file for name, file in model_files(names).items()}

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.checkpoint.types import TensorRef
@@ -36,7 +36,18 @@ BITS_PER_ELEMENT: Mapping[str, int] = {
     "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
 
+_JSON_SPACE = b" \t\n\r"
 _DAMAGED = "The file is damaged or not a safetensors file; download or copy it again."
+
+
+class Unused(NamedTuple):
+    """Tensors of a file that do not belong to the checkpoint."""
+
+    tensors: int
+    nbytes: int
+
+
+NONE = Unused(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +61,13 @@ class Header:
     mtime_ns: int | None  # None: it is elsewhere, and has an etag
     sha256: str  # of the header's bytes, of safetensors files without their length
     etag: str | None = None
+    # Tensors in the file that are left out of `tensors`, by the index of a checkpoint:
+    elsewhere: Unused = NONE  # those that it has in other shards
+    unlisted: Unused = NONE  # those that it does not list
+
+    @property
+    def unused_bytes(self) -> int:
+        return self.elsewhere.nbytes + self.unlisted.nbytes
 
 
 def read_header(path: Path) -> Header:
@@ -116,7 +134,7 @@ def _read_length_and_json(path: Path, opened: Opened, file_bytes: int) -> bytes:
             _DAMAGED,
         )
     raw = opened.take(length, 8)
-    if not raw.startswith(b"{"):
+    if not raw.lstrip(_JSON_SPACE).startswith(b"{"):  # as the reference reader
         raise CheckpointError(f"the header of {path} does not start with '{{'", _DAMAGED)
     return raw
 
@@ -131,6 +149,8 @@ def _refuse_nul(path: Path, names: Iterable[str]) -> None:
 
 
 def _check_metadata(path: Path, metadata: Any) -> Mapping[str, str]:
+    if metadata is None:  # null: as if it were not there
+        return {}
     if isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values()):
         return metadata
     raise CheckpointError(

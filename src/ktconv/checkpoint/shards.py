@@ -5,30 +5,33 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from ktconv.checkpoint.absent import absence
+from ktconv.checkpoint.adapters import is_adapter_file
 from ktconv.checkpoint.gguf.parts import SUFFIX, all_parts, read_parts
-from ktconv.checkpoint.hub_cache import download_command
+from ktconv.checkpoint.index import (
+    DEFAULT_INDEX,
+    Index,
+    as_indexed,
+    ignored_notes,
+    listed,
+    read_index,
+    substitute,
+)
 from ktconv.checkpoint.safetensors_file import Header, read_header
-from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import CheckpointError, ResourceError
 from ktconv.system.elsewhere import Span, advise, elsewhere_of
-from ktconv.system.regular_files import read_small
-from ktconv.system.text import path_of
 
-INDEX_SUFFIX = ".safetensors.index.json"
-DEFAULT_INDEX = "model" + INDEX_SUFFIX
 SINGLE_FILE = "model.safetensors"
 HEAD_BYTES = 256 << 10  # of a file of unknown tensors: most headers end there
 _ENTRY_BYTES = 90  # of a tensor in a header, beside its name: dtype, shape and offsets
 _METADATA_BYTES = 256  # and what else a header has
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_LONGEST_NAME = 255  # bytes of a name, in every file system of Linux
 _NUMBERED = re.compile(r"^(.*-)(\d+)(-of-)(\d+)(\.safetensors)$")
-_INDEX_HINT = "Download the checkpoint again, or repair the index by hand."
 _SHARD_HINT = "Download the missing files; incomplete checkpoints are not converted."
 
 
@@ -37,10 +40,10 @@ class ShardSelection:
     """The files to open, before any of them is opened."""
 
     files: Sequence[Path]  # in name order
-    index: Path | None
-    weight_map: Mapping[str, str]  # tensor name to file name; empty without an index
+    index: Index | None
     notes: Sequence[str]
     gguf: bool = False
+    renamed: bool = False  # the index names some of them otherwise
 
 
 def select_shards(place: Path) -> ShardSelection:
@@ -50,7 +53,7 @@ def select_shards(place: Path) -> ShardSelection:
     """
     # A broken link or a pipe with such a name is refused when it is opened.
     if place.is_file() or (place.name.endswith(SUFFIX) and not place.is_dir()):
-        return ShardSelection(all_parts(place), None, {}, [], gguf=True)
+        return ShardSelection(all_parts(place), None, [], gguf=True)
     return _select_safetensors(place)
 
 
@@ -61,36 +64,50 @@ def _select_safetensors(directory: Path) -> ShardSelection:
     at the top level. Sub-directories, which contain other copies, are not searched.
     """
     names = file_names(directory)
-    index = _select_index(directory, names)
+    index = read_index(directory, names)
     if index is not None:
         return _select_by_index(directory, index, names)
-    shards = sorted(name for name in names if name.endswith(".safetensors"))
+    shards = [one for one in names if one.endswith(".safetensors") and not is_adapter_file(one)]
     if not shards:
         raise _no_safetensors(directory, names)
     chosen = [SINGLE_FILE] if SINGLE_FILE in shards else shards
     _check_numbering(directory, chosen)
     notes = _ignored_note(set(shards) - set(chosen), f"the weights are in {SINGLE_FILE}")
-    return ShardSelection([directory / name for name in chosen], None, {}, notes)
+    return ShardSelection([directory / name for name in chosen], None, notes)
 
 
 def read_shards(selection: ShardSelection) -> list[Header]:
-    """Read every selected header once and check them against the index and each other."""
+    """Read every selected header once, with the tensors that belong to the checkpoint: those that
+    the index has in that file, or all. Checks that nothing is missing or there twice."""
     if any(map(elsewhere_of, selection.files)):
         advise([Span(file, 0, size) for file, size in _head_sizes(selection)], lambda _: None)
     read = read_parts if selection.gguf else _read_each
     headers = read(selection.files)
-    if selection.index is None:
-        _check_unique(headers)
-    else:  # the index has one shard for each tensor, so this checks uniqueness too
-        _check_against_index(selection.index, selection.weight_map, headers)
+    if selection.index is not None:  # it has one shard for each tensor
+        return as_indexed(selection.index, headers)
+    _check_unique(headers)
     return headers
+
+
+def notes_of(selection: ShardSelection, headers: Sequence[Header]) -> list[str]:
+    """What a user should know of how files and their tensors were chosen."""
+    ignored = ignored_notes(selection.index, headers) if selection.index else ()
+    return [*selection.notes, *ignored]
+
+
+def deciding_index(selection: ShardSelection, headers: Sequence[Header]) -> Index | None:
+    """The index, if without it, or by a reader that disregards it, other tensors would be read."""
+    unlike = selection.renamed or any(
+        one.unlisted.tensors or one.elsewhere.tensors for one in headers
+    )
+    return selection.index if unlike else None
 
 
 def _head_sizes(selection: ShardSelection) -> Iterator[tuple[Path, int]]:
     """About how many bytes the header of each file has: by the names in the index, where there is
     one. Of a source that is elsewhere, one request brings it, and little else."""
     sizes: Counter[str] = Counter()
-    for name, shard in selection.weight_map.items():
+    for name, shard in selection.index.weight_map.items() if selection.index else ():
         sizes[shard] += len(name) + _ENTRY_BYTES
     for file in selection.files:
         known = sizes.get(file.name)
@@ -126,7 +143,7 @@ def _no_safetensors(directory: Path, names: Sequence[str]) -> CheckpointError:
     pickles = [name for name in names if name.endswith(_PICKLE_SUFFIXES)]
     if pickles:
         return CheckpointError(
-            f"{directory} contains only pickle weights ({_listed(pickles)}), which "
+            f"{directory} contains only pickle weights ({listed(pickles)}), which "
             "are not read because unpickling can execute code",
             "Use a safetensors version of the checkpoint; if you trust this one, "
             "load it with transformers and call save_pretrained.",
@@ -138,76 +155,44 @@ def _no_safetensors(directory: Path, names: Sequence[str]) -> CheckpointError:
     )
 
 
-def _select_index(directory: Path, names: Sequence[str]) -> Path | None:
-    candidates = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    if not candidates:
-        return None
-    if DEFAULT_INDEX not in candidates and len(candidates) > 1:
-        raise CheckpointError(
-            f"{directory} contains several indexes and none is {DEFAULT_INDEX}: "
-            f"{_listed(candidates, limit=10)}",
-            "Keep only one of them in the directory.",
-        )
-    return directory / (DEFAULT_INDEX if DEFAULT_INDEX in candidates else candidates[0])
-
-
-def _select_by_index(directory: Path, index: Path, names: Sequence[str]) -> ShardSelection:
-    weight_map = _read_weight_map(index)
-    chosen = sorted(set(weight_map.values()))
-    for name in chosen:
-        _check_plain_name(index, name)
+def _select_by_index(directory: Path, index: Index, names: Sequence[str]) -> ShardSelection:
+    chosen = index.shards
     missing = [name for name in chosen if not (directory / name).is_file()]
+    others = {name for name in names if name.endswith(".safetensors")} - set(chosen)
+    unused = {name for name in others if not is_adapter_file(name)}
     if missing:
-        raise CheckpointError(
-            f"{len(missing)} of the {len(chosen)} shards that {index} names are missing: "
-            f"{_listed(missing)}",
-            _download(directory, missing) or _SHARD_HINT,
-        )
-    unused = {name for name in names if name.endswith(".safetensors")} - set(chosen)
+        return _select_despite(directory, index, missing, unused)
     if SINGLE_FILE in unused:
         # Loaders disagree on which of the two counts.
         raise CheckpointError(
-            f"{directory} contains both {SINGLE_FILE} and {index.name}, which does not name it",
+            f"{directory} contains both {SINGLE_FILE} and {index.path.name}, which does not name "
+            "it",
             "Remove the one that does not belong to the checkpoint.",
         )
-    notes = _ignored_note(unused, f"{index.name} does not name them")
-    return ShardSelection([directory / name for name in chosen], index, weight_map, notes)
+    notes = _ignored_note(unused, f"{index.path.name} does not name them")
+    return ShardSelection([directory / name for name in chosen], index, notes)
 
 
-def _download(directory: Path, missing: Sequence[str]) -> str | None:
-    command = download_command(directory, missing)
-    return command and f"Download what is missing: {command}"
-
-
-def _read_weight_map(index: Path) -> Mapping[str, str]:
-    data = read_small(index.parent, index.name)
-    weight_map = parse_object(data, str(index), _INDEX_HINT).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{index} has no weight_map object", _INDEX_HINT)
-    if not weight_map:
-        raise CheckpointError(f"{index} has an empty weight_map", _INDEX_HINT)
-    for key, name in weight_map.items():
-        if not isinstance(name, str):
-            raise CheckpointError(f"{index} maps {key!r} to {name!r}, not a file", _INDEX_HINT)
-        if not name.isascii():
-            weight_map[key] = path_of(name)
-    return weight_map
-
-
-def _check_plain_name(index: Path, name: str) -> None:
-    """A file name from an index must not lead out of the checkpoint's directory."""
-    if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
+def _select_despite(
+    directory: Path, index: Index, missing: Sequence[str], unused: Set[str]
+) -> ShardSelection:
+    """The files that have what shards which are not there should have."""
+    there = [name for name in sorted(unused) if (directory / name).is_file()]
+    found = substitute(index, missing, there, SINGLE_FILE)
+    if isinstance(found, str):
+        words, hint = absence(directory, missing, _SHARD_HINT)
         raise CheckpointError(
-            f"{index} names the file {name!r}, which is not a plain name in its own directory",
-            "For safety, shards must be in the same directory as the index (symlinks "
-            "are followed).",
+            f"{len(missing)} of the {len(index.shards)} shards that {index.path} names {words}"
+            f"{found}",
+            hint,
         )
-    if len(os.fsencode(name)) > _LONGEST_NAME:
-        raise CheckpointError(
-            f"{index} names a file with {len(name)} characters: {name[:40]!r}...", _INDEX_HINT
-        )
-    if not name.endswith(".safetensors"):
-        raise CheckpointError(f"{index} names {name!r}, not a safetensors file", _INDEX_HINT)
+    more = _ignored_note(unused - set(found.files), f"{index.path.name} does not name them")
+    return ShardSelection(
+        [directory / name for name in found.files],
+        found.index,
+        [found.note, *more],
+        renamed=found.index is not None,
+    )
 
 
 def _check_numbering(directory: Path, names: Iterable[str]) -> None:
@@ -226,7 +211,7 @@ def _check_numbering(directory: Path, names: Iterable[str]) -> None:
         if missing and name in expected:
             raise CheckpointError(
                 f"{len(missing)} of the {len(expected)} shards in {directory} are missing: "
-                f"{_listed(missing)}",
+                f"{listed(missing)}",
                 _SHARD_HINT,
             )
 
@@ -246,41 +231,6 @@ def _check_unique(headers: Sequence[Header]) -> None:
             owner[tensor.name] = header.file
 
 
-def _check_against_index(
-    index: Path, weight_map: Mapping[str, str], headers: Sequence[Header]
-) -> None:
-    found = 0
-    for header in headers:
-        shard = header.file.name
-        for tensor in header.tensors:
-            if weight_map.get(tensor.name) != shard:
-                raise _unlisted(index, weight_map, tensor.name, shard)
-        found += len(header.tensors)
-    if found == len(weight_map):
-        return
-    present = {tensor.name for header in headers for tensor in header.tensors}
-    missing = [name for name in weight_map if name not in present]
-    raise CheckpointError(
-        f"{index} says that {weight_map[missing[0]]} contains {missing[0]!r}, but "
-        "it does not"
-        + (f" ({len(missing)} tensors are missing in all)" if len(missing) > 1 else ""),
-        _INDEX_HINT,
-    )
-
-
-def _unlisted(
-    index: Path, weight_map: Mapping[str, str], tensor: str, shard: str
-) -> CheckpointError:
-    listed = weight_map.get(tensor)
-    where = f"says it is in {listed}" if listed else "does not list it"
-    return CheckpointError(f"{shard} contains {tensor!r}, but {index} {where}", _INDEX_HINT)
-
-
 def _ignored_note(names: Iterable[str], reason: str) -> list[str]:
     ignored = sorted(names)
-    return [f"not read, because {reason}: {_listed(ignored, limit=10)}"] if ignored else []
-
-
-def _listed(names: Sequence[str], limit: int = 3) -> str:
-    more = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
+    return [f"not read, because {reason}: {listed(ignored, limit=10)}"] if ignored else []

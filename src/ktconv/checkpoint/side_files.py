@@ -14,7 +14,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ktconv.checkpoint.adapters import is_adapter_file
 from ktconv.errors import CheckpointError
+from ktconv.system.pointers import refuse_pointer_at
 from ktconv.system.regular_files import (
     MissingFileError,
     check_small,
@@ -55,12 +57,13 @@ def list_side_files(directory: Path) -> list[Path]:
 
 
 def find_side_files(directory: Path) -> list[Path]:
-    """`list_side_files`, where each can be read.
+    """Side files of a model, which can be read: `list_side_files` without those of an adapter.
 
-    CheckpointError names one that is missing behind its link, leads out of `directory` or is no
-    regular file, ResourceError one that the system does not let us read.
+    CheckpointError names one that is missing behind its link, leads out of `directory`, is no
+    regular file or a pointer of Git LFS, ResourceError one that the system does not let us read.
     """
-    names = list_side_files(directory)
+    names = [name for name in list_side_files(directory) if not is_adapter_file(name.name)]
+    refuse_pointer_at(directory / CARD)  # the new card takes over what it says
     for name in names:
         _check_name(directory, name)
         if name == Path(_TEMPLATES):

@@ -7,7 +7,6 @@ everything else counts as absent.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from ktconv.checkpoint.hub_cache import HUB_ID, cached_place
 from ktconv.checkpoint.side_files import CARD, is_legal, list_side_files
 from ktconv.checkpoint.types import Checkpoint
 from ktconv.errors import CheckpointError
+from ktconv.system.pointers import PointerError
 from ktconv.system.regular_files import read_small
 
 MAX_CARD_BYTES = 16 << 20
@@ -109,9 +109,12 @@ def _directory(path: Path) -> Path:
 
 
 def _read(directory: Path) -> dict[str, tuple[str, ...]]:
-    with contextlib.suppress(CheckpointError):
+    try:
         return front_matter(read_small(directory, CARD, MAX_CARD_BYTES).decode(errors="replace"))
-    return {}
+    except PointerError:  # its licence is not absent
+        raise
+    except CheckpointError:
+        return {}
 
 
 def _is_copied(directory: Path, name: str) -> bool:

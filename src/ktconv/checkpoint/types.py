@@ -199,6 +199,14 @@ class Checkpoint:
     whole_config: Mapping[str, Any] | None = None  # of all towers, where `config` is of one
     tower: str | None = None  # that was chosen where several have experts
     mapped: Mapped | None = None  # the names that a map gave to experts; None without a map
+    unused_bytes: int = 0  # of tensors in `files` that the index has in others, or does not list
+    # Whether a reader of the same files that disregards the index would find other tensors.
+    index_decides: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its files, without tensors that are not used."""
+        return sum(source.nbytes for source in self.sources) - self.unused_bytes
 
     @property
     def is_gguf(self) -> bool:

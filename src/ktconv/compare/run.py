@@ -136,7 +136,7 @@ def _source_row(request: CompareRequest, checkpoint: Checkpoint, notify: Notify)
         "source",
         shown(str(checkpoint.path)),
         " and ".join(sorted({one for layer in checkpoint.layers for one in layer.encodings})),
-        sum(source.nbytes for source in checkpoint.sources),
+        checkpoint.nbytes,
         8 * experts / _weights(checkpoint),
         measures | {"top1_agreement": 1.0},
         speed,

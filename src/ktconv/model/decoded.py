@@ -271,11 +271,12 @@ def _under_hub_names(checkpoint: Checkpoint, weights: Mapping[str, Weight]) -> d
 
 
 def encoded_weights(checkpoint: Checkpoint) -> SourceWeights | None:
-    """The weights of a safetensors checkpoint that has encoded ones, else None."""
+    """The weights of a safetensors checkpoint that has encoded ones, or tensors that transformers,
+    which disregards the index, would take from other shards; else None."""
     if checkpoint.is_gguf:
         return None
     weights = SourceWeights(checkpoint)
-    return weights if weights.encoded else None
+    return weights if weights.encoded or checkpoint.index_decides else None
 
 
 def open_encoded(directory: Path) -> SourceWeights | None:
@@ -297,7 +298,7 @@ def loaded_bytes(checkpoint: Checkpoint) -> int:
     if checkpoint.is_gguf:
         return float32_bytes(checkpoint.path)
     weights = encoded_weights(checkpoint)
-    return sum(one.nbytes for one in checkpoint.sources) if weights is None else weights.nbytes
+    return checkpoint.nbytes if weights is None else weights.nbytes
 
 
 def _says_quantized(directory: Path) -> bool:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktconv.checkpoint import open_checkpoint, read_header
+from ktconv.checkpoint import Header, open_checkpoint
 from ktconv.checkpoint.gguf.file import float32_bytes
 from ktconv.checkpoint.gguf.parts import all_parts
+from ktconv.checkpoint.shards import read_shards, select_shards
 from ktconv.errors import CheckpointError, MemoryShortError, UsageError
 from ktconv.model.decoded import open_encoded
 from ktconv.model.load import load_language_model, load_tokenizer, read_generation_config
@@ -132,10 +133,7 @@ def _bytes_in_memory(place: Path, dtype: str | torch.dtype) -> int:
     """Of the weights of a checkpoint in the directory `place`, or of a GGUF file, as `dtype`."""
     if place.is_file():
         return float32_bytes(place)
-    shards = sorted(place.glob("*.safetensors"))
-    if not shards:
-        raise CheckpointError(f"{place} contains no safetensors files")
-    return sum(_bytes_of(shard, dtype) for shard in shards)
+    return sum(_bytes_of(header, dtype) for header in read_shards(select_shards(place)))
 
 
 def _check_memory(place: Path, size: int) -> None:
@@ -150,11 +148,10 @@ def _check_memory(place: Path, size: int) -> None:
         )
 
 
-def _bytes_of(shard: Path, dtype: str | torch.dtype) -> int:
-    tensors = read_header(shard).tensors
+def _bytes_of(header: Header, dtype: str | torch.dtype) -> int:
     if isinstance(dtype, str):
-        return sum(tensor.nbytes for tensor in tensors)
-    return sum(dtype.itemsize * math.prod(tensor.shape) for tensor in tensors)
+        return sum(tensor.nbytes for tensor in header.tensors)
+    return sum(dtype.itemsize * math.prod(tensor.shape) for tensor in header.tensors)
 
 
 # ---- text ------------------------------------------------------------------------------

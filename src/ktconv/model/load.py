@@ -23,6 +23,7 @@ from logging import LogRecord, getLogRecordFactory, setLogRecordFactory
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ktconv.checkpoint.adapters import CONFIG as ADAPTER_CONFIG
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.checkpoint.side_files import find_side_files
 from ktconv.checkpoint.strict_json import parse_object
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 _SAFE: Mapping[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 # Else transformers ends loading with a hint at its log, before its report can be read.
 _REPORTING: Mapping[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-_ADAPTER = "adapter_config.json"
 # One of these must be there: tokenizers, SentencePiece, tiktoken, plain vocabularies.
 _TOKENIZERS = ("*token*.json", "*token*.py", "*.model", "*.tiktoken", "vocab*", "*spm*", "*.bpe")
 _GENERATION = "generation_config.json"
@@ -225,9 +225,10 @@ def _refuse_what_runs(directory: Path, name: Path) -> None:
     find_side_files(directory)  # transformers waits for named pipes, and follows links anywhere
     there = (directory / CONFIG_NAME).exists()
     content = read_config(directory).content if there else {}
-    if (directory / _ADAPTER).exists():
+    if (directory / ADAPTER_CONFIG).exists():
         raise CheckpointError(
-            f"{name} contains an adapter ({_ADAPTER}), which is not part of what ktconv converts",
+            f"{name} contains an adapter ({ADAPTER_CONFIG}), which is not part of what ktconv "
+            "converts",
             "give the model with the adapter merged, or move the adapter away",
         )
     if content.get("configuration_files"):

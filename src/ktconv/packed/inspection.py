@@ -90,7 +90,7 @@ def _source(checkpoint: Checkpoint) -> dict[str, Any]:
         "path": shown(str(checkpoint.path)),
         "family": checkpoint.config.get("model_type"),
         "files": len(checkpoint.files),
-        "bytes": sum(source.nbytes for source in checkpoint.sources),
+        "bytes": checkpoint.nbytes,
         "moe_layers": format_ranges([layer.index for layer in layers]),
         "mtp_layers": format_ranges([layer.index for layer in layers if layer.is_mtp]) or "none",
         "experts": sorted({len(layer.experts) for layer in layers}),

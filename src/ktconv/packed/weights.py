@@ -43,6 +43,7 @@ from ktconv.formats import (
 )
 from ktconv.placement.expert_sets import EXCLUDED, ExpertSet, set_of_record
 from ktconv.system.arrays import U8
+from ktconv.system.pointers import PointerError, refuse_pointer_at
 from ktconv.system.regular_files import opened_regular
 from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
 from ktconv.writer.metadata import read_index
@@ -261,11 +262,19 @@ def _add_folders(found: PackedWeights) -> None:
                 continue
             size = status.st_size
             if size != file.nbytes:
-                found.damaged[name] = f"{name} has {size} bytes"
+                found.damaged[name] = _wrong_size(path, name, size)
             if file.tensor in found.tensors:
                 earlier = found.tensors[file.tensor].file.relative_to(found.directory).as_posix()
                 found.doubles.append((name_of(file.tensor), earlier, name))
             found.tensors[file.tensor] = TensorRef(name_of(file.tensor), path, "", (), 0, size)
+
+
+def _wrong_size(path: Path, name: str, size: int) -> str:
+    try:
+        refuse_pointer_at(path)
+    except PointerError as error:
+        return str(error)
+    return f"{name} has {size} bytes"
 
 
 def _geometry(layer: int, tensors: Mapping[TensorId, TensorRef], recorded: Recorded) -> Geometry:

@@ -19,6 +19,7 @@ from typing import Any
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.system.files import io_error
+from ktconv.system.pointers import refuse_pointer_at
 from ktconv.system.units import format_ranges, parse_ranges
 from ktconv.writer.option_files import WrittenFile
 
@@ -106,6 +107,7 @@ def read_expert_set(path: Path, option: str = "--experts") -> ExpertSet:
     """Read FILE of `option`. Raises a KtconvError that names what is wrong with it."""
     if not path.is_file():
         raise UsageError(f"{option}: {path} is not a file", _FORM)
+    refuse_pointer_at(path)
     try:
         data = path.read_bytes()
     except OSError as error:

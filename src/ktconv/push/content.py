@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ktconv.errors import OutputError
 from ktconv.system.files import io_error
+from ktconv.system.pointers import refuse_pointer_at
 from ktconv.writer.journal import STATE_DIRECTORY, file_is_intact
 from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
 
@@ -37,6 +38,8 @@ def content_of(output: Path) -> Content:
     manifest = _manifest(output)
     weights = {str(file["name"]): file for file in manifest.files}
     found = dict(sorted(_files(output, set(weights))))
+    for name in found:
+        refuse_pointer_at(output / name)
     for name, record in weights.items():
         if not file_is_intact(output, record):
             what = "is not as it was written" if name in found else "is missing"

@@ -80,6 +80,9 @@ class RemoteDirectory(Elsewhere):
     def open(self, path: Path) -> RemoteOpened:
         return RemoteOpened(self, path, self._file(path))
 
+    def nbytes(self, path: Path) -> int:
+        return self._file(path).nbytes
+
     def read(self, file: RemoteFile, target: memoryview, offset: int) -> None:
         if offset + len(target) > file.nbytes:
             raise FileTooShortError("the file ends too early")

@@ -30,6 +30,7 @@ from ktconv.formats import (
 )
 from ktconv.packed.weights import Geometry, Recorded, recorded_of
 from ktconv.system.files import io_error
+from ktconv.system.pointers import refuse_pointer_at
 from ktconv.system.units import format_ranges
 from ktconv.writer.journal import STATE_DIRECTORY
 from ktconv.writer.manifest import MANIFEST
@@ -207,6 +208,7 @@ def _entry(root: Path, name: str, item: os.DirEntry[str]) -> KtEntry:
     except OSError as error:
         raise io_error("read", root / name, error) from error
     if status.st_size != file.nbytes:
+        refuse_pointer_at(root / name)
         raise CheckpointError(
             f"{root / name} has {status.st_size} bytes, but its name says {file.nbytes}",
             "convert again: a full disk (or /dev/shm) cuts files short",

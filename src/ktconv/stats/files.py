@@ -25,6 +25,7 @@ from ktconv.errors import UsageError
 from ktconv.stats.counts import NUM_LAYERS, LayerCounts, Statistics, from_facts
 from ktconv.system.arrays import I32, I64
 from ktconv.system.files import translated
+from ktconv.system.pointers import refuse_pointer_at
 from ktconv.system.units import parse_ranges
 from ktconv.writer.option_files import WrittenFile
 from ktconv.writer.shards import Tensor, plan_shard
@@ -83,6 +84,7 @@ def write_trace(path: Path, ids: Mapping[int, I32], experts: Mapping[int, int]) 
 def read_statistics(path: Path) -> Statistics:
     """Counts that `ktconv stats` wrote: with --json, or as a trace. Raises a KtconvError for any
     other file."""
+    refuse_pointer_at(path)
     if path.suffix == ".safetensors":
         return read_trace(path)
     with translated("read", path):

@@ -52,6 +52,10 @@ class Elsewhere(ABC):
         """The file, as an `opened.Opened`. MissingFileError where there is none."""
 
     @abstractmethod
+    def nbytes(self, path: Path) -> int:
+        """The size of a file. MissingFileError where there is none."""
+
+    @abstractmethod
     def advise(self, spans: Sequence[Span]) -> None:
         """These will be read soon, in this order."""
 

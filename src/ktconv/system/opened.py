@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ktconv.system.elsewhere import elsewhere_of
 from ktconv.system.files import read_exactly
+from ktconv.system.pointers import refuse_pointer
 from ktconv.system.regular_files import open_regular, unreadable
 
 
@@ -75,6 +76,11 @@ def open_source(path: Path) -> Opened:
     if elsewhere is None:
         return LocalFile(path)
     opened: Opened = elsewhere.open(path)
+    try:
+        refuse_pointer(path, opened.state.nbytes, lambda count: opened.take(count, 0))
+    except BaseException:
+        opened.close()
+        raise
     return opened
 
 

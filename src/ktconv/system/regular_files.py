@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ktconv.errors import CheckpointError, ResourceError
 from ktconv.system.elsewhere import elsewhere_of, materialize
+from ktconv.system.pointers import POINTER_BYTES, refuse_pointer
 from ktconv.system.units import format_size
 
 # Far beyond any config.json; parsed JSON takes several times its size.
@@ -24,6 +25,12 @@ MAX_CONFIG_BYTES = 64 << 20
 MAX_SMALL_BYTES = 1 << 30
 
 _DOWNLOAD = "Download it again, or copy it there."
+# In the hub's cache, the links of a directory in the one lead to files of the other.
+_SNAPSHOTS, _BLOBS = "snapshots", "blobs"
+_COPIED = (
+    "It was copied from a snapshot in the Hugging Face cache without the files that its links lead "
+    "to: copy the snapshot again with `cp -rL`, or download the model."
+)
 _CHUNK_BYTES = 1 << 20
 
 
@@ -34,8 +41,8 @@ class MissingFileError(CheckpointError):
 def open_regular(path: Path) -> int:
     """A descriptor for reading `path`, a regular file; links are followed.
 
-    Raises CheckpointError for anything else and for a broken link, MissingFileError where nothing
-    is, ResourceError where the system refuses.
+    Raises CheckpointError for anything else, for a broken link and for a pointer of Git LFS,
+    MissingFileError where nothing is, ResourceError where the system refuses.
     """
     try:
         _refuse_irregular(path, path.stat())  # before opening: some devices act on that alone
@@ -44,7 +51,9 @@ def open_regular(path: Path) -> int:
     except OSError as error:
         raise _unopened(path, error) from None
     try:
-        _refuse_irregular(path, os.fstat(descriptor))
+        status = os.fstat(descriptor)
+        _refuse_irregular(path, status)
+        refuse_pointer(path, status.st_size, lambda count: _read(path, descriptor, 0, count))
     except BaseException:
         os.close(descriptor)
         raise
@@ -79,8 +88,11 @@ def opened_small(directory: Path, name: str | Path, limit: int = MAX_SMALL_BYTES
 
 
 def check_small(directory: Path, name: str | Path) -> None:
-    """Raises as `opened_small`; a file that is elsewhere is not fetched for that."""
-    if elsewhere_of(directory / name) is None:
+    """Raises as `opened_small`; a file that is elsewhere is fetched for that only where it is short
+    enough for a pointer of Git LFS."""
+    path = directory / name
+    elsewhere = elsewhere_of(path)
+    if elsewhere is None or elsewhere.nbytes(path) < POINTER_BYTES:
         with opened_small(directory, name):
             pass
 
@@ -107,9 +119,9 @@ def unreadable(path: Path, error: OSError) -> ResourceError:
     return ResourceError(f"{path} cannot be read: {reason}", "Check its permissions and the disk.")
 
 
-def _read(path: Path, descriptor: int, offset: int) -> bytes:
+def _read(path: Path, descriptor: int, offset: int, count: int = _CHUNK_BYTES) -> bytes:
     try:
-        return os.pread(descriptor, _CHUNK_BYTES, offset)
+        return os.pread(descriptor, count, offset)
     except OSError as error:
         raise unreadable(path, error) from error
 
@@ -123,12 +135,25 @@ def _refuse_irregular(path: Path, status: os.stat_result) -> None:
         )
 
 
+def broken_link(path: Path) -> CheckpointError | None:
+    """The error for a link that leads to nothing; None where `path` is none."""
+    if not path.is_symlink() or path.exists():
+        return None
+    return CheckpointError(f"{path} is a broken link to {path.readlink()}", link_hint(path))
+
+
+def link_hint(path: Path) -> str:
+    """The way out for a link that leads to nothing."""
+    copied = _BLOBS in path.readlink().parts and _SNAPSHOTS not in path.absolute().parts
+    return _COPIED if copied else _DOWNLOAD
+
+
 def _unopened(path: Path, error: OSError) -> CheckpointError | ResourceError:
     if error.errno == errno.ENAMETOOLONG:
         return MissingFileError(f"{path} does not exist: its name is too long", _DOWNLOAD)
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-        if path.is_symlink():
-            return CheckpointError(f"{path} is a broken link to {path.readlink()}", _DOWNLOAD)
+        if link := broken_link(path):
+            return link
         return MissingFileError(f"{path} does not exist", _DOWNLOAD)
     return unreadable(path, error)
 
@@ -154,8 +179,8 @@ def _refuse_outside(directory: Path, path: Path, descriptor: int) -> None:
 def _allowed(root: Path) -> Iterator[Path]:
     """Where files of `root` may be: there, or in the blobs that hub snapshots link to."""
     yield root
-    if root.parent.name == "snapshots":
-        yield root.parent.parent / "blobs"
+    if root.parent.name == _SNAPSHOTS:
+        yield root.parent.parent / _BLOBS
 
 
 def _too_large(path: Path, what: str, limit: int) -> CheckpointError:

@@ -13,6 +13,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ktconv.checkpoint.adapters import CONFIG as CONFIG
+from ktconv.checkpoint.adapters import FUSED as FUSED
+from ktconv.checkpoint.adapters import WEIGHTS as WEIGHTS
 from ktconv.checkpoint.safetensors_file import read_header
 from ktconv.checkpoint.strict_json import parse_object
 from ktconv.checkpoint.types import TensorRef
@@ -23,8 +26,6 @@ from ktconv.system.numbers import real
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
 from ktconv.train.adapter_names import PREFIX, LayerNames, Side, place_of
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-FUSED = "fused_expert_lora.safetensors"  # of KTransformers: without alpha and rank
 _PICKLED = "adapter_model.bin"
 _ANOTHER = "give the adapter of this model"
 _LARGEST = float(torch.finfo(torch.float32).max)

@@ -193,4 +193,4 @@ def level_model_bytes(checkpoint: Checkpoint, models: int) -> int:
 
 def capture_bytes(checkpoint: Checkpoint) -> int:
     """`loading_bytes` with the pages of mapped files."""
-    return loading_bytes(checkpoint) + sum(source.nbytes for source in checkpoint.sources)
+    return loading_bytes(checkpoint) + checkpoint.nbytes

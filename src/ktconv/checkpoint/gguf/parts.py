@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ktconv.checkpoint.absent import absence
 from ktconv.checkpoint.gguf.file import MAGIC, read_gguf_header
-from ktconv.checkpoint.hub_cache import download_command
 from ktconv.checkpoint.safetensors_file import Header
 from ktconv.errors import CheckpointError
 from ktconv.system.opened import opened_source
@@ -71,12 +71,9 @@ def all_parts(path: Path) -> Sequence[Path]:
     parts = [path.with_name(name) for name in names]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        command = download_command(path.parent, missing)
+        words, hint = absence(path.parent, missing, _DOWNLOAD)
         raise CheckpointError(
-            f"{len(missing)} of the {count} parts of {path.parent / match['base']} are missing: "
-            f"{', '.join(missing[:3])}{more}",
-            f"Download the missing files: {command}" if command else _DOWNLOAD,
+            f"{len(missing)} of the {count} parts of {path.parent / match['base']} {words}", hint
         )
     return parts
 

@@ -425,8 +425,7 @@ def _product_speed(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> 
 def _read_speed(parted: PartedModel) -> float:
     """Bytes per second of reading from the largest file, at most a hundredth of the source."""
     checkpoint = parted.checkpoint
-    total = sum(source.nbytes for source in checkpoint.sources)
-    size = min(_READ_BYTES, total // 100)
+    size = min(_READ_BYTES, checkpoint.nbytes // 100)
     buffer = memoryview(bytearray(4 << 20))
     started, done = time.perf_counter(), 0
     file, nbytes = max(_sizes(checkpoint), key=lambda found: found[1])
