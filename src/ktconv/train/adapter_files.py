@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import sqrt
@@ -22,6 +21,7 @@ from ktconv.system.files import translated
 from ktconv.system.numbers import real
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
 from ktconv.train.adapter_names import PREFIX, LayerNames, Side, place_of
+from ktconv.train.patterns import PatternError, Patterns
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FUSED = "fused_expert_lora.safetensors"  # of KTransformers: without alpha and rank
@@ -71,6 +71,7 @@ class Adapter:
         self._config = _read_config(directory)
         self._alpha = _checked_alpha(alpha)
         self.others: dict[str, TensorRef] = {}  # of what is no expert, by PEFT's names
+        self._patterns: dict[str, Patterns] = {}  # by setting
         self._stacks: dict[_Stack, dict[int | None, TensorRef]] = {}
         for tensor in _tensors(directory):
             self._enter(tensor)
@@ -202,9 +203,17 @@ class Adapter:
             raise CheckpointError(
                 f"{self.directory / CONFIG} says {patterns} {own!r:.60}, not an object", _DAMAGED
             )
-        for pattern, value in own.items():
-            if _fits(pattern, module, self.directory):
-                return _number(self.directory, f"{patterns} {pattern}", value)
+        try:
+            if patterns not in self._patterns:
+                self._patterns[patterns] = Patterns(own)
+            found = self._patterns[patterns].first(module)
+        except PatternError as error:
+            raise CheckpointError(
+                f"{self.directory / CONFIG}: the patterns of {patterns} {error}",
+                "write fewer or simpler ones, best names of modules; or merge it with PEFT",
+            ) from None
+        if found is not None:
+            return _number(self.directory, f"{patterns} {found:.60}", own[found])
         if setting not in self._config:
             return None
         return _number(self.directory, setting, self._config[setting])
@@ -249,16 +258,6 @@ def _read_config(directory: Path) -> dict[str, Any]:
             f"{path} says {other}, which experts cannot have", "train it without that option"
         )
     return config
-
-
-def _fits(pattern: str, module: str, directory: Path) -> bool:
-    try:
-        return re.match(rf"(.*\.)?({pattern})$", module) is not None
-    except re.error:
-        raise CheckpointError(
-            f"{directory / CONFIG} has a pattern {pattern!r}, which is no regular expression",
-            _DAMAGED,
-        ) from None
 
 
 def _number(directory: Path, name: str, value: Any) -> float:

@@ -20,10 +20,10 @@ from ktconv.families.family import PROJECTIONS, Projection
 from ktconv.model.fitting import settings_of
 from ktconv.system.files import make_directory, write_described
 from ktconv.train import peft_part
+from ktconv.train.adapted import adapted_layers
 from ktconv.train.adapter_files import CONFIG, WEIGHTS, Adapter, Pair
 from ktconv.train.adapter_names import SIDES, LayerNames
 from ktconv.train.lora import LoRAExperts
-from ktconv.train.models import adapted_layers
 from ktconv.writer.shards import Tensor as Planned
 from ktconv.writer.shards import plan_shard
 
@@ -68,20 +68,43 @@ def load(model: nn.Module, directory: str | Path, *, alpha: float | None = None)
     and in a dtype whose numbers the model's has; UsageError for another alpha, and for a model
     that is not prepared.
     """
-    path, layers, config = Path(directory), adapted_layers(model), settings_of(model)
-    names = {layer: LayerNames(site, config) for layer, (site, _) in layers.items()}
-    adapter = Adapter(path, names, alpha)
+    layers, adapter = adapted_layers(model), opened(model, directory, alpha)
+    _check_experts(adapter, layers)
+    others = {name: adapter.read(tensor) for name, tensor in adapter.others.items()}
+    peft_part.check(model, adapter.directory, others)
+    _put_experts(adapter, layers)
+    peft_part.put(model, others)
+
+
+def load_experts(model: nn.Module, directory: str | Path) -> None:
+    """`load` of the experts' LoRA alone, where PEFT reads its own part itself."""
+    layers, adapter = adapted_layers(model), opened(model, directory, None)
+    _check_experts(adapter, layers)
+    _put_experts(adapter, layers)
+
+
+def opened(model: nn.Module, directory: str | Path, alpha: float | None) -> Adapter:
+    """The headers of an adapter, by the names that it must have for a prepared model."""
+    config = settings_of(model)
+    sites = {layer: site for layer, (site, _) in adapted_layers(model).items()}
+    names = {layer: LayerNames(site, config) for layer, site in sites.items()}
+    return Adapter(Path(directory), names, alpha)
+
+
+def _check_experts(adapter: Adapter, layers: Mapping[int, tuple[Any, LoRAExperts]]) -> None:
+    """All that `load` says of the matrices of experts."""
     _check_projections(adapter, layers)
     for _, lora, projection, layer in _each(layers):
-        _check(path, lora, projection, layer, _pair(adapter, lora, projection, layer))
-    others = {name: adapter.read(tensor) for name, tensor in adapter.others.items()}
-    peft_part.check(model, path, others)
+        pair = _pair(adapter, lora, projection, layer)
+        _check(adapter.directory, lora, projection, layer, pair)
+
+
+def _put_experts(adapter: Adapter, layers: Mapping[int, tuple[Any, LoRAExperts]]) -> None:
     with torch.no_grad():
         for _, lora, projection, layer in _each(layers):
             pair = _pair(adapter, lora, projection, layer)
             for side, tensor in (("a", pair.a), ("b", pair.b)):
                 getattr(lora, f"{projection}_{side}").copy_(tensor)
-    peft_part.put(model, others)
 
 
 def _each(
