@@ -26,7 +26,8 @@ NAMES = (
 # As they are in configs of adapters.
 USUAL = (
     "q_proj", "self_attn.q_proj", r"layers\.1\.self_attn\.q_proj",
-    "^model.layers.1.self_attn.q_proj", "^layers.1.self_attn.q_proj", ".*self_attn.*(q|k|v|o)_proj$",
+    "^model.layers.1.self_attn.q_proj", "^layers.1.self_attn.q_proj",
+    ".*self_attn.*(q|k|v|o)_proj$",
     "gate_proj|up_proj|down_proj",
     r".*\.experts\.\d+\.(gate|up|down)_proj", "(?!.*experts).*proj", "^(?!.*mlp).*$", "layer.*",
     r"model\.layers\.(0|1|2|1[0-9])\..*", "layers.[0-9]+.mlp.gate", "q.proj",

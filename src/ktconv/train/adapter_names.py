@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from ktconv.families.config import family_of
 from ktconv.families.family import USUAL, Family, Projection
 from ktconv.families.names import expert_module, layer_number
+from ktconv.model.own import ExpertParameter
 from ktconv.model.sites import Site
 
 Side = Literal["a", "b"]
@@ -16,6 +17,7 @@ SIDES: tuple[Side, ...] = ("a", "b")
 
 PREFIX = "base_model.model."  # of PEFT's names, before those of the model's modules
 _ENDS: Mapping[Side, str] = {"a": "lora_A.weight", "b": "lora_B.weight"}
+_WRAPPED = "base_layer"  # what an adapter of PEFT is around
 _FUSED = re.compile(r"layers\.([0-9]{1,6})\.experts\.(gate|up|down)_lora_(a|b)")
 
 
@@ -26,6 +28,16 @@ class Place(NamedTuple):
     projection: Projection
     side: Side
     expert: int | None
+
+
+class ParameterPlace(NamedTuple):
+    """A matrix of an adapter of a parameter with all experts of a layer. PEFT nests adapters of
+    several parameters of a module: `depth` is how many of them are around this one."""
+
+    layer: int
+    module: str  # what has the parameter, in the experts' module
+    depth: int
+    side: Side
 
 
 class LayerNames:
@@ -39,7 +51,8 @@ class LayerNames:
     def __init__(self, site: Site, config: Mapping[str, Any]) -> None:
         path, family = site.bare_path.removeprefix(PREFIX), family_of(config)
         self.layer, self.words = site.layer, site.names
-        self.source = path
+        self.parameters = site.parameters_of_all
+        self.source = self._path = path
         if not self.words:
             self.words = _words(family)
             self.source = _source(path, site.layer, family) if family else path
@@ -51,6 +64,25 @@ class LayerNames:
     def key(self, projection: Projection, side: Side, expert: int) -> str:
         """base_model.model.model.layers.3.mlp.experts.5.gate_proj.lora_A.weight"""
         return f"{PREFIX}{self.module(projection, expert)}.{_ENDS[side]}"
+
+    def parameter(self, of: ExpertParameter) -> str:
+        """model.layers.3.mlp.experts.gate_up_proj"""
+        return ".".join(filter(None, (self._path, of.module, of.name)))
+
+    def parameter_key(self, of: ExpertParameter, depth: int, side: Side) -> str:
+        """base_model.model.model.layers.3.mlp.experts.base_layer.lora_A.weight"""
+        words = self._path, of.module, *[_WRAPPED] * depth, _ENDS[side]
+        return PREFIX + ".".join(filter(None, words))
+
+    def parameter_place(self, key: str) -> ParameterPlace | None:
+        """What has this name; None for others."""
+        for module in {one.module for one in self.parameters}:
+            start = PREFIX + ".".join(filter(None, (self._path, module))) + "."
+            for side, end in _ENDS.items():
+                between = key.removeprefix(start).removesuffix(end).split(".")[:-1]
+                if key.startswith(start) and key.endswith(end) and set(between) <= {_WRAPPED}:
+                    return ParameterPlace(self.layer, module, len(between), side)
+        return None
 
     def place(self, key: str) -> Place | None:
         """What has this name; None for others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.train.adapter_names import PREFIX
+from ktconv.train.parameters import LAYOUT, LAYOUTS
 
 # What PEFT and engines want to know of an adapter of experts alone.
 _PLAIN: Mapping[str, Any] = {
@@ -36,10 +38,41 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def config(
+    model: nn.Module,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    words: Collection[str],
+    ranks: Mapping[str, int],
+) -> dict[str, Any]:
+    """adapter_config.json: rank and alpha of the experts' LoRA on modules called `words`, or of
+    parameters with ranks of their own, and what PEFT has in other modules. Where these have another
+    rank or alpha, patterns say so."""
+    found = _of_modules(model, rank, alpha, dropout, words)
+    if not ranks:
+        return found
+    other = {name: one for name, one in ranks.items() if one != rank}
+    patterns = {
+        "rank_pattern": {re.escape(name): one for name, one in other.items()},
+        "alpha_pattern": {re.escape(name): alpha * one / rank for name, one in other.items()},
+    }
+    targets = {*(found.get("target_parameters") or ()), *map(_in_layer, ranks)}
+    found |= {key: one | found[key] for key, one in patterns.items()}
+    found |= {"target_parameters": sorted(targets), "lora_dropout": 0.0}  # PEFT's has none there
+    if "unsloth" in json.dumps(found).lower():
+        found[LAYOUT] = LAYOUTS[0]
+    return found
+
+
+def _in_layer(name: str) -> str:
+    """The name of a parameter from its layer on: mlp.experts.gate_up_proj."""
+    return re.split(r"\.[0-9]+\.", name)[-1]
+
+
+def _of_modules(
     model: nn.Module, rank: int, alpha: float, dropout: float, words: Collection[str]
 ) -> dict[str, Any]:
-    """adapter_config.json: rank and alpha of the experts' LoRA on modules called `words`, and what
-    PEFT has in other modules. Where these have another rank or alpha, patterns say so."""
+    """`config` without adapters of parameters with experts."""
     own: dict[str, Any] = {
         "base_model_name_or_path": _path_of(model),
         "r": rank,
