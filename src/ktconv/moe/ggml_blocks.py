@@ -1,7 +1,7 @@
 """Blocks of ggml with the numbers of a weight format: a scale, and a code for each of 32 columns.
 
-Codes are bytes, or nibbles: then half a block's columns are in the low ones of its bytes, the others
-in the high ones.
+Codes are bytes, or nibbles: then half a block's columns are in the low ones of its bytes, the
+others in the high ones.
 """
 
 from __future__ import annotations

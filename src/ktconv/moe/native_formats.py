@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ktconv.checkpoint import BlockGrid, ExpertMatrix, MoELayer
 from ktconv.checkpoint.elements import BF16, F4_E0M3, F4_E2M1, F8_E4M3
 from ktconv.formats import FORMATS, Format
-from ktconv.moe.ggml_blocks import COLS, CODED_BLOCKS
+from ktconv.moe.ggml_blocks import CODED_BLOCKS, COLS
 from ktconv.native.layouts import INNER_COLS
 
 # kt_format of integers, the preferred ones first.

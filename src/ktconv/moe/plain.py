@@ -11,7 +11,7 @@ from ktconv.checkpoint import BlockGrid
 from ktconv.checkpoint.elements import BF16, F4_E0M3, F4_E2M1, F8_E4M3, I4, I8, STREAMS, U4
 from ktconv.errors import CheckpointError
 from ktconv.formats import Format, Slice
-from ktconv.moe.ggml_blocks import COLS, CODED_BLOCKS, CodedBlock
+from ktconv.moe.ggml_blocks import CODED_BLOCKS, COLS, CodedBlock
 from ktconv.moe.native_formats import scale_block
 from ktconv.reading.matrices import MatrixReader, Scales
 from ktconv.system.arrays import F32, U8, Array
