@@ -406,6 +406,20 @@ def test_models_that_have_no_lora(saved: Path, tmp_path: Path) -> None:
         merge(model, saved)
 
 
+@pytest.mark.parametrize("how", ["sharded", "flat"])
+def test_parameters_that_are_cut_up(how: str, tmp_path: Path) -> None:
+    """As FSDP and DeepSpeed have them outside of a forward: no part is saved for the whole."""
+    model, prepared = prepared_example()
+    one = prepared.lora[1].up_b
+    if how == "sharded":
+        one.device_mesh = None  # DTensor has it
+    else:
+        one.data = one.data[:4].clone()
+    with pytest.raises(UsageError, match=r"up_b is (cut up among|\[4, 256, 4\], but must be)"):
+        save(model, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
 class Killed(BaseException):
     """In the place of a signal."""
 

@@ -69,6 +69,7 @@ def save(
     tensors = dict(peft_part.tensors(model))
     alpha, words, ranks = first.scale * first.rank, set[str](), dict[str, int]()
     for layer, (_, lora) in layers.items():
+        lora.matrices()  # that they are whole
         if whole:
             tensors |= _of_parameters(names[layer], lora, ranks)
         else:
