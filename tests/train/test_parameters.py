@@ -127,11 +127,11 @@ def test_loaded_for_training(targets: list[str], tmp_path: Path) -> None:
     assert apart(logits(model), logits(adapted)) < 0.005
     assert apart(logits(model), logits(example())) > 0.02
     if targets == PARAMETERS:  # expert slowest in A, fastest in B
-        stored, lora = load_file(tmp_path / WEIGHTS), prepared.lora[1]
-        assert torch.equal(lora.gate_a[5], stored[INNER.format("A")][15:18])
-        assert torch.equal(lora.up_a[5], stored[INNER.format("A")][15:18])
-        assert torch.equal(lora.up_b[5], stored[INNER.format("B")][256:, 5::8])
-        assert torch.equal(lora.down_b[5], stored[OUTER.format("B")][:, 5::8])
+        stored, lora = load_file(tmp_path / WEIGHTS), prepared.lora[1].matrices()
+        assert torch.equal(lora["gate_a"][5], stored[INNER.format("A")][15:18])
+        assert torch.equal(lora["up_a"][5], stored[INNER.format("A")][15:18])
+        assert torch.equal(lora["up_b"][5], stored[INNER.format("B")][256:, 5::8])
+        assert torch.equal(lora["down_b"][5], stored[OUTER.format("B")][:, 5::8])
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,9 @@ def test_lists_of_experts_have_no_such_parameters(tmp_path: Path) -> None:
     model = example()
     for site in find_experts(model).values():
         matrices = [site.own.matrices(number) for number in range(8)]
-        block = listed.Indexed(site.parent.gate, nn.ModuleList(map(listed.Expert, matrices)))
+        block = listed.Indexed(
+            site.parent.get_submodule("gate"), nn.ModuleList(map(listed.Expert, matrices))
+        )
         model.model.layers[site.layer].mlp = block
     prepare(model, rank=4)
     with pytest.raises(UsageError, match="are no parameters with all matrices"):

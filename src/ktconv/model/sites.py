@@ -86,8 +86,9 @@ class Site:
     def parameters_of_all(self) -> tuple[ExpertParameter, ...]:
         """Those with the matrices of all experts, also where packed ones are in their place."""
         module = self.module
-        packed = isinstance(module, PackedExperts)
-        return module.parameters_of_all if packed else self.own.parameters_of_all
+        if isinstance(module, PackedExperts):
+            return module.parameters_of_all
+        return self.own.parameters_of_all
 
     @property
     def bare_path(self) -> str:

@@ -30,7 +30,8 @@ class CodedBlock:
         bytes]."""
         nibbles = blocks[..., np.dtype(self.scale).itemsize :]
         if self.flipped is not None:
-            return (nibbles ^ np.uint8(self.flipped)).reshape(len(blocks), -1)
+            codes: U8 = (nibbles ^ np.uint8(self.flipped)).reshape(len(blocks), -1)
+            return codes
         low, high = nibbles & np.uint8(15), nibbles >> np.uint8(4)
         halves = [half[..., ::2] | half[..., 1::2] << np.uint8(4) for half in (low, high)]
         plain: U8 = np.concatenate(halves, axis=2).reshape(len(blocks), -1)

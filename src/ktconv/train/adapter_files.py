@@ -21,7 +21,14 @@ from ktconv.model.own import ExpertParameter
 from ktconv.system.files import translated
 from ktconv.system.numbers import real
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
-from ktconv.train.adapter_names import PREFIX, SIDES, LayerNames, Side, place_of
+from ktconv.train.adapter_names import (
+    PREFIX,
+    SIDES,
+    LayerNames,
+    Side,
+    parameter_place,
+    place_of,
+)
 from ktconv.train.parameters import (
     adapted_parameters,
     check_layout,
@@ -90,6 +97,14 @@ class Adapter:
         self._patterns: dict[str, Patterns] = {}  # by setting
         self._stacks: dict[_Stack, dict[int | None, TensorRef]] = {}
         self._nested: dict[tuple[int, str], dict[tuple[int, Side], TensorRef]] = {}
+        self._modules = {
+            name: place
+            for names in layers.values()
+            for name, place in names.parameter_modules.items()
+        }
+        targets = self._config.get("target_parameters")
+        listed = targets if isinstance(targets, list) else []
+        self._targets = frozenset(one for one in listed if isinstance(one, str))
         self._layout = chosen_layout(directory, self._config, lora_b_layout)
         for tensor in _tensors(directory):
             self._enter(tensor)
@@ -107,7 +122,7 @@ class Adapter:
         own = [one for one in names.parameters if one.module == module]
         count = len({depth for depth, _ in found})
         paths = list(map(names.parameter, own))
-        these = adapted_parameters(own, paths, count, self._config.get("target_parameters"))
+        these = adapted_parameters(own, paths, count, self._targets)
         if these is None:
             raise CheckpointError(
                 f"{self.directory / CONFIG} does not say which {count} of the parameters "
@@ -132,8 +147,7 @@ class Adapter:
                 )
 
     def _enter(self, tensor: TensorRef) -> None:
-        whole = (names.parameter_place(tensor.name) for names in self._layers.values())
-        if (found := next(filter(None, whole), None)) is not None:
+        if (found := parameter_place(tensor.name, self._modules)) is not None:
             nested = self._nested.setdefault((found.layer, found.module), {})
             nested[found.depth, found.side] = tensor
             return
@@ -198,7 +212,7 @@ class Adapter:
                 _ANOTHER,
             )
         one, name = found[projection], self._layers[layer].parameter(of)
-        _expect_shapes(self.directory, name, one.a, one.b, (experts, *shape))
+        _expect_shapes(self.directory, name, one.a, one.b, (experts, shape[0], shape[1]))
         return Pair(one.a, one.b, self._scale(name, one.a.shape[1]))
 
     def linear(self, module: str, shape: Sequence[int]) -> Linear:

@@ -74,15 +74,14 @@ class LayerNames:
         words = self._path, of.module, *[_WRAPPED] * depth, _ENDS[side]
         return PREFIX + ".".join(filter(None, words))
 
-    def parameter_place(self, key: str) -> ParameterPlace | None:
-        """What has this name; None for others."""
-        for module in {one.module for one in self.parameters}:
-            start = PREFIX + ".".join(filter(None, (self._path, module))) + "."
-            for side, end in _ENDS.items():
-                between = key.removeprefix(start).removesuffix(end).split(".")[:-1]
-                if key.startswith(start) and key.endswith(end) and set(between) <= {_WRAPPED}:
-                    return ParameterPlace(self.layer, module, len(between), side)
-        return None
+    @property
+    def parameter_modules(self) -> dict[str, tuple[int, str]]:
+        """PEFT's names of what has the parameters; with the layer, and the part of it that is
+        within the experts' module."""
+        return {
+            PREFIX + ".".join(filter(None, (self._path, one.module))): (self.layer, one.module)
+            for one in self.parameters
+        }
 
     def place(self, key: str) -> Place | None:
         """What has this name; None for others."""
@@ -109,6 +108,21 @@ def _words(family: Family | None) -> dict[Projection, str]:
     if family is not None and (spelt.rows_of_all or not (spelt.up and family.experts)):
         spelt = family.unfused
     return {projection: name for name, projection in spelt.projections.items()}
+
+
+def parameter_place(key: str, modules: Mapping[str, tuple[int, str]]) -> ParameterPlace | None:
+    """What has this name, of these `parameter_modules`; None for others."""
+    for side, end in _ENDS.items():
+        if not key.endswith(f".{end}"):
+            continue
+        words = key.removesuffix(f".{end}").split(".")
+        depth = 0
+        while words and words[-1] == _WRAPPED:
+            depth += 1
+            words.pop()
+        found = modules.get(".".join(words))
+        return None if found is None else ParameterPlace(*found, depth, side)
+    return None
 
 
 def place_of(key: str) -> Place | None:

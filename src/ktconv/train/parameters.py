@@ -10,7 +10,7 @@ requests 1232 and 1269). From then on its adapter_config.json says `lora_B_layou
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -39,19 +39,22 @@ class Matrices(NamedTuple):
 
 
 def adapted_parameters(
-    parameters: Sequence[ExpertParameter], names: Sequence[str], count: int, targets: Any
+    parameters: Sequence[ExpertParameter], names: Sequence[str], count: int, targets: Set[str]
 ) -> list[ExpertParameter] | None:
     """Those that `count` nested adapters of a module are of, the outermost first; None where that
     is not told. `names` are their full names, `targets` PEFT's target_parameters."""
     found = list(parameters)
     if count != len(found):
-        ends = targets if isinstance(targets, list) else []
-        found = [one for one, name in zip(parameters, names, strict=True) if _is_named(name, ends)]
+        found = [
+            one for one, name in zip(parameters, names, strict=True) if _is_named(name, targets)
+        ]
     return found[::-1] if len(found) == count else None
 
 
-def _is_named(name: str, targets: Sequence[Any]) -> bool:
-    return any(f".{name}".endswith(f".{one}") for one in targets if isinstance(one, str))
+def _is_named(name: str, targets: Set[str]) -> bool:
+    """By its whole name or the end of it, from a dot on."""
+    words = name.split(".")
+    return any(".".join(words[first:]) in targets for first in range(len(words)))
 
 
 # ---- reading ---------------------------------------------------------------------------------
