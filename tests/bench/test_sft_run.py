@@ -26,7 +26,7 @@ from ktconv.bench.peers import launch
 from ktconv.bench.peers.base import PeerError
 from ktconv.bench.peers.table import why_not
 from ktconv.bench.presets import Shape
-from ktconv.bench.sft import cases
+from ktconv.bench.sft import bout, cases
 from ktconv.bench.sft import run as sft_run
 from ktconv.bench.sft.peers.launch import PeerRunner
 from ktconv.bench.sft.peers.request import Request
@@ -190,6 +190,23 @@ def test_peers_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["isa"] == "own" and row["kernel_errors"] == {} and row["saved_bytes"] > 0
     installed = [spec for spec in PEERS.values() if not why_not(spec)]
     assert len(report["rows"]) == 1 + sum("int8" in spec.methods for spec in installed)
+
+
+def test_a_peer_without_a_spare_core_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kt-kernel's queue would take the time of one of its threads; torch has none."""
+    kt_kernel = PEERS["kt-kernel int8"]
+    monkeypatch.setattr(bout, "why_not", lambda spec: None)
+    monkeypatch.setattr(bout, "PeerRunner", _refused)
+    for cpus, reason in ((1, "1 threads need 2 CPUs and there are 1; give fewer"), (2, "asked")):
+        monkeypatch.setattr(machine, "usable_cpus", lambda cpus=cpus: cpus)
+        done = bench(*SMALL, "--method", "int8", "--peers")
+        (line,) = (one for one in done.stderr.splitlines() if f"{kt_kernel.name}: left" in one)
+        assert reason in line
+        assert "torch bf16: left out, asked" in done.stderr
+
+
+def _refused(asked: Request) -> None:
+    raise PeerError("asked")
 
 
 def test_torch_skips_experts_that_live_elsewhere() -> None:

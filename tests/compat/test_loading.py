@@ -168,7 +168,7 @@ def gguf_model(path: Path, kind: str) -> tuple[Path, Stacks]:
         ("F32", "int8", 0.025),
         ("MXFP4", "mxfp4", EXACT),
         ("Q4_0", "gint4-32-f32", 0.025),  # its activations are rounded to int8
-        ("Q8_0", "int8", 0.025),
+        ("Q8_0", "gint8-32-f32", 0.0135),  # as kt-kernel, whose activations are Q8_0
         ("Q4_K", "int8", 0.025),
         ("Q6_K", "int8", 0.025),
     ],

@@ -269,7 +269,8 @@ def test_blocks_that_begin_elsewhere_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "key"), [("BF16", "bf16"), ("MXFP4", "mxfp4"), ("Q4_0", "gint4-32")]
+    ("kind", "key"),
+    [("BF16", "bf16"), ("MXFP4", "mxfp4"), ("Q4_0", "gint4-32"), ("Q8_0", "gint8-32-f32")],
 )
 def test_gguf(kind: str, key: str, tmp_path: Path) -> None:
     """Values by the package gguf. Scales of Q4_0 have both signs."""
@@ -289,20 +290,25 @@ def test_gguf(kind: str, key: str, tmp_path: Path) -> None:
         assert kernel_error(experts) < KERNEL_BOUND
 
 
-def test_blocks_of_ggml_at_their_limits(tmp_path: Path) -> None:
-    """Scales of 0, of either sign and those of half precision alone; a NaN is refused."""
+@pytest.mark.parametrize(
+    ("kind", "size", "key"), [("Q4_0", 18, "gint4-32-f32"), ("Q8_0", 34, "gint8-32-f32")]
+)
+def test_blocks_of_ggml_at_their_limits(kind: str, size: int, key: str, tmp_path: Path) -> None:
+    """Scales of 0, of either sign and those of half precision alone; all codes; a NaN is
+    refused."""
     pytest.importorskip("gguf", reason="writes the file")
     rng = np.random.default_rng(8)
-    blocks = rng.integers(0, 256, (4, GGUF_INNER, 4, 18), np.uint8)
+    blocks = rng.integers(0, 256, (4, GGUF_INNER, 4, size), np.uint8)
+    assert len(np.unique(blocks[..., 2:])) == 256
     halves = np.array([0, -0.5, 6e-8, -60000, 0.1], np.float16)
     blocks[..., :2] = np.resize(halves, blocks.shape[:-1])[..., None].view(np.uint8)
     tensors = gguf_experts() | gguf_around()
     name = "blk.0.ffn_up_exps.weight"
-    stored = Blocks4("Q4_0", blocks.reshape(4, GGUF_INNER, -1))
-    types = dict.fromkeys(("ffn_gate_exps", "ffn_down_exps"), "Q4_0")
+    stored = Blocks4(kind, blocks.reshape(4, GGUF_INNER, -1))
+    types = dict.fromkeys(("ffn_gate_exps", "ffn_down_exps"), kind)
     model = write_gguf(tmp_path / "a.gguf", tensors | {name: stored}, types=types)
     experts = native_experts(model)
-    assert experts.format.key == "gint4-32-f32"
+    assert experts.format.key == key
     found = [values_of(experts, expert)[1] for expert in range(4)]
     np.testing.assert_array_equal(np.stack(found), stored.values)
     assert kernel_error(experts) < KERNEL_BOUND
@@ -314,8 +320,8 @@ def test_blocks_of_ggml_at_their_limits(tmp_path: Path) -> None:
 
 def test_other_blocks_of_ggml_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="writes the file")
-    model = gguf_model(tmp_path, types=dict.fromkeys(("gate", "up", "down"), "Q8_0"))
-    with pytest.raises(CheckpointError, match=r"are gguf-q8_0 .* no weight format"):
+    model = gguf_model(tmp_path, types=dict.fromkeys(("gate", "up", "down"), "Q5_0"))
+    with pytest.raises(CheckpointError, match=r"are gguf-q5_0 .* no weight format"):
         native_experts(model)
 
 

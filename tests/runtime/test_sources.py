@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 from helpers.paths import EXAMPLE
 
+from ktconv.checkpoint import read_header
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.moe import load
+from ktconv.packed import weights
 from ktconv.quantize_cpu.run import Request, quantize_cpu
 from ktconv.runtime import MoELayer, Pool
 from ktconv.targets.ktransformers import Options
@@ -95,16 +98,62 @@ def test_headers_are_read_once(
 ) -> None:
     """However many layers there are: those of large models take seconds."""
     read: list[str] = []
-    for name in ("open_packed", "read_manifest", "read_config"):
+    for name in ("open_packed", "read_run", "read_config"):
         function = getattr(load, name)
 
-        def counted(path: Path, name: str = name, function: Any = function) -> Any:
+        def counted(path: Path, *more: Any, name: str = name, function: Any = function) -> Any:
             read.append(name)
-            return function(path)
+            return function(path, *more)
 
         monkeypatch.setattr(load, name, counted)
     assert len(MoELayer.load_all(converted["safetensors"], pool=pool)) == 2
-    assert sorted(read) == ["open_packed", "read_config", "read_manifest"]
+    assert sorted(read) == ["open_packed", "read_config", "read_run"]
+
+
+def test_one_layer_reads_its_own_headers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: Pool
+) -> None:
+    """Of many shards, those that have something of it; the same layer as among all."""
+    path = tmp_path / "out"
+    quantize_cpu(Request(str(EXAMPLE), path, Options("int8", 2, max_shard_size=200_000)))
+    every = MoELayer.load_all(path, pool=pool)
+    read: list[str] = []
+
+    def counted(shard: Path) -> Any:
+        read.append(shard.name)
+        return read_header(shard)
+
+    monkeypatch.setattr(weights, "read_header", counted)
+    index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    for number, layer in every.items():
+        read.clear()
+        alone = MoELayer.load(path, number, pool=pool)
+        assert np.array_equal(layer(X, IDS, WEIGHTS), alone(X, IDS, WEIGHTS))
+        assert sorted(read) == sorted(
+            {file for name, file in index.items() if name.startswith(f"blk.{number}.")}
+        )
+        assert len(read) < len(set(index.values()))
+    with pytest.raises(UsageError, match=r"has no experts of layer 2") as refusal:
+        MoELayer.load(path, 2, pool=pool)
+    assert refusal.value.hint == "it has [0, 1]"
+    with pytest.raises(UsageError, match="layer"):
+        MoELayer.load(path, -1, pool=pool)
+
+
+def test_a_layer_whose_shard_is_damaged(tmp_path: Path, pool: Pool) -> None:
+    """Is refused; others are not."""
+    path = tmp_path / "out"
+    quantize_cpu(Request(str(EXAMPLE), path, Options("int8", 1, max_shard_size=200_000)))
+    index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    of = [{file for name, file in index.items() if name.startswith(f"blk.{n}.")} for n in (0, 1)]
+    shard = path / min(of[1] - of[0])
+    shard.write_bytes(shard.read_bytes()[:-1])
+    MoELayer.load(path, 0, pool=pool)
+    with pytest.raises(CheckpointError, match=rf"{shard.name} is truncated"):
+        MoELayer.load(path, 1, pool=pool)
+    shard.write_bytes(b"x" * 100)  # whatever was in it
+    with pytest.raises(CheckpointError, match=shard.name):
+        MoELayer.load(path, 0, pool=pool)
 
 
 def test_parts_of_a_checkpoint_are_those_of_the_pools_nodes(

@@ -237,6 +237,16 @@ def pattern(stored: Stored, config: dict[str, Any]) -> None:
     config["alpha_pattern"] = {"(": 3}
 
 
+def bomb(stored: Stored, config: dict[str, Any]) -> None:
+    """Which `re` would try for longer than there is time."""
+    config["rank_pattern"] = {"(((.+)+)+)+=": 3}
+    config["alpha_pattern"] = {"((.+)+)+=": 3, ".*": "3"}
+
+
+def many_bombs(stored: Stored, config: dict[str, Any]) -> None:
+    config["rank_pattern"] = {f"(x+x+)+{n}": 3 for n in range(200_000)}
+
+
 def pattern_list(stored: Stored, config: dict[str, Any]) -> None:
     config["rank_pattern"] = ["gate_proj"]
 
@@ -284,7 +294,9 @@ BAD: dict[Callable[[Stored, dict[str, Any]], None], str] = {
     endless_alpha: "says lora_alpha 1000.*, not a number above 0",
     negative_alpha: "says lora_alpha -8, not a number above 0",
     diverged: r"experts\.3\.up_proj\.lora_B\.weight in .* has a NaN or an infinity",
-    pattern: r"a pattern '\(', which is no regular expression",
+    pattern: r"patterns of alpha_pattern include '\(', which is no regular expression",
+    bomb: r"says alpha_pattern \.\* '3', not a number",
+    many_bombs: "the patterns of rank_pattern are too many or too long to be matched",
 }
 
 
@@ -318,6 +330,19 @@ def test_rank_stabilized_adapters(saved: Path, trained: tuple[Any, Any]) -> None
     """PEFT's use_rslora divides alpha by the root of the rank: 4 / 2 is 8 / 4."""
     config = json.loads((saved / CONFIG).read_text())
     (saved / CONFIG).write_text(json.dumps(config | {"use_rslora": True, "lora_alpha": 4}))
+    model = prepared_example()[0]
+    load(model, saved)
+    assert torch.equal(logits(model), logits(trained[0]))
+
+
+def test_two_hundred_thousand_patterns(saved: Path, trained: tuple[Any, Any]) -> None:
+    """Of which one is about an expert: a rank and an alpha of its own."""
+    config = json.loads((saved / CONFIG).read_text())
+    names = [f"model.layers.{n}.self_attn.q_proj" for n in range(200_000)]
+    config["r"], config["lora_alpha"] = 64, 7
+    config["rank_pattern"] = dict.fromkeys(names, 3) | {r"experts\.\d+\.\w+": 4}
+    config["alpha_pattern"] = dict.fromkeys(names, 3) | {"mlp.experts.*(gate|up|down)_proj": 8}
+    (saved / CONFIG).write_text(json.dumps(config))
     model = prepared_example()[0]
     load(model, saved)
     assert torch.equal(logits(model), logits(trained[0]))
@@ -379,6 +404,20 @@ def test_models_that_have_no_lora(saved: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
     with pytest.raises(UsageError, match="packed experts, to which nothing can be added"):
         merge(model, saved)
+
+
+@pytest.mark.parametrize("how", ["sharded", "flat"])
+def test_parameters_that_are_cut_up(how: str, tmp_path: Path) -> None:
+    """As FSDP and DeepSpeed have them outside of a forward: no part is saved for the whole."""
+    model, prepared = prepared_example()
+    one = prepared.lora[1].up_b
+    if how == "sharded":
+        one.device_mesh = None  # DTensor has it
+    else:
+        one.data = one.data[:4].clone()
+    with pytest.raises(UsageError, match=r"up_b is (cut up among|\[4, 256, 4\], but must be)"):
+        save(model, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
 
 
 class Killed(BaseException):

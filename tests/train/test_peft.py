@@ -105,6 +105,27 @@ def test_one_directory_for_both(order: str, tmp_path: Path) -> None:
     assert apart(logits(theirs), logits(merged)) < 1e-5
 
 
+def test_ranks_of_their_own(tmp_path: Path) -> None:
+    """PEFT's patterns, of which one would find experts, too: each module keeps its rank."""
+    config = peft.LoraConfig(
+        target_modules=["q_proj", "v_proj"], r=2, lora_alpha=6,
+        rank_pattern={r"layers\.1\.self_attn\.q_proj": 8, ".*v_proj": 3},
+        alpha_pattern={"v_proj|gate_proj": 5},
+    )  # fmt: skip
+    adapted = [peft.get_peft_model(example(), copy.deepcopy(config)) for _ in range(2)]
+    prepared = [prepare(model, rank=4, alpha=8) for model in adapted]
+    train_both(adapted[0], prepared[0])
+    save(adapted[0], tmp_path)
+    load(adapted[1], tmp_path)
+    expected = logits(adapted[0].eval())
+    assert torch.equal(logits(adapted[1].eval()), expected)
+    merged = example()
+    merge(merged, tmp_path)
+    assert apart(logits(merged), expected) < 0.005
+    theirs = peft.PeftModel.from_pretrained(example(), tmp_path)
+    assert apart(logits(theirs), logits(merged)) < 1e-5
+
+
 def test_peft_in_all_linear_layers(tmp_path: Path) -> None:
     """Its config names experts, too; where they are packed already it finds none."""
     model = example()
@@ -157,17 +178,15 @@ def test_an_adapter_of_experts_in_peft(tmp_path: Path) -> None:
 
 
 def test_what_peft_saves_itself(tmp_path: Path) -> None:
-    """Is its own, as without experts that have LoRA."""
+    """Has LoRA of the experts beside what it has without them."""
     model, _ = with_both()
     model.save_pretrained(tmp_path / "with")
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, lora_alpha=6)
     torch.manual_seed(3)
     peft.get_peft_model(example(), config).save_pretrained(str(tmp_path / "without"))
-    one, other = (
-        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("with", "without")
-    )
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one if "lora_A" in name)
+    one, other = (load_file(tmp_path / name / WEIGHTS) for name in ("with", "without"))
+    assert {name for name in one if ".experts." not in name} == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in other)
 
 
 def test_adapters_that_do_not_fit_peft(tmp_path: Path) -> None:

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from ktconv.conversion.records import ErrorSummary, describe_units, peak_rss
-from ktconv.writer.manifest import Manifest, read_manifest, tower_of_record, write_manifest
+from ktconv.writer.manifest import (
+    Manifest,
+    read_manifest,
+    read_run,
+    tower_of_record,
+    write_manifest,
+)
 from ktconv.writer.metadata import INDEX, copy_sidecars, index_lines, read_index, write_index
 
 CHECKSUM = {"blake3": "0" * 64}
@@ -67,6 +73,29 @@ def test_a_manifest(tmp_path: Path) -> None:
     assert found.tensors.keys() == {"x", "y"}
     assert not found.merged and found.resharded_from is None
     assert found.has_source and found.source_files == {} and found.tower is None
+
+
+@pytest.mark.parametrize("written", ["by us", "by another tool", "without units"])
+def test_how_an_output_was_made(written: str, tmp_path: Path) -> None:
+    """Without its units, of which only those of our own writer are not parsed."""
+    run = RUN | {"note": ',\n "units": {', "nested": {"units": {}}}
+    if written == "by us":
+        write_manifest(run, UNITS.items(), tmp_path, tmp_path)
+        whole = (tmp_path / "ktconv.json").read_bytes()
+        start = whole.index(b'\n "units"') + 10
+        damaged = whole[:start] + b" {" + b"x" * 100  # is not looked at
+        (tmp_path / "ktconv.json").write_bytes(damaged)
+    elif written == "by another tool":
+        (tmp_path / "ktconv.json").write_text(json.dumps({"units": UNITS, **run}, indent=4))
+    else:
+        (tmp_path / "ktconv.json").write_text(json.dumps(run))
+    found = read_run(tmp_path)
+    if written == "without units":
+        assert found is None
+        return
+    assert found is not None and found.record | {"units": 0} == run | {"units": 0}
+    assert found.layers == {3: {"experts": 2}}
+    assert read_run(tmp_path / "nowhere") is None
 
 
 def test_a_damaged_unit_leaves_the_others(tmp_path: Path) -> None:

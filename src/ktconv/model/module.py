@@ -55,6 +55,7 @@ class PackedExperts(nn.Module):
         self._elsewhere = torch.from_numpy(experts.origins < 0)
         self._identities = own.identities if own else 0
         self.names = own.names if own else {}
+        self.parameters_of_all = own.parameters_of_all if own else ()
         self.post_expert_norm = own.norm if own else None
         # Those that still run; in a tuple, as no part of the model's tree.
         self.own = (own,) if own is not None and bool(self._elsewhere.any()) else ()

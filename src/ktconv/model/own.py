@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,19 @@ from ktconv.families.family import Projection
 # their weights (Llama 4); hidden states and the router's logits (Aria); it is the whole block with
 # its router (JetMoE); or it is a list whose experts each get their tokens.
 Call = Literal["routed", "sorted", "logits", "block", "each"]
+
+
+class ExpertParameter(NamedTuple):
+    """A parameter with matrices of all experts of a layer, as adapters of parameters know it: [E,
+    outputs, inputs], or [E, inputs, outputs] where `inputs_first`."""
+
+    module: str  # what has it, in the experts' module: "" for that itself
+    name: str  # gate_up_proj
+    entries: int  # experts that it has matrices for; LongCat's has some for others, which are last
+    projections: tuple[Projection, ...]  # whose outputs follow each other
+    alternating: bool  # or alternate
+    inputs_first: bool
+    marked: bool  # its module says `is_transposed`, by which PEFT takes its inputs to be first
 
 
 class OwnExperts(ABC):
@@ -68,6 +81,11 @@ class OwnExperts(ABC):
     def names(self) -> dict[Projection, str]:
         """What the model calls the matrices of an expert; empty where they have no own names."""
         return {}
+
+    @property
+    def parameters_of_all(self) -> tuple[ExpertParameter, ...]:
+        """In the order in which the module has them; empty where there are none."""
+        return ()
 
     @property
     def adapted(self) -> bool:

@@ -18,7 +18,7 @@ from ktconv.families.names import known_spellings, layer_number
 from ktconv.model.forms import EachExperts, packed_class
 from ktconv.model.listed import ListedExperts, listed_in
 from ktconv.model.module import PackedExperts, Routing
-from ktconv.model.own import OwnExperts
+from ktconv.model.own import ExpertParameter, OwnExperts
 from ktconv.model.stored import StoredExperts, stored_in
 
 # Words in the paths of parts that are not the language model, but may have experts too.
@@ -81,6 +81,14 @@ class Site:
         """What the model calls the matrices of an expert; empty where they have no own names."""
         module = self.module
         return module.names if isinstance(module, PackedExperts) else self.own.names
+
+    @property
+    def parameters_of_all(self) -> tuple[ExpertParameter, ...]:
+        """Those with the matrices of all experts, also where packed ones are in their place."""
+        module = self.module
+        if isinstance(module, PackedExperts):
+            return module.parameters_of_all
+        return self.own.parameters_of_all
 
     @property
     def bare_path(self) -> str:

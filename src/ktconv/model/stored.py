@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 from torch import Tensor, nn
 
 from ktconv.families.family import Projection
-from ktconv.model.own import Call, OwnExperts
+from ktconv.model.own import Call, ExpertParameter, OwnExperts
 
 _CALLS: Mapping[int, Call] = {3: "routed", 1: "sorted"}  # by number of arguments
 _PAIR: tuple[tuple[Projection, ...], ...] = (("gate", "up"), ("down",))
@@ -83,6 +83,26 @@ class StoredExperts(OwnExperts):
             yield from zip(self._way.parameters, self.tensors, self._way.matrices, strict=True)
 
     @property
+    def parameters_of_all(self) -> tuple[ExpertParameter, ...]:
+        found = []
+        for path, tensor, projections in self.parameters:
+            place, _, name = path.rpartition(".")
+            marked = bool(getattr(self.module.get_submodule(place), "is_transposed", False))
+            found.append(
+                ExpertParameter(
+                    place,
+                    name,
+                    len(tensor),
+                    projections,
+                    self.alternating,
+                    self.transposed,
+                    marked,
+                )
+            )
+        order = [name for name, _ in self.module.named_parameters()]
+        return tuple(sorted(found, key=lambda one: _place_in(order, one)))
+
+    @property
     def identities(self) -> int:
         return int(getattr(self.module, "zero_expert_num", 0) or 0)
 
@@ -128,6 +148,12 @@ class StoredExperts(OwnExperts):
         if self.alternating:
             return [matrix[part::count] for part in range(count)]
         return list(matrix.chunk(count))
+
+
+def _place_in(order: Sequence[str], parameter: ExpertParameter) -> int:
+    """Of a parameter among those of a module; last where another name is registered."""
+    path = ".".join(filter(None, (parameter.module, parameter.name)))
+    return order.index(path) if path in order else len(order)
 
 
 def bias_name(parameter: str) -> str:

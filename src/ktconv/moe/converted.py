@@ -34,13 +34,13 @@ def open_converted(
 
 
 def _norm(model: ConvertedModel, layer: int, hidden: int) -> OutputNorm:
-    packed, manifest = model.packed, model.manifest
+    manifest = model.manifest
     source = manifest.layers.get(layer, {}).get("source") if manifest else None
     names = [output_name(name) for name in post_norm_tensors(str(source))]
-    found = next((packed.others[name] for name in names if name in packed.others), None)
+    found = model.other(names)
     if found is None or found.dtype not in _VECTORS or found.shape != (hidden,):
         raise CheckpointError(
-            f"{packed.directory} does not have the norm of experts' outputs in layer {layer}, "
+            f"{model.directory} does not have the norm of experts' outputs in layer {layer}, "
             f"{' or '.join(names)} with {hidden} numbers",
             "convert the model without --experts-only, or use ktconv.model.replace_experts",
         )

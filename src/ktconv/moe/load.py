@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ktconv import native
+from ktconv.checkpoint import TensorRef
 from ktconv.checkpoint.activations import of_records
 from ktconv.checkpoint.config import CONFIG_NAME, read_config
 from ktconv.checkpoint.towers import tower_config
@@ -26,7 +27,7 @@ from ktconv.native import Activation, Expert, PackedMatrix
 from ktconv.native.arrays import aligned_to
 from ktconv.packed.weights import PackedWeights, map_pages, name_of, open_packed
 from ktconv.system.arrays import Array
-from ktconv.writer.manifest import Manifest, read_manifest
+from ktconv.writer.manifest import Manifest, read_run
 
 # Functions of the gate's outputs, and of up's where there is no gate: what kernels call them.
 _GATED = {"silu": "swiglu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
@@ -115,27 +116,43 @@ def open_layer(
     slots: Slots | None = None,
 ) -> tuple[int, Experts]:
     """open_experts, with the layer's number."""
-    return ConvertedModel(directory, settings).open_layer(layer, slots)
+    model = ConvertedModel(directory, settings, layer)
+    if not model.layers:  # the error tells the layers that it has
+        model = ConvertedModel(directory, settings)
+    return model.open_layer(layer, slots)
 
 
 class ConvertedModel:
     """The packed experts of a directory, with what its manifest and config.json say.
 
-    Each is read once, when it is first needed, for all layers. `settings`: as for `open_experts`.
+    Each is read once, when it is first needed, for all layers; or, with `layer`, for this one, so
+    that other headers are not parsed. `settings`: as for `open_experts`.
     """
 
-    def __init__(self, directory: Path, settings: Mapping[str, Any] | None = None) -> None:
-        self.directory, self._settings = directory, settings or {}
+    def __init__(
+        self,
+        directory: Path,
+        settings: Mapping[str, Any] | None = None,
+        layer: int | None = None,
+    ) -> None:
+        self.directory, self._settings, self._layer = directory, settings or {}, layer
 
     @cached_property
     def packed(self) -> PackedWeights:
         """Its headers."""
-        return open_packed(self.directory)
+        return open_packed(self.directory, self._layer)
+
+    def other(self, names: Sequence[str]) -> TensorRef | None:
+        """The first of these tensors that it has beside the experts."""
+        found = self.packed.others
+        if self._layer is not None and not any(name in found for name in names):
+            found = open_packed(self.directory).others
+        return next((found[name] for name in names if name in found), None)
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """None where another tool wrote the output."""
-        return read_manifest(self.directory)
+        """Without its units; None where another tool wrote the output."""
+        return read_run(self.directory)
 
     @cached_property
     def config(self) -> Mapping[str, Any]:

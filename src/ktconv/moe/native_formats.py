@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ktconv.checkpoint import BlockGrid, ExpertMatrix, MoELayer
 from ktconv.checkpoint.elements import BF16, F4_E0M3, F4_E2M1, F8_E4M3
 from ktconv.formats import FORMATS, Format
-from ktconv.moe.ggml_blocks import COLS, NIBBLE_BLOCKS
+from ktconv.moe.ggml_blocks import CODED_BLOCKS, COLS
 from ktconv.native.layouts import INNER_COLS
 
 # kt_format of integers, the preferred ones first.
@@ -22,7 +22,7 @@ _CODES = {  # kt_format of numbers that are stored as they are
     F8_E4M3.name: ("fp8", "bf16"),  # bf16: times a power of two
     F4_E2M1.name: ("mxfp4", "nvfp4"),
     F4_E0M3.name: ("gint4",),  # quarters
-    **{name: (block.codes,) for name, block in NIBBLE_BLOCKS.items()},
+    **{name: (block.codes,) for name, block in CODED_BLOCKS.items()},
 }
 
 
@@ -71,7 +71,7 @@ def _holds(fmt: Format, matrix: ExpertMatrix) -> bool:
     grid = matrix.scale
     if fmt.code not in _codes_of(matrix):
         return False
-    if matrix.element.name in NIBBLE_BLOCKS:
+    if matrix.element.name in CODED_BLOCKS:
         return grid is None and fmt.group == COLS
     if fmt.scale_dtype == "none":
         powers = grid is not None and grid.number == "E8M0"

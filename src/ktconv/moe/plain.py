@@ -11,7 +11,7 @@ from ktconv.checkpoint import BlockGrid
 from ktconv.checkpoint.elements import BF16, F4_E0M3, F4_E2M1, F8_E4M3, I4, I8, STREAMS, U4
 from ktconv.errors import CheckpointError
 from ktconv.formats import Format, Slice
-from ktconv.moe.ggml_blocks import COLS, NIBBLE_BLOCKS, NibbleBlock
+from ktconv.moe.ggml_blocks import CODED_BLOCKS, COLS, CodedBlock
 from ktconv.moe.native_formats import scale_block
 from ktconv.reading.matrices import MatrixReader, Scales
 from ktconv.system.arrays import F32, U8, Array
@@ -95,8 +95,8 @@ class PlainReader:
     # ---- blocks of ggml ----
 
     @property
-    def _block(self) -> NibbleBlock | None:
-        return NIBBLE_BLOCKS.get(self.source.matrix.element.name)
+    def _block(self) -> CodedBlock | None:
+        return CODED_BLOCKS.get(self.source.matrix.element.name)
 
     def _blocks(self, chunk: range, data: U8, part: Slice) -> U8:
         """[rows, cols / 32, bytes] of the columns."""

@@ -45,7 +45,7 @@ from ktconv.placement.expert_sets import EXCLUDED, ExpertSet, set_of_record
 from ktconv.system.arrays import U8
 from ktconv.system.pointers import PointerError, refuse_pointer_at
 from ktconv.system.regular_files import opened_regular
-from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
+from ktconv.writer.manifest import MANIFEST, Manifest, read_run
 from ktconv.writer.metadata import read_index
 
 _LAYER_FOLDER = re.compile(r"_layer_[0-9]+")
@@ -139,23 +139,38 @@ class PackedWeights:
         return found
 
 
-def open_packed(directory: Path) -> PackedWeights:
-    """The packed weights of a directory: its shards, or its layer folders if it has no shard."""
+def open_packed(directory: Path, layer: int | None = None) -> PackedWeights:
+    """The packed weights of a directory: its shards, or its layer folders if it has no shard.
+
+    `layer`: only headers of shards that have something of this layer are parsed, and only its
+    folder is looked into; what they have beside it is found, too.
+    """
     found = PackedWeights(directory)
     shards = sorted(directory.glob("*.safetensors"))
     for shard in shards:
-        _add_shard(found, shard)
+        if layer is None or _may_have(shard, layer):
+            _add_shard(found, shard)
     if not shards:
         found.layout = "layers"
-        _add_folders(found)
+        _add_folders(found, "*" if layer is None else f"_layer_{layer}")
     by_layer: dict[int, dict[TensorId, TensorRef]] = defaultdict(dict)
     for tensor, place in found.tensors.items():
         by_layer[tensor.layer][tensor] = place
+    if layer is not None:
+        by_layer = {one: tensors for one, tensors in by_layer.items() if one == layer}
     recorded = recorded_of(directory)
     found.layers = {
         layer: _geometry(layer, tensors, recorded) for layer, tensors in sorted(by_layer.items())
     }
     return found
+
+
+def _may_have(shard: Path, layer: int) -> bool:
+    """False only where a sound header has nothing of a layer."""
+    try:
+        return header_mentions(shard, f"blk.{layer}.".encode())
+    except CheckpointError:
+        return True
 
 
 def may_hold_packed(directory: Path) -> bool:
@@ -190,7 +205,7 @@ class Recorded:
 
 def recorded_of(directory: Path) -> Recorded:
     """Raises CheckpointError for a manifest whose excluded experts have another form than ours."""
-    manifest = read_manifest(directory)
+    manifest = read_run(directory)
     record = manifest.options.get(EXCLUDED, {}) if manifest else {}
     left_out = set_of_record(record, str(directory / MANIFEST))
     return Recorded(left_out, manifest.layers if manifest else {})
@@ -242,8 +257,8 @@ def _add_shard(found: PackedWeights, shard: Path) -> None:
             found.tensors[tensor] = ref
 
 
-def _add_folders(found: PackedWeights) -> None:
-    for folder in sorted(found.directory.iterdir()):
+def _add_folders(found: PackedWeights, names: str) -> None:
+    for folder in sorted(found.directory.glob(names)):
         if not _LAYER_FOLDER.fullmatch(folder.name):
             continue
         for path in sorted(folder.glob("_numa_*/*.kt")):

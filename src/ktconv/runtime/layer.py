@@ -64,7 +64,7 @@ class MoELayer:
         exactly, UsageError for a layer, slots or options that do not fit.
         """
         found = sources.loaded(
-            sources.opened(Path(path)), layer, slots, method, parts, pool or Pool.shared()
+            sources.opened(Path(path), layer), layer, slots, method, parts, pool or Pool.shared()
         )
         return cls(found, pool)
 

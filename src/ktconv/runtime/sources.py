@@ -27,9 +27,14 @@ Slots = Sequence[int] | Array | None
 Source = ConvertedModel | Checkpoint
 
 
-def opened(path: Path) -> Source:
-    """What `path` has, from headers alone: packed experts, or else a checkpoint."""
+def opened(path: Path, layer: int | None = None) -> Source:
+    """What `path` has, from headers alone: packed experts, or else a checkpoint. Of packed experts
+    those of one layer are enough where it has this one."""
     if path.is_dir() and may_hold_packed(path):
+        if layer is not None:
+            alone = ConvertedModel(path, layer=whole("layer", layer))
+            if alone.layers:
+                return alone
         converted = ConvertedModel(path)
         if converted.layers:
             return converted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import sqrt
@@ -21,10 +20,26 @@ from ktconv.checkpoint.strict_json import parse_object
 from ktconv.checkpoint.types import TensorRef
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.family import Projection
+from ktconv.model.own import ExpertParameter
 from ktconv.system.files import translated
 from ktconv.system.numbers import real
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
-from ktconv.train.adapter_names import PREFIX, LayerNames, Side, place_of
+from ktconv.train.adapter_names import (
+    PREFIX,
+    SIDES,
+    LayerNames,
+    Side,
+    parameter_place,
+    place_of,
+)
+from ktconv.train.parameters import (
+    adapted_parameters,
+    check_layout,
+    chosen_layout,
+    rank_of,
+    unstacked,
+)
+from ktconv.train.patterns import PatternError, Patterns
 
 _PICKLED = "adapter_model.bin"
 _ANOTHER = "give the adapter of this model"
@@ -62,21 +77,81 @@ class Adapter:
     """An adapter in a directory, for the model with these layers. Headers are read at once,
     matrices when they are asked for.
 
+    `lora_b_layout`: of adapters of parameters, see `ktconv.train.parameters`.
+
     CheckpointError for files that are missing, damaged, or of another kind than LoRA, and for
     matrices of experts that the layers do not have; UsageError for an `alpha` that contradicts the
     files, and without one if no file has it.
     """
 
-    def __init__(self, directory: Path, layers: Mapping[int, LayerNames], alpha: float | None):
+    def __init__(
+        self,
+        directory: Path,
+        layers: Mapping[int, LayerNames],
+        alpha: float | None,
+        lora_b_layout: str | None = None,
+    ):
         self.directory, self._layers = directory, layers
         self._config = _read_config(directory)
         self._alpha = _checked_alpha(alpha)
         self.others: dict[str, TensorRef] = {}  # of what is no expert, by PEFT's names
+        self._patterns: dict[str, Patterns] = {}  # by setting
         self._stacks: dict[_Stack, dict[int | None, TensorRef]] = {}
+        self._nested: dict[tuple[int, str], dict[tuple[int, Side], TensorRef]] = {}
+        self._modules = {
+            name: place
+            for names in layers.values()
+            for name, place in names.parameter_modules.items()
+        }
+        targets = self._config.get("target_parameters")
+        listed = targets if isinstance(targets, list) else []
+        self._targets = frozenset(one for one in listed if isinstance(one, str))
+        self._layout = chosen_layout(directory, self._config, lora_b_layout)
         for tensor in _tensors(directory):
             self._enter(tensor)
+        self._parameters = {
+            (layer, one): (of, depth)
+            for layer, module in self._nested
+            for depth, of in enumerate(self._adapted(layer, module))
+            for one in of.projections
+        }
+        self._check_once()
+
+    def _adapted(self, layer: int, module: str) -> list[ExpertParameter]:
+        """The parameters of a module that have adapters, in the order of their depth."""
+        names, found = self._layers[layer], self._nested[layer, module]
+        own = [one for one in names.parameters if one.module == module]
+        count = len({depth for depth, _ in found})
+        paths = list(map(names.parameter, own))
+        these = adapted_parameters(own, paths, count, self._targets)
+        if these is None:
+            raise CheckpointError(
+                f"{self.directory / CONFIG} does not say which {count} of the parameters "
+                f"{', '.join(paths)} the adapter is of",
+                "save it with PEFT, whose target_parameters says that",
+            )
+        for depth, one in enumerate(these):
+            for side in SIDES:
+                if (depth, side) not in found:
+                    key = names.parameter_key(one, depth, side)
+                    raise CheckpointError(f"{self.directory} does not contain {key}", _DAMAGED)
+        return these
+
+    def _check_once(self) -> None:
+        """CheckpointError for a matrix that has an adapter of its own and one of its parameter."""
+        for stack, tensors in self._stacks.items():
+            if (stack.layer, stack.projection) in self._parameters:
+                one = next(iter(tensors.values()))
+                raise CheckpointError(
+                    f"{one.name} in {one.file} is of a matrix whose parameter has an adapter, too",
+                    "remove one of them",
+                )
 
     def _enter(self, tensor: TensorRef) -> None:
+        if (found := parameter_place(tensor.name, self._modules)) is not None:
+            nested = self._nested.setdefault((found.layer, found.module), {})
+            nested[found.depth, found.side] = tensor
+            return
         own = (names.place(tensor.name) for names in self._layers.values())
         place = next(filter(None, own), None) or place_of(tensor.name)
         if place is None:
@@ -106,6 +181,8 @@ class Adapter:
         found: dict[int, set[Projection]] = {}
         for stack in self._stacks:
             found.setdefault(stack.layer, set()).add(stack.projection)
+        for layer, projection in self._parameters:
+            found.setdefault(layer, set()).add(projection)
         return found
 
     # ---- matrices
@@ -113,11 +190,31 @@ class Adapter:
     def pair(self, layer: int, projection: Projection, experts: int, shape: Sequence[int]) -> Pair:
         """The matrices of this many experts, whose own are [outputs, inputs]."""
         outputs, inputs = shape
+        if (layer, projection) in self._parameters:
+            return self._of_parameter(layer, projection, experts, shape)
         a = self._stacked(layer, projection, "a", experts)
         b = self._stacked(layer, projection, "b", experts)
         name = f"{projection} in layer {layer}"
         _expect_shapes(self.directory, name, a, b, (experts, outputs, inputs))
         return Pair(a, b, self._scale(self._layers[layer].module(projection, 0), a.shape[1]))
+
+    def _of_parameter(
+        self, layer: int, projection: Projection, experts: int, shape: Sequence[int]
+    ) -> Pair:
+        of, depth = self._parameters[layer, projection]
+        stored = self._nested[layer, of.module]
+        a, b = (self.read(stored[depth, side]) for side in SIDES)
+        check_layout(self.directory, self._layout, of.entries, rank_of(a, of.entries))
+        found = unstacked(of, a, b, experts, self._layout)
+        if found is None:
+            raise CheckpointError(
+                f"{stored[depth, 'a'].name} and its lora_B in {self.directory} are {list(a.shape)} "
+                f"and {list(b.shape)}, which is no adapter of {experts} experts",
+                _ANOTHER,
+            )
+        one, name = found[projection], self._layers[layer].parameter(of)
+        _expect_shapes(self.directory, name, one.a, one.b, (experts, shape[0], shape[1]))
+        return Pair(one.a, one.b, self._scale(name, one.a.shape[1]))
 
     def linear(self, module: str, shape: Sequence[int]) -> Linear:
         """The matrices of another module, whose own is [outputs, inputs]."""
@@ -203,9 +300,17 @@ class Adapter:
             raise CheckpointError(
                 f"{self.directory / CONFIG} says {patterns} {own!r:.60}, not an object", _DAMAGED
             )
-        for pattern, value in own.items():
-            if _fits(pattern, module, self.directory):
-                return _number(self.directory, f"{patterns} {pattern}", value)
+        try:
+            if patterns not in self._patterns:
+                self._patterns[patterns] = Patterns(own)
+            found = self._patterns[patterns].first(module)
+        except PatternError as error:
+            raise CheckpointError(
+                f"{self.directory / CONFIG}: the patterns of {patterns} {error}",
+                "write fewer or simpler ones, best names of modules; or merge it with PEFT",
+            ) from None
+        if found is not None:
+            return _number(self.directory, f"{patterns} {found:.60}", own[found])
         if setting not in self._config:
             return None
         return _number(self.directory, setting, self._config[setting])
@@ -250,16 +355,6 @@ def _read_config(directory: Path) -> dict[str, Any]:
             f"{path} says {other}, which experts cannot have", "train it without that option"
         )
     return config
-
-
-def _fits(pattern: str, module: str, directory: Path) -> bool:
-    try:
-        return re.match(rf"(.*\.)?({pattern})$", module) is not None
-    except re.error:
-        raise CheckpointError(
-            f"{directory / CONFIG} has a pattern {pattern!r}, which is no regular expression",
-            _DAMAGED,
-        ) from None
 
 
 def _number(directory: Path, name: str, value: Any) -> float:

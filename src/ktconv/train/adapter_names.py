@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from ktconv.families.config import family_of
 from ktconv.families.family import USUAL, Family, Projection
 from ktconv.families.names import expert_module, layer_number
+from ktconv.model.own import ExpertParameter
 from ktconv.model.sites import Site
 
 Side = Literal["a", "b"]
@@ -16,6 +17,7 @@ SIDES: tuple[Side, ...] = ("a", "b")
 
 PREFIX = "base_model.model."  # of PEFT's names, before those of the model's modules
 _ENDS: Mapping[Side, str] = {"a": "lora_A.weight", "b": "lora_B.weight"}
+_WRAPPED = "base_layer"  # what an adapter of PEFT is around
 _FUSED = re.compile(r"layers\.([0-9]{1,6})\.experts\.(gate|up|down)_lora_(a|b)")
 
 
@@ -26,6 +28,16 @@ class Place(NamedTuple):
     projection: Projection
     side: Side
     expert: int | None
+
+
+class ParameterPlace(NamedTuple):
+    """A matrix of an adapter of a parameter with all experts of a layer. PEFT nests adapters of
+    several parameters of a module: `depth` is how many of them are around this one."""
+
+    layer: int
+    module: str  # what has the parameter, in the experts' module
+    depth: int
+    side: Side
 
 
 class LayerNames:
@@ -39,7 +51,8 @@ class LayerNames:
     def __init__(self, site: Site, config: Mapping[str, Any]) -> None:
         path, family = site.bare_path.removeprefix(PREFIX), family_of(config)
         self.layer, self.words = site.layer, site.names
-        self.source = path
+        self.parameters = site.parameters_of_all
+        self.source = self._path = path
         if not self.words:
             self.words = _words(family)
             self.source = _source(path, site.layer, family) if family else path
@@ -51,6 +64,24 @@ class LayerNames:
     def key(self, projection: Projection, side: Side, expert: int) -> str:
         """base_model.model.model.layers.3.mlp.experts.5.gate_proj.lora_A.weight"""
         return f"{PREFIX}{self.module(projection, expert)}.{_ENDS[side]}"
+
+    def parameter(self, of: ExpertParameter) -> str:
+        """model.layers.3.mlp.experts.gate_up_proj"""
+        return ".".join(filter(None, (self._path, of.module, of.name)))
+
+    def parameter_key(self, of: ExpertParameter, depth: int, side: Side) -> str:
+        """base_model.model.model.layers.3.mlp.experts.base_layer.lora_A.weight"""
+        words = self._path, of.module, *[_WRAPPED] * depth, _ENDS[side]
+        return PREFIX + ".".join(filter(None, words))
+
+    @property
+    def parameter_modules(self) -> dict[str, tuple[int, str]]:
+        """PEFT's names of what has the parameters; with the layer, and the part of it that is
+        within the experts' module."""
+        return {
+            PREFIX + ".".join(filter(None, (self._path, one.module))): (self.layer, one.module)
+            for one in self.parameters
+        }
 
     def place(self, key: str) -> Place | None:
         """What has this name; None for others."""
@@ -77,6 +108,21 @@ def _words(family: Family | None) -> dict[Projection, str]:
     if family is not None and (spelt.rows_of_all or not (spelt.up and family.experts)):
         spelt = family.unfused
     return {projection: name for name, projection in spelt.projections.items()}
+
+
+def parameter_place(key: str, modules: Mapping[str, tuple[int, str]]) -> ParameterPlace | None:
+    """What has this name, of these `parameter_modules`; None for others."""
+    for side, end in _ENDS.items():
+        if not key.endswith(f".{end}"):
+            continue
+        words = key.removesuffix(f".{end}").split(".")
+        depth = 0
+        while words and words[-1] == _WRAPPED:
+            depth += 1
+            words.pop()
+        found = modules.get(".".join(words))
+        return None if found is None else ParameterPlace(*found, depth, side)
+    return None
 
 
 def place_of(key: str) -> Place | None:

@@ -7,10 +7,11 @@ PEFT has put into other parts of the same model.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import isclose
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,24 +21,34 @@ from ktconv.families.family import PROJECTIONS, Projection
 from ktconv.model.fitting import settings_of
 from ktconv.system.files import make_directory, write_described
 from ktconv.train import peft_part
+from ktconv.train.adapted import adapted_layers
 from ktconv.train.adapter_files import CONFIG, WEIGHTS, Adapter, Pair
 from ktconv.train.adapter_names import SIDES, LayerNames
 from ktconv.train.lora import LoRAExperts
-from ktconv.train.models import adapted_layers
+from ktconv.train.parameters import Layout, Matrices, stacked
 from ktconv.writer.shards import Tensor as Planned
 from ktconv.writer.shards import plan_shard
 
 _STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
-def save(model: nn.Module, directory: str | Path) -> None:
+def save(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    layout: Literal["experts", "parameters"] = "experts",
+) -> None:
     """Write the LoRA of a prepared model's experts, with that of PEFT in its other parts, to
     `directory`/adapter_model.safetensors and adapter_config.json.
 
-    Keys are those that PEFT has for models with a linear layer for each matrix of an expert
-    (base_model.model.model.layers.3.mlp.experts.5.gate_proj.lora_A.weight). Each file appears whole
-    or not at all, and matrices never beside the alpha of others. UsageError for a model that is not
-    prepared, or without LoRA in its experts; ResourceError where files cannot be written.
+    `layout` "experts": keys are those that PEFT has for models with a linear layer for each matrix
+    of an expert (base_model.model.model.layers.3.mlp.experts.5.gate_proj.lora_A.weight).
+    "parameters": those of PEFT's target_parameters, for models whose parameters have the matrices
+    of all experts; where gate and up are in one, its rank is the sum of theirs.
+
+    Each file appears whole or not at all, and matrices never beside the alpha of others. UsageError
+    for a model that is not prepared, without LoRA in its experts or without such parameters;
+    ResourceError where files cannot be written.
     """
     layers, config = adapted_layers(model), settings_of(model)
     names = {layer: LayerNames(site, config) for layer, (site, _) in layers.items()}
@@ -47,41 +58,90 @@ def save(model: nn.Module, directory: str | Path) -> None:
             "the experts of this model have no LoRA (rank=None)",
             "save what PEFT has in other parts with its own save_pretrained",
         )
+    if layout not in ("experts", "parameters"):
+        raise UsageError(f"layout must be experts or parameters, not {layout!r:.60}")
+    whole = layout == "parameters"
+    if whole and not all(one.parameters for one in names.values()):
+        raise UsageError(
+            f"the experts of this {type(model).__name__} are no parameters with all matrices",
+            'leave layout out: it is "experts" then',
+        )
     tensors = dict(peft_part.tensors(model))
+    alpha, words, ranks = first.scale * first.rank, set[str](), dict[str, int]()
     for layer, (_, lora) in layers.items():
-        tensors |= _of_experts(names[layer], lora)
-    words = {names[layer].words[one] for layer, (_, lora) in layers.items() for one in lora.targets}
-    stated = peft_part.config(model, first.rank, first.scale * first.rank, first.dropout, words)
+        lora.matrices()  # that they are whole
+        if whole:
+            tensors |= _of_parameters(names[layer], lora, ranks)
+        else:
+            tensors |= _of_experts(names[layer], lora)
+            words |= {names[layer].words[one] for one in lora.targets}
+    stated = peft_part.config(model, first.rank, alpha, first.dropout, words, ranks)
     path = Path(directory)
     make_directory(path)
     described = (json.dumps(stated, indent=2) + "\n").encode()
     write_described(path / WEIGHTS, _file(tensors), path / CONFIG, described)
 
 
-def load(model: nn.Module, directory: str | Path, *, alpha: float | None = None) -> None:
+def load(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    alpha: float | None = None,
+    lora_b_layout: Layout | None = None,
+) -> None:
     """Read an adapter into a model that `prepare` has given LoRA of the same rank, alpha and
     targets; where the adapter has LoRA beside the experts, PEFT must have put the same there.
 
     `directory` is one that `save` or PEFT has written, or of KTransformers, with
-    fused_expert_lora.safetensors. `alpha` is needed where no file has it. CheckpointError, and the
+    fused_expert_lora.safetensors. `alpha` is needed where no file has it; `lora_b_layout`, how
+    lora_B of PEFT's target_parameters is ordered, where Unsloth may have written it: "rank_major"
+    as in PEFT, or "grouped_by_expert" as in Unsloth before September 2026. CheckpointError, and the
     model is as before, unless the adapter has exactly the matrices of the model, in their shapes
     and in a dtype whose numbers the model's has; UsageError for another alpha, and for a model
     that is not prepared.
     """
-    path, layers, config = Path(directory), adapted_layers(model), settings_of(model)
-    names = {layer: LayerNames(site, config) for layer, (site, _) in layers.items()}
-    adapter = Adapter(path, names, alpha)
+    layers, adapter = adapted_layers(model), opened(model, directory, alpha, lora_b_layout)
+    _check_experts(adapter, layers)
+    others = {name: adapter.read(tensor) for name, tensor in adapter.others.items()}
+    peft_part.check(model, adapter.directory, others)
+    _put_experts(adapter, layers)
+    peft_part.put(model, others)
+
+
+def load_experts(model: nn.Module, directory: str | Path) -> None:
+    """`load` of the experts' LoRA alone, where PEFT reads its own part itself."""
+    layers, adapter = adapted_layers(model), opened(model, directory)
+    _check_experts(adapter, layers)
+    _put_experts(adapter, layers)
+
+
+def opened(
+    model: nn.Module,
+    directory: str | Path,
+    alpha: float | None = None,
+    lora_b_layout: str | None = None,
+) -> Adapter:
+    """The headers of an adapter, by the names that it must have for a prepared model."""
+    config = settings_of(model)
+    sites = {layer: site for layer, (site, _) in adapted_layers(model).items()}
+    names = {layer: LayerNames(site, config) for layer, site in sites.items()}
+    return Adapter(Path(directory), names, alpha, lora_b_layout)
+
+
+def _check_experts(adapter: Adapter, layers: Mapping[int, tuple[Any, LoRAExperts]]) -> None:
+    """All that `load` says of the matrices of experts."""
     _check_projections(adapter, layers)
     for _, lora, projection, layer in _each(layers):
-        _check(path, lora, projection, layer, _pair(adapter, lora, projection, layer))
-    others = {name: adapter.read(tensor) for name, tensor in adapter.others.items()}
-    peft_part.check(model, path, others)
+        pair = _pair(adapter, lora, projection, layer)
+        _check(adapter.directory, lora, projection, layer, pair)
+
+
+def _put_experts(adapter: Adapter, layers: Mapping[int, tuple[Any, LoRAExperts]]) -> None:
     with torch.no_grad():
         for _, lora, projection, layer in _each(layers):
             pair = _pair(adapter, lora, projection, layer)
             for side, tensor in (("a", pair.a), ("b", pair.b)):
                 getattr(lora, f"{projection}_{side}").copy_(tensor)
-    peft_part.put(model, others)
 
 
 def _each(
@@ -155,6 +215,27 @@ def _of_experts(names: LayerNames, lora: LoRAExperts) -> dict[str, Tensor]:
         for side, stack in zip(SIDES, _parameters(lora, projection), strict=True):
             for expert, matrix in enumerate(stack.detach()):
                 found[names.key(projection, side, expert)] = matrix
+    return found
+
+
+def _of_parameters(
+    names: LayerNames, lora: LoRAExperts, ranks: dict[str, int]
+) -> dict[str, Tensor]:
+    """The same as LoRA of parameters, whose ranks are put into `ranks` by their names."""
+    found, depths = {}, Counter[str]()
+    for of in reversed(names.parameters):  # the last is the outermost
+        matrices = {
+            one: Matrices(*(side.detach() for side in _parameters(lora, one)))
+            for one in of.projections
+            if one in lora.targets
+        }
+        if not matrices:
+            continue
+        pair = stacked(of, matrices)
+        for side, tensor in zip(SIDES, pair, strict=True):
+            found[names.parameter_key(of, depths[of.module], side)] = tensor
+        ranks[names.parameter(of)] = pair[0].shape[0] // of.entries
+        depths[of.module] += 1
     return found
 
 

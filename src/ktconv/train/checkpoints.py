@@ -11,12 +11,13 @@ from ktconv.train.adapters import load, save
 
 
 class SaveAdapter(TrainerCallback):
-    """Saves LoRA of the experts into each checkpoint of a Trainer, as `save` does, and reads it
-    again where training is resumed.
+    """Saves LoRA of the experts into each checkpoint of a Trainer whose model has no
+    `save_pretrained`, which would do that; and reads it again where training is resumed.
 
         Trainer(model=model, callbacks=[SaveAdapter()], ...)
 
-    Of a model that PEFT has wrapped, Trainer saves PEFT's own adapter alone.
+    Models of transformers and PEFT need it only to be told that a checkpoint they resume from lacks
+    LoRA of the experts: it is an error with this callback, else a warning.
     """
 
     def __init__(self, resume_from: str | Path | None = None) -> None:
@@ -27,8 +28,9 @@ class SaveAdapter(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Saves the adapter beside what the Trainer saves."""
-        if state.is_world_process_zero:
-            save(kwargs["model"], _folder(args, state))
+        model = kwargs["model"]
+        if state.is_world_process_zero and not hasattr(model, "save_pretrained"):
+            save(model, _folder(args, state))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Loads the adapter where training goes on from a checkpoint."""

@@ -121,7 +121,7 @@ class LoRAExperts(nn.Module):
                 "without norms of outputs or weights on inputs",
                 "load or pack the layer as bf16",
             )
-        matrices = self._matrices()
+        matrices = self.matrices()
         setting = self._setting(matrices)
         return base_gradients(setting, x, ids, weights, skip, dy, *matrices.values())
 
@@ -184,7 +184,7 @@ class LoRAExperts(nn.Module):
         return self._summed(x, ids, weights, skip).to(dtype)
 
     def _summed(self, x: Tensor, ids: Tensor, weights: Tensor, skip: Tensor | None) -> Tensor:
-        matrices = self._matrices()
+        matrices = self.matrices()
         setting = self._setting(matrices)
         if self.training and self.dropout and matrices:
             # Of torch's own numbers, so that checkpointing drops the same elements again.
@@ -212,11 +212,17 @@ class LoRAExperts(nn.Module):
         """Of a call without dropout."""
         return Setting(self.layer, tuple(matrices), self.rank or 0, self.scale)
 
-    def _matrices(self) -> dict[str, Tensor]:
-        """The parameters that there are. UsageError if they cannot be multiplied with."""
+    def matrices(self) -> dict[str, Tensor]:
+        """The parameters that there are, by name. UsageError if they cannot be multiplied with: of
+        other shapes or dtypes, not on the CPU, or a share of what several processes have."""
         shapes = {name: shape for name, shape in self._shapes().items() if shape}
         found: dict[str, Tensor] = {name: getattr(self, name) for name in shapes}
         for name, one in found.items():
+            if hasattr(one, "device_mesh"):
+                raise UsageError(
+                    f"{name} is cut up among several processes",
+                    "use DistributedDataParallel, which keeps parameters whole",
+                )
             if one.shape != shapes[name]:
                 raise UsageError(
                     f"{name} is {list(one.shape)}, but must be {list(shapes[name])}",

@@ -16,25 +16,32 @@ from ktconv.model.own import OwnExperts
 from ktconv.model.sites import Site, find_experts
 from ktconv.train.adapter_files import Adapter, Linear, Pair
 from ktconv.train.adapter_names import PREFIX, LayerNames
+from ktconv.train.parameters import Layout
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
-def merge(model: nn.Module, directory: str | Path, *, alpha: float | None = None) -> None:
+def merge(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    alpha: float | None = None,
+    lora_b_layout: Layout | None = None,
+) -> None:
     """Add an adapter to the weights of a model that has its own experts: W becomes
     W + alpha / rank * B A, computed in fp32 and rounded once to the dtype of W.
 
     The model is then one without adapters: save it with its own save_pretrained, and convert it as
-    any other. `directory` and `alpha` are as for `load`; LoRA of linear layers beside the experts
-    is added, too. CheckpointError, and the model is as before, unless the model has every matrix of
-    the adapter in its shape; UsageError for packed or quantized experts.
+    any other. `directory`, `alpha` and `lora_b_layout` are as for `load`; LoRA of linear layers
+    beside the experts is added, too. CheckpointError, and the model is as before, unless the model
+    has every matrix of the adapter in its shape; UsageError for packed or quantized experts.
     """
     sites = find_experts(model)
     for site in sites.values():
         _check_own(site)
     config = settings_of(model)
     names = {layer: LayerNames(site, config) for layer, site in sites.items()}
-    adapter = Adapter(Path(directory), names, alpha)
+    adapter = Adapter(Path(directory), names, alpha, lora_b_layout)
     linear = _linear(model, adapter)
     for _ in _pairs(adapter, sites):  # all are checked before anything changes
         pass

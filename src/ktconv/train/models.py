@@ -26,6 +26,7 @@ from ktconv.moe.load import activation_of
 from ktconv.native import Activation
 from ktconv.runtime import MoELayer, Pool, sources
 from ktconv.train.lora import LoRAExperts
+from ktconv.train.saving import include_experts
 
 _OWN = "the model itself"
 
@@ -59,6 +60,7 @@ class Prepared(ReplacedExperts):
     def requires_grad_(self, wanted: bool = True) -> None:
         """Train LoRA of the experts, or leave it as it is. To be called after PEFT's
         `get_peft_model`, which makes whatever is not its own require no gradients."""
+        include_experts()
         for one in self.parameters():
             one.requires_grad_(wanted)
         self._guard.trains = wanted
@@ -81,7 +83,8 @@ def prepare(
 
     `model` is as for `ktconv.model.replace_experts`, with PEFT adapters in other parts or without.
     All its parameters are frozen, but for such adapters; its routers stay, and gradients pass
-    through them. `weights`:
+    through them. From now on `save_pretrained` of such models saves LoRA of the experts, too, and
+    PEFT's `load_adapter` loads it (see `ktconv.train.saving`). `weights`:
 
     - an OUTPUT of ktconv quantize-cpu, mapped, so that the model's own experts need not be loaded
       (`ktconv.model.load_model(..., experts=False)`);
@@ -122,23 +125,8 @@ def prepare(
     for layer, module in packed.items():
         module.train(sites[layer].module.training)
     _freeze(model)
+    include_experts()
     return Prepared(sites, packed, keep, untried, lora)
-
-
-def adapted_layers(model: nn.Module) -> dict[int, tuple[Site, LoRAExperts]]:
-    """Layers of a prepared model, in order. UsageError where it has none."""
-    sites = find_experts(model)
-    found = {
-        layer: (site, site.module.lora)
-        for layer, site in sorted(sites.items())
-        if isinstance(site.module, PackedExperts) and isinstance(site.module.lora, LoRAExperts)
-    }
-    if not found:
-        raise UsageError(
-            f"the experts of this {type(model).__name__} have no LoRA",
-            "call ktconv.train.prepare first",
-        )
-    return found
 
 
 # ---- weights ----------------------------------------------------------------------------
@@ -266,6 +254,7 @@ class _Guard:
         self.trains = True  # as the user wants it
 
     def __call__(self, lora: nn.Module, _: Any) -> None:
+        include_experts()  # in PEFT too, which may have come later
         if not (self.trains and lora.training and torch.is_grad_enabled()):
             return
         parameters = [one for layer in self.lora for one in layer.parameters()]

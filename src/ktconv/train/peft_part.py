@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.train.adapter_names import PREFIX
+from ktconv.train.parameters import LAYOUT, LAYOUTS
 
 # What PEFT and engines want to know of an adapter of experts alone.
 _PLAIN: Mapping[str, Any] = {
@@ -36,10 +38,41 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def config(
+    model: nn.Module,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    words: Collection[str],
+    ranks: Mapping[str, int],
+) -> dict[str, Any]:
+    """adapter_config.json: rank and alpha of the experts' LoRA on modules called `words`, or of
+    parameters with ranks of their own, and what PEFT has in other modules. Where these have another
+    rank or alpha, patterns say so."""
+    found = _of_modules(model, rank, alpha, dropout, words)
+    if not ranks:
+        return found
+    other = {name: one for name, one in ranks.items() if one != rank}
+    patterns = {
+        "rank_pattern": {re.escape(name): one for name, one in other.items()},
+        "alpha_pattern": {re.escape(name): alpha * one / rank for name, one in other.items()},
+    }
+    targets = {*(found.get("target_parameters") or ()), *map(_in_layer, ranks)}
+    found |= {key: one | found[key] for key, one in patterns.items()}
+    found |= {"target_parameters": sorted(targets), "lora_dropout": 0.0}  # PEFT's has none there
+    if "unsloth" in json.dumps(found).lower():
+        found[LAYOUT] = LAYOUTS[0]
+    return found
+
+
+def _in_layer(name: str) -> str:
+    """The name of a parameter from its layer on: mlp.experts.gate_up_proj."""
+    return re.split(r"\.[0-9]+\.", name)[-1]
+
+
+def _of_modules(
     model: nn.Module, rank: int, alpha: float, dropout: float, words: Collection[str]
 ) -> dict[str, Any]:
-    """adapter_config.json: rank and alpha of the experts' LoRA on modules called `words`, and what
-    PEFT has in other modules. Where these have another rank or alpha, patterns say so."""
+    """`config` without adapters of parameters with experts."""
     own: dict[str, Any] = {
         "base_model_name_or_path": _path_of(model),
         "r": rank,
@@ -54,13 +87,31 @@ def config(
     modules = sorted({name.rpartition(".lora_")[0] for name in tensors(model)} - {""})
     targets = {_last(name) for name in modules}
     own["target_modules"] = sorted(targets | set(words))
+    own["inference_mode"] = True
+    if found.get("use_rslora") or found["rank_pattern"] or found["alpha_pattern"]:
+        return {**found, **own, **_by_module(adapted, modules)}
     patterns = _patterns(modules, words, found.get("target_parameters") or ())
     for key, ours, pattern in (("r", rank, "rank_pattern"), ("lora_alpha", alpha, "alpha_pattern")):
-        theirs_of = {name: one for name, one in found[pattern].items() if _fits(name, modules)}
-        if found[key] != ours:
-            theirs_of = dict.fromkeys(patterns, found[key]) | theirs_of
-        own[pattern] = theirs_of
-    return {**found, **own, "inference_mode": True}
+        own[pattern] = dict.fromkeys(patterns, found[key]) if found[key] != ours else {}
+    return {**found, **own}
+
+
+def _by_module(adapted: Any, modules: Iterable[str]) -> dict[str, Any]:
+    """Rank and alpha of each module by its name: PEFT's own patterns might find experts, too. Alpha
+    is divided by the rank, not by its root as use_rslora has it, since that setting is of the whole
+    file, and PEFT has it wrong in experts, whose gate and up it fuses."""
+    ranks, alphas = {}, {}
+    layers: dict[str, Any] = {
+        path.removeprefix(PREFIX): one for path, one in adapted.named_modules()
+    }
+    for name in modules:
+        layer = layers[name.removeprefix(PREFIX)]
+        key = re.escape(name.removeprefix(PREFIX))
+        if parameter := getattr(layer, "parameter_name", None):
+            key += rf"(\.{parameter})?"  # PEFT matches this name, others that of the module
+        ranks[key] = layer.r[_name(adapted)]
+        alphas[key] = layer.scaling[_name(adapted)] * ranks[key]
+    return {"use_rslora": False, "rank_pattern": ranks, "alpha_pattern": alphas}
 
 
 def check(model: nn.Module, directory: Path, stored: Mapping[str, Tensor]) -> None:
@@ -85,6 +136,20 @@ def check(model: nn.Module, directory: Path, stored: Mapping[str, Tensor]) -> No
                 f"{list(one.shape)}",
                 "give PEFT the rank that the adapter has",
             )
+
+
+def names(model: nn.Module) -> list[str]:
+    """Of the adapters that PEFT has put into the model."""
+    adapted = _adapted(model)
+    return [] if adapted is None else list(adapted.peft_config)
+
+
+def check_kind(model: nn.Module) -> None:
+    """UsageError where PEFT has something in the model that `save` cannot save beside LoRA of the
+    experts."""
+    adapted = _adapted(model)
+    if adapted is not None:
+        _name(adapted)
 
 
 def put(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
@@ -140,11 +205,6 @@ def _patterns(
     found = {_last(name) if _last(name) not in words else _last(name, 2) for name in modules}
     found |= {name for name in parameters if _last(name.rpartition(".")[0]) in found}
     return sorted(map(re.escape, found))
-
-
-def _fits(pattern: str, modules: Iterable[str]) -> bool:
-    """Whether a pattern of PEFT is of any of these modules."""
-    return any(re.match(rf"(.*\.)?({pattern})$", module) for module in modules)
 
 
 def _plain(value: Any) -> Any:

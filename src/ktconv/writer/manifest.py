@@ -18,6 +18,8 @@ from ktconv.system.files import write_durably
 from ktconv.system.regular_files import MissingFileError, read_small
 from ktconv.writer.journal import Record, is_run_record, is_unit_record, parse_record
 
+_UNITS = ',\n "units":'  # behind all else
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -131,9 +133,26 @@ def read_manifest(output: Path) -> Manifest | None:
     Raises CheckpointError for anything but a regular file, ResourceError where it cannot be read.
     """
     try:
-        content = parse_record(read_small(output, MANIFEST))
+        data = read_small(output, MANIFEST)
     except MissingFileError:
         return None
+    return _manifest(output, parse_record(data))
+
+
+def read_run(output: Path) -> Manifest | None:
+    """`read_manifest` without the records of units, of which large models have many megabytes: what
+    the output was made of and how."""
+    try:
+        data = read_small(output, MANIFEST)
+    except MissingFileError:
+        return None
+    # As `write_manifest` has it; no text of JSON has a line break in it.
+    run, found, _ = data.partition(_UNITS.encode())
+    head = parse_record(run + b"}") if found else None
+    return _manifest(output, head | {"units": {}} if head else parse_record(data))
+
+
+def _manifest(output: Path, content: Record | None) -> Manifest | None:
     if not is_run_record(content) or not isinstance(content.get("units"), dict):
         return None
     units = content["units"].items()
@@ -157,7 +176,7 @@ def _manifest_lines(
 ) -> Iterator[str]:
     """JSON with one tensor per line: it can be searched and compared with line tools."""
     yield json.dumps(run, indent=1)[:-2]
-    yield ',\n "units": {'
+    yield f"{_UNITS} {{"
     for count, (key, record) in enumerate(units):
         yield f'{"," if count else ""}\n  {json.dumps(key)}: {{\n   "files": [\n    '
         yield ",\n    ".join(json.dumps(file) for file in record["files"])

@@ -155,6 +155,13 @@ def _peers(bout: Bout, stack: ExitStack) -> Iterator[Entrant]:
     if not request.peers:
         return
     for spec in _chosen({layer.method.key for layer, _ in bout.layers}, notify):
+        if bout.pool.threads + spec.waiting > (cpus := machine.usable_cpus()):
+            notify(
+                f"{spec.name}: left out, its queue waits on a CPU of its own, so that "
+                f"{bout.pool.threads} threads need {bout.pool.threads + spec.waiting} CPUs and "
+                f"there are {cpus}; give fewer --threads"
+            )
+            continue
         if not _fits(spec, bout.shape):
             notify(f"{spec.name}: left out, too little memory is free")
             continue

@@ -18,11 +18,15 @@ Make = Callable[[Sequence[GatedMatrices], Call, int], Trained]  # of experts, a 
 
 @dataclass(frozen=True)
 class Spec(Package):
-    """A row of PEERS. `method` of ours has the same weights; it is compared with `methods`."""
+    """A row of PEERS. `method` of ours has the same weights; it is compared with `methods`.
+
+    `waiting`: threads beside those that compute which wait without sleeping, so that they need CPUs
+    of their own."""
 
     method: str
     methods: tuple[str, ...]
     make: Make
+    waiting: int = 0
 
 
 def _torch(experts: Sequence[GatedMatrices], call: Call, threads: int) -> Trained:
@@ -41,7 +45,7 @@ def _specs() -> Iterable[Spec]:
     yield Spec("torch bf16", "torch", "torch", "bf16", tuple(FORMATS), _torch)
     for method in ("bf16", "int8"):
         make = partial(_kt_kernel, method)
-        yield Spec(f"kt-kernel {method}", "kt-kernel", "kt_kernel", method, (method,), make)
+        yield Spec(f"kt-kernel {method}", "kt-kernel", "kt_kernel", method, (method,), make, 1)
 
 
 PEERS = {spec.name: spec for spec in _specs()}
