@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from ktconv.errors import UsageError
 
@@ -82,3 +83,22 @@ def format_duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def counted(count: int, word: str) -> str:
+    """ "1 file", "2,000 files": a number of things in words; `word` names one of them."""
+    return f"{count:,} {word if count == 1 else _plural(word)}"
+
+
+def listed(word: str, numbers: Iterable[int]) -> str:
+    """ "layer 3", "layers 0-3,7": things that have numbers; `word` names one of them."""
+    found = sorted(set(numbers))
+    return f"{word if len(found) == 1 else _plural(word)} {format_ranges(found)}"
+
+
+def _plural(word: str) -> str:
+    if word.endswith("x"):
+        return f"{word[:-1]}ces"  # matrix
+    if word.endswith("y") and word[-2] not in "aeiou":
+        return f"{word[:-1]}ies"
+    return f"{word}s"
