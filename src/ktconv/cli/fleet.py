@@ -14,6 +14,7 @@ from ktconv.cli.output import notify, print_result, sentence
 from ktconv.cli.parsing import WORDS
 from ktconv.errors import UsageError
 from ktconv.system.units import format_duration
+from ktconv.system.waiting import Wait
 
 _NEXT_STEP = "Finished layers are kept: run the same command again to continue."
 # Options of the whole list, with and without a value: its runs do not get them.
@@ -88,6 +89,9 @@ def _line(run: Any, event: dict[str, Any], count: int) -> str | None:
         return f"{name}: started, one of {count}"
     if kind == "note":
         return f"{name}: {event['text']}"
+    if kind == "waiting" and mode() != "none":
+        seconds = event["seconds"]
+        return f"{name}: {Wait(event['for'], event['why'], seconds).words}"
     if kind == "unit_finished" and mode() != "none":
         left = event["eta_seconds"]
         eta = "?" if left is None else format_duration(left)
