@@ -24,6 +24,7 @@ from ktconv.errors import (
     SourceChangedError,
     UsageError,
 )
+from ktconv.system.machine import MAX_THREADS
 from ktconv.system.units import format_duration, format_ranges, format_size
 
 if TYPE_CHECKING:
@@ -67,8 +68,12 @@ OptionalOutputArgument = Annotated[Path | None, _OUTPUT]
 LayersOption = Annotated[str, option("Convert only these layers, e.g. 0-3,7.", "LIST")]
 MtpOption = Annotated[bool, flag("--mtp/--no-mtp", "Convert multi-token-prediction layers too.")]
 ShardSizeOption = Annotated[str, option("Maximum size of a shard.", "SIZE")]
-ThreadsOption = Annotated[int, option("Worker threads; 0: one per usable CPU.", "T", min=0)]
-CopyThreadsOption = Annotated[int, option("Worker threads; 0: up to 8.", "T", min=0)]
+ThreadsOption = Annotated[
+    int, option("Worker threads; 0: one per usable CPU.", "T", min=0, max=MAX_THREADS)
+]
+CopyThreadsOption = Annotated[
+    int, option("Worker threads; 0: up to 8.", "T", min=0, max=MAX_THREADS)
+]
 VerifyOption = Annotated[
     bool, flag("--verify/--no-verify", "Read back and compare everything written.")
 ]

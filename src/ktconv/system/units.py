@@ -12,7 +12,8 @@ for _power, _letter in enumerate("KMGTP", start=1):
     _FACTORS[_letter] = _FACTORS[_letter + "B"] = 1000**_power
     _FACTORS[_letter + "IB"] = 1024**_power
 _FACTORS["B"] = 1
-_SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*([0-9]{1,99}(?:\.[0-9]{1,99})?)\s*([A-Za-z]*)\s*")
+_MOST_BYTES = 2**63 - 1  # that a file or an address space can have
 
 _RANGE = re.compile(r"\s*(-?[0-9]+)(?:\s*-\s*([0-9]+))?\s*")
 _MOST_DIGITS, _MOST_NUMBERS = 9, 100_000
@@ -28,6 +29,11 @@ def parse_size(text: str, option: str) -> int:
     size = int(number) * factor if number.isdecimal() else round(float(number) * factor)
     if size < 1:
         raise UsageError(f"{option} {text!r} is not a positive size", "write it like 5GB or 8GiB")
+    if size > _MOST_BYTES:
+        raise UsageError(
+            f"{option} {text!r} is larger than any file or memory can be",
+            "write it like 5GB or 8GiB",
+        )
     return size
 
 
