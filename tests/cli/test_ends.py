@@ -662,9 +662,9 @@ def test_version_of_the_document_is_not_for_people(model: Path) -> None:
 
 def test_what_was_done_has_its_name(folders: Path, output: Path, tmp_path: Path) -> None:
     merged = invoke("merge", folders, tmp_path / "merged").stdout
-    assert merged.startswith("Merged layer(s) 0-1 in ")
+    assert merged.startswith("Merged layers 0-1 in ")
     resharded = invoke("reshard", output, tmp_path / "resharded", "--numa=2").stdout
-    assert resharded.startswith("Resharded layer(s) 0-1 and non-expert tensors in ")
+    assert resharded.startswith("Resharded layers 0-1 and non-expert tensors in ")
 
 
 COMPLETIONS = {

@@ -12,8 +12,9 @@ from ktconv.cli.events import events, mode
 from ktconv.cli.exits import interruptible
 from ktconv.cli.output import notify, print_result, sentence
 from ktconv.cli.parsing import WORDS
+from ktconv.cli.process import INTERRUPTED
 from ktconv.errors import UsageError
-from ktconv.system.units import format_duration
+from ktconv.system.units import format_duration, format_rate
 from ktconv.system.waiting import Wait
 
 _NEXT_STEP = "Finished layers are kept: run the same command again to continue."
@@ -83,6 +84,8 @@ def _line(run: Any, event: dict[str, Any], count: int) -> str | None:
     kind = event["event"]
     if kind == "run_finished":
         took = format_duration(run.seconds)
+        if run.exit_code == INTERRUPTED:  # what is kept is said once, for all
+            return f"{name}: interrupted, {took}."
         hint = f" Hint: {sentence(run.hint)}" if run.hint else ""
         return f"{name}: {run.words}, {took}.{hint}"
     if kind == "run_started":
@@ -95,8 +98,8 @@ def _line(run: Any, event: dict[str, Any], count: int) -> str | None:
     if kind == "unit_finished" and mode() != "none":
         left = event["eta_seconds"]
         eta = "?" if left is None else format_duration(left)
-        speed = event["bytes_per_second"] / 1e9
-        return f"{name}: {run.finished}/{run.units} units, {speed:.2f} GB/s, ETA {eta}"
+        speed = format_rate(event["bytes_per_second"])
+        return f"{name}: {run.finished}/{run.units} units, {speed}, ETA {eta}"
     return None
 
 

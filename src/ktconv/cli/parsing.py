@@ -71,6 +71,11 @@ class Group(TyperGroup):
 class Command(TyperCommand):
     """A command that rejects empty values, and reports usage errors like its other errors."""
 
+    def get_short_help_str(self, limit: int = 0) -> str:
+        """The first sentence of the help, in the list of commands, which wraps it."""
+        first, *_ = (self.help or "").strip().split("\n\n")
+        return " ".join(first.split())
+
     def get_help(self, ctx: Any) -> str:
         """Several paths in words of people, as wide as before."""
         shown = "<list[Path]>"

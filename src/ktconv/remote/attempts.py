@@ -10,6 +10,7 @@ from ktconv.remote.network_errors import cause, first_line, status_of
 from ktconv.remote.store import Store
 from ktconv.system import waiting
 from ktconv.system.elsewhere import transfer
+from ktconv.system.units import counted
 
 ATTEMPTS = 8
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds; about a minute in all
@@ -72,8 +73,8 @@ def attempt(store: Store, call: Callable[[], T]) -> T:
     except ShortReadError as error:
         raise ResourceError(
             f"{error}, {ATTEMPTS} times in a row",
-            "a server or proxy on the way cuts its answers: run the same command again later, or "
-            "from another network; finished layers are kept",
+            "a server or proxy on the way changes its answers: run the same command again later, "
+            "or from another network; finished layers are kept",
         ) from error
     except Exception as error:
         if (found := store.explain(error)) is None:
@@ -113,9 +114,10 @@ def _fetched(store: Store, name: str, start: int, stop: int) -> bytes | bytearra
         data = store.read(name, start, stop)
         transfer.add(nbytes=len(data))
         if len(data) != stop - start:
+            sent, asked = counted(len(data), "byte"), counted(stop - start, "byte")
             raise ShortReadError(
-                f"{store.url.shown} sent {len(data)} of the {stop - start} bytes from {start} on "
-                f"of {name}"
+                f"{store.url.shown} sent {sent} where {asked} were asked for, from {start} on of "
+                f"{name}"
             )
         return data
 

@@ -46,6 +46,11 @@ def format_size(size: float) -> str:
     return f"{size:.2f} TB"
 
 
+def format_rate(bytes_per_second: float) -> str:
+    """ "17.4 GB/s", in the unit that shows its digits."""
+    return f"{format_size(bytes_per_second)}/s"
+
+
 def parse_ranges(text: str, option: str) -> list[int]:
     """The numbers of "0-3,7", ascending, each once."""
     numbers: set[int] = set()
