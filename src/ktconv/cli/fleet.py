@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import typer
 
 from ktconv.cli.events import events, mode
 from ktconv.cli.exits import interruptible
+from ktconv.cli.options import progress_mode
 from ktconv.cli.output import notify, print_result, sentence
 from ktconv.cli.parsing import WORDS
 from ktconv.cli.process import INTERRUPTED
@@ -40,11 +42,19 @@ def convert_list(
     def changed(run: Run, event: dict[str, Any]) -> None:
         if listener := events():
             listener.emit_of(run.entry.line, event)
-        elif line := _line(run, event, len(entries)):
+            return
+        if bar is not None:
+            bar.changed(run, event)
+        if line := _line(run, event, len(entries), units=bar is None):
             notify(line)
 
     fleet = Fleet(entries, common, at_once, changed)
-    with interruptible(lambda: _NEXT_STEP):
+    bar = None
+    if not events() and progress_mode() == "bar":
+        from ktconv.cli.bar import FleetBar
+
+        bar = FleetBar(len(entries))
+    with interruptible(lambda: _NEXT_STEP), bar or nullcontext():
         fleet.run()
     facts = {"schema": 1, "runs": [run.facts() for run in fleet.runs]}
     print_result(as_json, facts, lambda: _table(fleet.runs))
@@ -78,8 +88,9 @@ def _refused(context: typer.Context, words: Sequence[str]) -> str | None:
     return None
 
 
-def _line(run: Any, event: dict[str, Any], count: int) -> str | None:
-    """A line about a change; None: nothing that a user must know."""
+def _line(run: Any, event: dict[str, Any], count: int, units: bool) -> str | None:
+    """A line about a change, of finished units only with `units`; None: nothing that a user must
+    know."""
     name = f"{run.entry.output} (line {run.entry.line})"
     kind = event["event"]
     if kind == "run_finished":
@@ -95,7 +106,7 @@ def _line(run: Any, event: dict[str, Any], count: int) -> str | None:
     if kind == "waiting" and mode() != "none":
         seconds = event["seconds"]
         return f"{name}: {Wait(event['for'], event['why'], seconds).words}"
-    if kind == "unit_finished" and mode() != "none":
+    if kind == "unit_finished" and units and mode() != "none":
         left = event["eta_seconds"]
         eta = "?" if left is None else format_duration(left)
         speed = format_rate(event["bytes_per_second"])

@@ -13,7 +13,7 @@ from ktconv.verify.report.values import records
 
 _SIZE = (11.0, 5.0)
 Facts = Mapping[str, Any]
-_BESIDE = (5, 5)  # points from a marker to its label
+_BESIDE = (5, 5), (5, -12)  # points from a marker to its label
 _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6))
 
 
@@ -24,11 +24,11 @@ def plot(rows: Sequence[Facts], path: Path) -> None:
     with picture(path, _SIZE, 1, 2) as (errors, speeds):
         for axes in (errors, speeds):
             axes.margins(x=0.2, y=0.1)  # room for the names
-        for row in rows:
+        for number, row in enumerate(sorted(rows, key=lambda one: one["bytes"])):
             size = row["bytes"] / divisor
             if isinstance(row[measure], float) and not row["is_source"]:
                 errors.scatter(size, row[measure], marker="o")
-                _name(errors, row["name"], size, row[measure])
+                _name(errors, row["name"], size, row[measure], number)
         errors.set_xlabel(f"size, {unit}")
         errors.set_ylabel(ERRORS[measure])
         errors.set_ylim(bottom=0)
@@ -40,10 +40,13 @@ def plot(rows: Sequence[Facts], path: Path) -> None:
                 if tokens in row["tokens_per_s"]
             )
             speeds.plot(
-                [x for x, _, _ in here], [y for _, y, _ in here], "o-", label=counted(int(tokens), "token")
+                [x for x, _, _ in here],
+                [y for _, y, _ in here],
+                "o-",
+                label=counted(int(tokens), "token"),
             )
-            for x, y, name in here:
-                _name(speeds, name, x, y)
+            for number, (x, y, name) in enumerate(here):
+                _name(speeds, name, x, y, number)
         speeds.set_xlabel(f"size, {unit}")
         speeds.set_ylabel("tokens/s of all MoE layers")
         speeds.set_yscale("log")
@@ -57,6 +60,7 @@ def _unit(nbytes: int) -> tuple[str, float]:
     return next((one for one in _UNITS if nbytes >= one[1]), _UNITS[-1])
 
 
-def _name(axes: Any, name: str, x: float, y: float) -> None:
-    """Above and to the right of a marker, so that neither hides the other."""
-    axes.annotate(name, (x, y), _BESIDE, textcoords="offset points", fontsize=8)
+def _name(axes: Any, name: str, x: float, y: float, number: int) -> None:
+    """To the right of a marker, so that neither hides the other: above it and below it in turn, for
+    neighbours are often close."""
+    axes.annotate(name, (x, y), _BESIDE[number % 2], textcoords="offset points", fontsize=8)
