@@ -49,7 +49,7 @@ def convert_list(
             notify(line)
 
     fleet = Fleet(entries, common, at_once, changed)
-    bar = None
+    bar: Any = None
     if not events() and progress_mode() == "bar":
         from ktconv.cli.bar import FleetBar
 

@@ -67,7 +67,7 @@ def attempt(store: Store, call: Callable[[], T]) -> T:
         reraise=True,
     )
     try:
-        return retrying(waiting.answer, call, store.url.shown)
+        return retrying(lambda: waiting.answer(call, store.url.shown))
     except KtconvError:
         raise
     except ShortReadError as error:

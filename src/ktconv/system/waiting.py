@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class _Shown:
 
     lock = threading.Lock()
     listener: Listener | None = None
-    until: dict[str, float] = {}  # noqa: RUF012  # by subject: when it may be said again
+    until: ClassVar[dict[str, float]] = {}  # by subject: when it may be said again
 
 
 @contextmanager
@@ -87,8 +87,12 @@ def interrupts_end_waits() -> Iterator[Callable[[], None]]:
     """Yields what a handler of signals calls: all waits of this process end then, with
     KeyboardInterrupt, and none begins until the context ends."""
     reading, writing = _pipe()
+
+    def end() -> None:
+        os.write(writing, b"!")
+
     try:
-        yield lambda: os.write(writing, b"!") and None
+        yield end
     finally:
         while _interrupted(0.0):
             os.read(reading, 64)
