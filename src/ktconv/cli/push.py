@@ -44,13 +44,14 @@ def push_command(
     with errors_shown(as_json, progress=progress):
         from ktconv.push.command import Request, push
 
+        sending = False
+
         def begin(content: Content) -> None:
             nonlocal sending
             sending = True
             _begin(content)
 
         request = Request(output, repository, private, revision, create_pr, message)
-        sending = False
         with interruptible(lambda: _NEXT_STEP if sending else _NOTHING_SENT):
             done = push(request, dry_run, progress_mode() == "bar", begin, progress_over)
         print_result(as_json, done.facts(), done.lines)
