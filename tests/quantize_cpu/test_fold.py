@@ -358,4 +358,4 @@ def test_a_weight_that_a_factor_moves_beyond_float32(tmp_path: Path) -> None:
     twice = Factors.of("up", np.ones(INNER, np.int8))
     source = MatrixReader(SourceReader(checkpoint.files, checkpoint.sources), matrix, factors=twice)
     assert "contains a NaN or an infinity at [5, 7]" in str(source.not_finite(5, 7))
-    assert "3e+38 at [5, 8] times the factor" in str(source.not_finite(5, 8)).replace("-", "")
+    assert "2.991e+38 at [5, 8] times the factor" in str(source.not_finite(5, 8))
