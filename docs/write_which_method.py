@@ -337,9 +337,9 @@ def keeps_names(line: Line, row: Row) -> bool:
 HEAD = """\
 # Which method for my model
 
-Find your model, copy its command. It reads the release from the hub if it is not in the local
-cache, and stores nothing but the output; a directory or a GGUF file can stand in place of the id.
-Models that are not here: [all families](#all-families). `--dry-run` tells exact sizes, memory and
+Find your model, copy its command: on the site, a click selects all of it. It reads the release from
+the hub if it is not in the local cache, and stores nothing but the output; a directory or a GGUF file
+can stand in place of the id. Models that are not here: [all families](#all-families). `--dry-run` tells exact sizes, memory and
 disk space before anything is written.
 """
 

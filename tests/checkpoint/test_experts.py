@@ -440,7 +440,7 @@ def test_layer_beyond_the_config(tmp_path: Path) -> None:
 
 def test_declared_mtp_layer_is_absent(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     [note] = opened(tmp_path, tensors, num_nextn_predict_layers=1).notes
-    assert "declares 1 MTP layer(s), but the checkpoint has experts of 0" in note
+    assert "declares 1 MTP layer, but the checkpoint has experts of 0" in note
 
 
 def test_two_stacks_of_one_layer(tmp_path: Path, tensors: dict[str, Tensor]) -> None:

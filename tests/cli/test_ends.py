@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import typer
 from helpers.cli import contents, done, refused, refused_in_json, run, write_model
+from helpers.paths import EXAMPLE
 from typer.testing import CliRunner
 
 from ktconv.cli import bench as bench_command
@@ -455,6 +457,26 @@ def test_too_little_memory(
     assert "Hint" not in invoke("inspect", model).stderr
 
 
+@pytest.mark.parametrize("kilobytes", [30_000, 60_000, 100_000, 130_000, 150_000, 180_000, 220_000])
+def test_too_little_address_space_to_start(kilobytes: int, model: Path, tmp_path: Path) -> None:
+    """OpenBLAS ends a process by itself then, with exit code 1: a check failed."""
+    words = [sys.executable, "-m", "ktconv", "quantize-cpu", str(model), str(tmp_path / "out")]
+    limit = kilobytes * 1024
+    done = subprocess.run(
+        [*words, "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+    assert done.returncode in (0, 3), done.stderr
+    if done.returncode == 3:
+        assert "Error: " in done.stderr and "Hint: " in done.stderr
+        assert "Traceback" not in done.stderr and "OpenBLAS" not in done.stderr
+        assert json.loads(done.stdout)["error"]["exit_code"] == 3
+    assert done.returncode == 3 or kilobytes > 180_000
+
+
 @pytest.mark.parametrize("allowed", range(5))
 def test_a_system_that_allows_no_more_threads(
     allowed: int, model: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -640,9 +662,9 @@ def test_version_of_the_document_is_not_for_people(model: Path) -> None:
 
 def test_what_was_done_has_its_name(folders: Path, output: Path, tmp_path: Path) -> None:
     merged = invoke("merge", folders, tmp_path / "merged").stdout
-    assert merged.startswith("Merged layer(s) 0-1 in ")
+    assert merged.startswith("Merged layers 0-1 in ")
     resharded = invoke("reshard", output, tmp_path / "resharded", "--numa=2").stdout
-    assert resharded.startswith("Resharded layer(s) 0-1 and non-expert tensors in ")
+    assert resharded.startswith("Resharded layers 0-1 and non-expert tensors in ")
 
 
 COMPLETIONS = {
@@ -666,3 +688,37 @@ def test_completions_of_a_shell(line: str, tmp_path: Path) -> None:
     assert ended.returncode == 0 and ended.stderr == ""
     assert set(COMPLETIONS[line]) <= set(ended.stdout.split())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_whole_number_has_limits() -> None:
+    """So that a mistyped one is an error of the option, and not of whatever it is used for."""
+    found = 0
+    for name, command in COMMANDS.items():
+        for parameter in command.params:
+            of_type = getattr(parameter, "type_descriptor", None)
+            if of_type is None or of_type.annotation is not int:
+                continue
+            if parameter.opts == ["--group-size"]:  # one of a list
+                continue
+            found += 1
+            assert parameter.min is not None and parameter.max is not None, (name, parameter.opts)
+            assert parameter.max <= 2**31 - 1
+    assert found > 20
+
+
+@pytest.mark.parametrize(
+    ("option", "most"), [("--at-once", 64), ("--numa", 1024), ("--threads", 4096)]
+)
+@pytest.mark.parametrize("value", ["99999999999999999999", "-1"])
+def test_numbers_beyond_their_limits(option: str, most: int, value: str, tmp_path: Path) -> None:
+    result = invoke("quantize-cpu", EXAMPLE, tmp_path / "out", f"{option}={value}")
+    assert result.exit_code == 2 and not (tmp_path / "out").exists()
+    assert f"Invalid value for '{option}': Input should be " in result.stderr
+    assert value == "-1" or f"less than or equal to {most}" in result.stderr
+
+
+@pytest.mark.parametrize("value", ["99999999999999999999", "9999999PB", "8388608TiB"])
+def test_sizes_beyond_all_files(value: str, tmp_path: Path) -> None:
+    result = invoke("quantize-cpu", EXAMPLE, tmp_path / "out", f"--max-memory={value}")
+    said = f"--max-memory '{value}' is larger than any file or memory can be"
+    refused(result, 2, said)

@@ -95,7 +95,7 @@ def test_second_run_in_another_process_is_refused(
     output = tmp_path / "output"
     with stopped(model, output) as process:
         refused(run(model, output), 2, "another ktconv is converting layers 0-11", str(output))
-        refused(run(model, output, "--layers=3"), 2, "another ktconv is converting layers 3")
+        refused(run(model, output, "--layers=3"), 2, "another ktconv is converting layer 3")
         refused(run(model, output, "--overwrite"), 2, "another ktconv is converting this model")
         refused(run(model, output, "--finalize"), 2, "missing")
     _, stderr = process.communicate()
@@ -144,7 +144,7 @@ def test_staged_files_of_another_run_are_left_alone(
     with held(model, output, "other-00001", layers=[0]) as reports:
         before = staged(output)
         assert any("model-00013" in name for name in before)
-        assert "is incomplete: missing layer(s)" in done(model, output, "--layers=1-10")
+        assert "is incomplete: missing layers" in done(model, output, "--layers=1-10")
         assert set(before) <= set(staged(output))
     assert not reports[0].complete
     assert "is complete" in done(model, output, "--layers=11")
@@ -156,7 +156,7 @@ def test_others_wait_for_who_comes_last(model: Path, tmp_path: Path, clean: dict
     output = tmp_path / "output"
     with held(model, output, "layer-00011", layers=[11]) as reports:
         text = done(model, output, "--layers=0-10")
-        assert "is incomplete: missing layer(s) 11" in text
+        assert "is incomplete: missing layer 11" in text
         assert not (output / "model.safetensors.index.json").exists()
     assert reports[0].complete
     assert contents(output) == clean
@@ -234,12 +234,12 @@ def test_finalize_names_what_is_missing_and_completes_later(
     output = tmp_path / "output"
     done(model, output, "--layers=0-2,5")
     before = contents(output)
-    refused(run(model, output, "--finalize"), 2, "layer(s) 3-4,6-11 missing")
+    refused(run(model, output, "--finalize"), 2, "layers 3-4,6-11 missing")
     assert contents(output) == before
     (output / STATE / "other-00001.json").unlink()
     refused(
         run(model, output, "--finalize"), 2,
-        "layer(s) 3-4,6-11 and non-expert tensors missing",
+        "layers 3-4,6-11 and non-expert tensors missing",
     )  # fmt: skip
     with monkeypatch.context() as patch:  # the last run is interrupted before its index
         patch.setattr("ktconv.conversion.run.copy_sidecars", _interrupt)
@@ -274,7 +274,7 @@ def test_an_output_that_another_run_removes(
 
 def test_finalize_of_nothing_leaves_no_trace(model: Path, tmp_path: Path) -> None:
     result = run(model, tmp_path / "output", "--finalize")
-    refused(result, 2, "layer(s) 0-11 and non-expert tensors missing")
+    refused(result, 2, "layers 0-11 and non-expert tensors missing")
     assert not (tmp_path / "output").exists()
 
 

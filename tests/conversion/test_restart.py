@@ -226,7 +226,7 @@ def test_damaged_shard_is_repaired_alone(
     if damage == "a directory":
         refused(run(model, output), 3, "cannot rename", "Is a directory")
         return
-    assert "layer(s) 0" in done(model, output)
+    assert "layer 0" in done(model, output)
     assert contents(output) == contents(tmp_path / "clean")
     after = stamps(output)
     untouched = {p for p in before if p.endswith(".safetensors") and not p.endswith(shard)}
@@ -240,7 +240,7 @@ def test_damaged_folder_is_repaired_alone(model: Path, tmp_path: Path, damage: s
     done(model, output, "--layout=layers")
     before = stamps(output / "_layer_0")
     DAMAGES[damage](next((output / "_layer_1").rglob("*.kt")))
-    assert "layer(s) 1" in done(model, output, "--layout=layers")
+    assert "layer 1" in done(model, output, "--layout=layers")
     assert contents(output) == contents(tmp_path / "clean")
     assert stamps(output / "_layer_0") == before
 
@@ -300,7 +300,7 @@ def test_damaged_journal_record_means_the_unit_is_done_again(
     done(model, output, "--layers=0")
     path = output / STATE / "layer-00000.json"
     path.write_bytes(record.encode(errors="surrogateescape"))
-    assert "layer(s) 0-1" in done(model, output)
+    assert "layers 0-1" in done(model, output)
     assert contents(output) == contents(tmp_path / "clean")
 
 
@@ -319,7 +319,7 @@ def test_damaged_tensor_record_means_the_unit_is_done_again(
         output / STATE / "layer-00000.json",
         lambda record: record["tensors"].update({name: json.loads(about)}),
     )
-    assert "layer(s) 0-1" in done(model, output)
+    assert "layers 0-1" in done(model, output)
     assert contents(output) == contents(tmp_path / "clean")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ktconv.distributed.driver import JobsFailedError, Listener, Scheduler, rais
 from ktconv.distributed.jobs import Cancelled, Failure, Job, Message, Reporter, failed, perform
 from ktconv.errors import CheckpointError, DiskFullError, VerificationError
 from ktconv.quantize_cpu.run import Request
+from ktconv.system import waiting
 from ktconv.targets.ktransformers import Options
 from ktconv.writer.journal import Record
 
@@ -219,6 +221,32 @@ def test_a_driver_that_wants_no_more_ends_the_job(monkeypatch: pytest.MonkeyPatc
     assert [next(iter(running))["event"] for _ in range(3)] == ["started", "piece", "piece"]
     running.close()  # type: ignore[attr-defined]
     assert ended == [True]
+
+
+def test_a_node_says_what_it_waits_for_and_stops_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(arguments: Record, reporter: Reporter) -> Record:
+        waiting.tell(waiting.Wait("a server", "it is busy", 250))
+        waiting.sleep(250)
+        return {}
+
+    monkeypatch.setattr(jobs, "work", work, raising=False)
+    running = perform("one", "ktconv.distributed.jobs:work", {}, jobs.fingerprint())
+    begun, said = (next(iter(running)) for _ in range(2))
+    assert begun["event"] == "started"
+    assert said == {"event": "noted", "text": "Waiting 250 s for a server: it is busy."}
+    before = time.monotonic()
+    running.close()  # type: ignore[attr-defined]
+    assert time.monotonic() - before < 20
+
+
+def test_what_nodes_wait_for_is_passed_on() -> None:
+    noted: list[str] = []
+    heard: Any = Heard()
+    heard.noted = noted.append
+    wait: Message = {"event": "noted", "text": "Waiting 250 s for a server: it is busy."}
+    scheduler = Played({"one": [[started("a"), wait, done(number=1)]]})
+    assert run_jobs([Job("one", "look", {})], scheduler, heard) == []
+    assert noted == ["one on a: Waiting 250 s for a server: it is busy."]
 
 
 def test_other_code_is_refused() -> None:

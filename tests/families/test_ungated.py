@@ -426,7 +426,7 @@ def test_layers(latent: int | None, tmp_path: Path) -> None:
         assert row["routing"] == "router"
         assert 0.001 < row["quantization_error"] < 0.03
         assert (row["quantization_error_with_shared"] is None) == bool(latent)
-    left_out = "layers, layer(s) 0-1: shared experts are left out, because their inputs are"
+    left_out = "layers, layers 0-1: shared experts are left out, because their inputs are"
     assert any(left_out in note for note in result.facts["notes"]) == bool(latent)
     manifest = read_json(tmp_path / "out/ktconv.json")
     assert "without a gate" in json.dumps(manifest["geometry"])

@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def test_secrets_of_urls_are_not_shown(
             started.extend(command)
             super().__init__(command, **more)
 
-    monkeypatch.setattr("ktconv.fleet.runs.subprocess.Popen", Recorded)
+    monkeypatch.setattr("ktconv.system.children.subprocess.Popen", Recorded)
     url = "http://user:hunter2@127.0.0.1:9/model/?sig=verysecret"
     path = listed(tmp_path, f"{url} {tmp_path}/a")
     result = ktconv("quantize-cpu", "--from-list", path, *more)
@@ -174,3 +175,33 @@ def test_an_interrupt_ends_all_runs_and_keeps_what_is_done(tmp_path: Path) -> No
     assert "run the same command again" in last["hint"]
     units = list((tmp_path / "a" / ".ktconv").rglob("*.json"))
     assert units and not (tmp_path / "b").exists()
+
+
+def processes_of(session: int) -> list[int]:
+    """Processes of a session that run: not those that have ended and wait for their parent."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] != "Z":
+                found.append(int(path.parent.name))
+    return found
+
+
+def test_runs_end_with_a_killed_driver_and_the_list_goes_on(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", layers=24, experts=8, inner=256)
+    path = listed(tmp_path, *(f"{model} {tmp_path}/{name} --numa 1" for name in "ab"))
+    words = [sys.executable, "-m", "ktconv", "quantize-cpu", "--from-list", str(path)]
+    words += ["--at-once=2", "--threads=1", "--progress=json"]
+    driver = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert driver.stderr is not None
+    for line in driver.stderr:
+        if json.loads(line)["event"] == "unit_finished":
+            break
+    assert len(processes_of(driver.pid)) == 3
+    driver.kill()
+    driver.wait()
+    again = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert processes_of(driver.pid) == []
+    assert (tmp_path / "a" / "ktconv.json").exists() and (tmp_path / "b" / "ktconv.json").exists()

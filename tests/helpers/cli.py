@@ -129,7 +129,7 @@ def check_refusal(got: int, stdout: str, stderr: str, code: int, *phrases: str) 
 
 
 def _is_progress(line: str) -> bool:
-    told = " done, ", " modules "  # units, and the classes that quantize-gpu counts
+    told = " done, ", " modules ", " module "  # units, and the classes that quantize-gpu counts
     ahead = "note: ", "skipped: ", "memory: "  # of the work
     of_mix = line.endswith(" bits") or " bits  layers " in line
     return any(word in line for word in told) or line.startswith(ahead) or of_mix

@@ -9,6 +9,7 @@ forks a process per command.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib
 import json
 import os
@@ -174,7 +175,18 @@ class Commands:
         self._server.communicate()
 
 
+def _end_with_parent() -> None:
+    """This process ends with the thread that started it, also while it is stopped. Of processes
+    whose parent has one thread; a parent that has ended already is noticed by who calls this."""
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+
+
+_PDEATHSIG = 1
+
+
 def _serve(modules: list[str]) -> None:
+    _end_with_parent()  # has that ended, the orders do, too
+    server = os.getpid()
     for module in ("ktconv.cli", "ktconv.quantize_cpu.run", *modules):
         importlib.import_module(module)
     for line in sys.stdin:
@@ -182,6 +194,9 @@ def _serve(modules: list[str]) -> None:
         after, group = order.pop("after"), order.pop("group")
         child = os.fork()
         if child == 0:
+            _end_with_parent()
+            if os.getppid() != server:
+                os._exit(1)
             if after is not None:
                 os.setpgid(0, 0)
             _execute(**order)

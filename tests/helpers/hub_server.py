@@ -38,7 +38,7 @@ class Repository:
 class Fault:
     """Something that goes wrong with a request for bytes: a status, or a word."""
 
-    kind: int | str  # 429, 503; reset, short, less, whole, other, flip, slow
+    kind: int | str  # 429, 503; reset, short, less, whole, other, flip, slow; bare, silent
     headers: dict[str, str] = field(default_factory=dict)
 
 

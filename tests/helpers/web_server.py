@@ -8,10 +8,11 @@ import re
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
@@ -30,6 +31,7 @@ class WebServer:
         self.fault: Callable[[int], Fault | None] = lambda _: None
         self.sent: list[tuple[str, int, int]] = []
         self.number = 0
+        self.released = threading.Event()  # what "silent" answers wait for
         self.lock = threading.Lock()
 
     @property
@@ -62,9 +64,16 @@ class _Handler(BaseHTTPRequestHandler):
             self._say(404)
 
     def _say(
-        self, status: int, data: bytes = b"", kind: str = "text/plain", reason: str | None = None
+        self,
+        status: int,
+        data: bytes = b"",
+        kind: str = "text/plain",
+        reason: str | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.send_response(status, reason)
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -79,8 +88,11 @@ class _Handler(BaseHTTPRequestHandler):
         assert match is not None  # nothing is asked for as a whole
         start, stop = int(match[1]), min(int(match[2]) + 1, size)
         if isinstance(kind, int):
-            self._say(kind, reason=f"cannot answer {self.path}")
+            more = fault.headers if fault else {}
+            self._say(kind, reason=f"cannot answer {self.path}", headers=more)
             return
+        if kind == "silent":
+            self.web.released.wait(60)
         if kind == "whole":
             start, stop = 0, size
         if kind == "other" and start:
@@ -90,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
             data = stream.read(max(stop - start, 0))
         self.send_response(200 if kind == "whole" else 206 if start < size else 416)
         self.send_header("Content-Length", str(len(data)))
-        if kind != "whole":
+        if kind not in ("whole", "bare"):
             extent = f"{start}-{stop - 1}" if start < size else "*"
             self.send_header("Content-Range", f"bytes {extent}/{size}")
         if self.web.dated:

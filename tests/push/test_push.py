@@ -22,6 +22,7 @@ from ktconv.cli.app import app
 from ktconv.errors import KtconvError
 from ktconv.push.command import Request, push
 from ktconv.push.content import content_of
+from ktconv.verify.run import unwatched
 
 NAME = "org/some-moe"
 
@@ -105,21 +106,41 @@ def test_branch_and_pull_request(hub: Hub, output: Path) -> None:
     assert "one of the two" in fails(output, NAME, "--create-pr", "--revision", "int4")
 
 
-def test_hidden_and_half_written_files_stay(hub: Hub, output: Path) -> None:
-    (output / ".env").write_text("SECRET=1")
-    (output / ".git").mkdir()
-    (output / ".git" / "config").write_text("x")
-    (output / "figures").mkdir()
-    (output / "figures" / ".hidden").write_text("x")
-    (output / "figures" / "error.png").write_bytes(b"png")
-    (output / "model.safetensors.part").write_bytes(b"half")
-    listed = pushed(output, NAME, "--dry-run")["names"]
+def test_only_what_the_manifest_names_is_sent(hub: Hub, output: Path) -> None:
+    """Whatever lies beside it stays, and is named."""
+    ours = all_files(output)
+    strays = ["id_rsa", "credentials", "notes.txt", "sub/id_ed25519", "core.12345", ".env"]
+    strays += ["modeling_evil.py", ".git/config", "extra.safetensors", "model.safetensors.part"]
+    strays += ["a[b]*.json", "ours/a", "ours/b/c"]
+    for name in strays:
+        (output / name).parent.mkdir(exist_ok=True)
+        (output / name).write_text("hf_token")
+    (output / "elsewhere").symlink_to("/etc")
+    (output / "hostname").symlink_to("/etc/hostname")
+    os.mkfifo(output / "pipe")
+    facts = pushed(output, NAME, "--dry-run")
     assert not hub.requests
+    assert facts["names"] == sorted(ours)
+    tops = {name if "/" not in name else name.split("/")[0] + "/" for name in strays}
+    assert set(facts["not_sent"]) == tops | {"elsewhere/", "hostname", "pipe"}
+    text = run("push", output, NAME, "--dry-run").stdout
+    assert "Not sent, since ktconv.json does not name them: " in text and ".git/" in text
     pushed(output, NAME)
-    there = hub.repositories[NAME].branches["main"]
-    assert sorted(there) == listed
-    assert "figures/error.png" in there and "README.md" in there
-    assert not [name for name in there if "/." in f"/{name}" or name.endswith(".part")]
+    assert hub.repositories[NAME].branches["main"] == ours
+
+
+def test_strays_in_layer_folders_stay(hub: Hub, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    convert(write_model(tmp_path / "model", layers=1), output, layout="layers")
+    ours = all_files(output)
+    [part] = output.glob("_layer_*/_numa_0")
+    (part / "INT4_gate_99_16Byte_quant_.kt").write_bytes(bytes(16))
+    (part / ".secret").write_text("x")
+    facts = pushed(output, NAME)
+    assert {Path(name).name for name in facts["not_sent"]} == {
+        "INT4_gate_99_16Byte_quant_.kt", ".secret",
+    }  # fmt: skip
+    assert hub.repositories[NAME].branches["main"] == ours
 
 
 @pytest.mark.parametrize("kind", ["layers", "quantized"])
@@ -162,24 +183,59 @@ def _short_shard(output: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-1])
 
 
-def _foreign_shard(output: Path) -> None:
-    (output / "extra.safetensors").write_bytes(b"x")
+def _flipped_weight(output: Path) -> None:
+    """A bit of the last byte, which is of a tensor and not of the header."""
+    shard = sorted(output.glob("*.safetensors"))[-1]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+
+
+def _changed_config(output: Path) -> None:
+    config = output / "config.json"
+    config.write_text(config.read_text().replace("{", "{ ", 1))
+
+
+def _wrong_index(output: Path) -> None:
+    index = output / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("-00001-", "-00002-", 1))
+
+
+def _wrong_total(output: Path) -> None:
+    index = output / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"total_size": ', '"total_size": 1', 1))
+
+
+def _unrecorded_tensor(output: Path) -> None:
+    manifest = output / "ktconv.json"
+    record = json.loads(manifest.read_text())
+    unit = next(iter(record["units"].values()))
+    unit["tensors"].popitem()
+    manifest.write_text(json.dumps(record))
+
+
+def _no_records_of_side_files(output: Path) -> None:
+    manifest = output / "ktconv.json"
+    record = json.loads(manifest.read_text())
+    del record["side_files"]
+    manifest.write_text(json.dumps(record))
+
+
+def _linked_card(output: Path) -> None:
+    (output / "README.md").unlink()
+    (output / "README.md").symlink_to("/etc/hostname")
+
+
+def _missing_card(output: Path) -> None:
+    (output / "README.md").unlink()
+
+
+def _missing_index(output: Path) -> None:
+    (output / "model.safetensors.index.json").unlink()
 
 
 def _missing_config(output: Path) -> None:
     (output / "config.json").unlink()
-
-
-def _link(output: Path) -> None:
-    (output / "notes.txt").symlink_to("/etc/hostname")
-
-
-def _linked_folder(output: Path) -> None:
-    (output / "notes").symlink_to("/etc")
-
-
-def _pipe(output: Path) -> None:
-    os.mkfifo(output / "pipe")
 
 
 @pytest.mark.parametrize(
@@ -190,11 +246,16 @@ def _pipe(output: Path) -> None:
         (_damaged_manifest, "ktconv.json is damaged"),
         (_missing_shard, ".safetensors is missing"),
         (_short_shard, ".safetensors is not as it was written"),
-        (_foreign_shard, "contains extra.safetensors, weights"),
-        (_missing_config, "config.json is missing"),
-        (_link, "notes.txt is a link"),
-        (_linked_folder, "notes is a link"),
-        (_pipe, "pipe is not a regular file"),
+        (_missing_config, "has no config.json"),
+        (_flipped_weight, "differs from the checksum in the manifest"),
+        (_changed_config, "config.json differs from the file that was written"),
+        (_wrong_index, "does not describe the tensors beside it"),
+        (_wrong_total, "does not describe the tensors beside it"),
+        (_unrecorded_tensor, "has no checksum in"),
+        (_no_records_of_side_files, "has no checksums of the files beside the weights"),
+        (_linked_card, "README.md is a link to /etc/hostname, which is outside of"),
+        (_missing_card, "README.md does not exist"),
+        (_missing_index, "index.json does not exist"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -239,6 +300,27 @@ def test_a_shard_on_another_disk(hub: Hub, output: Path, tmp_path: Path) -> None
 def test_names_that_the_hub_does_not_allow(name: str, said: str, hub: Hub, kept: Path) -> None:
     assert said in fails(kept, name)
     assert not hub.requests
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../../main", "a..b", "/main", "main/", "a//b", ".hidden", "a/.b", "-main", "a.lock"),
+        *("a b", "a\tb", "a~1", "a^", "a:b", "a?", "a*", "a[b", "a\\b", "a@{1}", "@", "main.", "ü"),
+        *("refs/heads/main", "refs/pr/", "refs/pr/x", "refs/pr/1/../2", "x" * 201),
+        *("0123456789abcdef" * 2 + "01234567", "0123456789abcdef" * 4),
+    ],
+)
+def test_names_that_no_branch_has(name: str, hub: Hub, kept: Path) -> None:
+    for dry_run in ([], ["--dry-run"]):
+        said = fails(kept, NAME, f"--revision={name}", *dry_run)
+        assert "cannot be a branch" in said or "only a branch can be pushed to" in said
+    assert not hub.requests
+
+
+@pytest.mark.parametrize("name", ["int4", "v1.0", "a/b_c-d", "refs/pr/12", "0123456"])
+def test_names_that_branches_have(name: str, hub: Hub, kept: Path) -> None:
+    assert pushed(kept, NAME, "--revision", name, "--dry-run")["revision"] == name
 
 
 def test_tokens(hub: Hub, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +398,7 @@ def test_errors_as_json(hub: Hub, tmp_path: Path) -> None:
 
 def test_the_library(hub: Hub, kept: Path) -> None:
     done = push(Request(kept, NAME))
-    assert done.sent and done.content == content_of(kept)
+    assert done.sent and done.content == content_of(kept, unwatched)
     with pytest.raises(KtconvError):
         push(Request(kept, "name"))
 
@@ -341,12 +423,22 @@ def test_a_process_of_its_own_logs_no_token(hub: Hub, kept: Path, tmp_path: Path
     assert hub.repositories[NAME].branches["main"] == all_files(kept)
 
 
+def all_shards(output: Path) -> list[dict[str, Any]]:
+    """The records of an output's files with weights."""
+    units = json.loads((output / "ktconv.json").read_text())["units"]
+    return [file for unit in units.values() for file in unit["files"]]
+
+
 def test_progress(hub: Hub, kept: Path) -> None:
     result = run("push", kept, NAME, "--progress=json", "--json")
     facts = json.loads(result.stdout)
     *found, last = (json.loads(line) for line in result.stderr.splitlines())
-    [first] = (one for one in found if one["event"] != "note")  # notes: what libraries print
+    *reading, first = (one for one in found if one["event"] != "note")  # notes: of libraries
     assert first["event"] == "started"
+    shards = {file["name"] for file in all_shards(kept)}
+    assert reading[0]["event"] == "started" and set(reading[0]["units"]) == shards
+    assert {one["unit"] for one in reading if one["event"] == "unit_finished"} == shards
+    assert reading[-1]["done_bytes"] == reading[-1]["total_bytes"] == reading[0]["bytes"]
     assert (first["units"], first["bytes"]) == (facts["names"], facts["bytes"])
     assert last == {"schema": 1, "event": "finished", "exit_code": 0}
     result = run("push", kept, "name", "--progress=json")

@@ -253,7 +253,7 @@ def test_refused_before_anything_is_written(model: Path, tmp_path: Path) -> None
     done = ktconv("quantize-cpu", model, tmp_path / "out", "--fold", "up-down", "--numa", "1",
                   "--config", tmp_path / "config", "--allow-activation-mismatch")  # fmt: skip
     assert done.returncode == 2, done.stdout
-    assert "--fold up-down would change what the experts of layer(s) 0-1 compute" in done.stderr
+    assert "--fold up-down would change what the experts of layers 0-1 compute" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
@@ -337,3 +337,25 @@ def test_a_damaged_record_is_not_carried(record: object, model: Path, tmp_path: 
     (tmp_path / "one" / "ktconv.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=r"exponent.* of folding .*blk\.1\.ffn_up_exps\.0"):
         reshard.reshard(reshard.Request(tmp_path / "one", tmp_path / "two", numa=2, threads=1))
+
+
+def test_a_weight_that_a_factor_moves_beyond_float32(tmp_path: Path) -> None:
+    """The source is sound, and said to be; a NaN in it is said to be one."""
+    weights = uneven(0)
+    weights.up[:] = np.where(weights.up < 0, -3e38, 3e38)
+    config = simple_config(
+        hidden_size=HIDDEN, moe_intermediate_size=INNER, num_experts=EXPERTS, num_hidden_layers=1
+    )
+    tensors = numbered("model.layers.0.mlp.experts", weights)
+    model = write_checkpoint(tmp_path / "model", tensors, config)
+    with pytest.raises(CheckpointError, match=r"e\+38 at .* times the factor that --fold chose"):
+        convert(model, tmp_path / "out", **FOLD)
+    weights.up[0, 5, 7] = np.nan
+    tensors = numbered("model.layers.0.mlp.experts", weights)
+    model = write_checkpoint(tmp_path / "other", tensors, config)
+    checkpoint = open_checkpoint(model)
+    matrix = checkpoint.layers[0].experts[0]["up"]
+    twice = Factors.of("up", np.ones(INNER, np.int8))
+    source = MatrixReader(SourceReader(checkpoint.files, checkpoint.sources), matrix, factors=twice)
+    assert "contains a NaN or an infinity at [5, 7]" in str(source.not_finite(5, 7))
+    assert "2.991e+38 at [5, 8] times the factor" in str(source.not_finite(5, 8))

@@ -327,7 +327,7 @@ def test_options_that_exclude_it(moments: Path, options: dict[str, Any], said: s
 
 
 def test_layers_that_are_missing(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    refused(record(tmp_path / "some", checkpoint, layers=[1]), "no second moments of layer(s) 0")
+    refused(record(tmp_path / "some", checkpoint, layers=[1]), "no second moments of layer 0")
 
 
 def test_an_empty_directory(tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def test_a_layer_of_mtp_without_importance_is_said(
     assert weights.of(1, 0, "down") is None and weights.of(0, 0, "down") is not None
     assert list(weights.coverage) == [0]
     (note,) = weights.notes
-    assert "no importance of MTP layer(s) 1: all errors count the same there" in note
+    assert "no importance of MTP layer 1: all errors count the same there" in note
     both = write_importance(tmp_path / "both", importance, checkpoint)
     assert open_weights(both, checkpoint, layers).of(1, 0, "down") is not None
 

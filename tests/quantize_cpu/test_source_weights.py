@@ -219,7 +219,7 @@ def test_plan_says_where_the_norm_is_missing(model: Path, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert facts["importance"] == {"kind": "weights"}
-    assert [one for one in facts["notes"] if "layer(s) 1 have no known norm" in one]
+    assert [one for one in facts["notes"] if "layer 1: no known norm" in one]
     with_all = write_model(tmp_path / "all", {0: norm_of(0), 1: norm_of(1)})
     checkpoint = open_checkpoint(with_all)
     assert SourceWeights(checkpoint, checkpoint.layers).notes == []

@@ -80,9 +80,9 @@ def test_a_gap_and_a_double_are_found(parts: Path, tmp_path: Path) -> None:
     assert gpu(tmp_path / "gpu", tmp_path / "other.json", "W8A16").exit_code == 0
     done = run("verify", parts / "cpu", "--with", tmp_path / "gpu")
     assert done.exit_code == 1
-    assert f"layer 0: expert(s) {other} in both." in done.stdout
-    assert f"layer 0: expert(s) {hot.of(0)[1]} in neither output." in done.stdout
-    assert f"layer 1: expert(s) {hot.as_record()['layers']['1']} in neither" in done.stdout
+    assert f"layer 0: expert {other} in both." in done.stdout
+    assert f"layer 0: expert {hot.of(0)[1]} in neither output." in done.stdout
+    assert f"layer 1: experts {hot.as_record()['layers']['1']} in neither" in done.stdout
 
 
 def test_a_changed_set_is_refused(parts: Path, tmp_path: Path) -> None:

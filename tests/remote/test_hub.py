@@ -404,4 +404,4 @@ def test_reports_have_the_network(hub: HubServer, tmp_path: Path) -> None:
     assert 0 < last["network_bytes"] <= report["network_bytes"] and last["network_retries"] > 0
     mirror.close_all()
     result = ktconv("quantize-cpu", URL, tmp_path / "lines", "--progress=lines")
-    assert "GB/s, network " in result.stderr and " requests, " in result.stdout
+    assert "B/s, network " in result.stderr and " requests, " in result.stdout

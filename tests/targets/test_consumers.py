@@ -85,7 +85,7 @@ def succeeds(*words: object) -> None:
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"model_type": "glm5_next"},
-        "layer(s) 0-2 compute SiLU, gate and up clamped to 10; KTransformers' AMXINT4 computes "
+        "layers 0-2 compute SiLU, gate and up clamped to 10; KTransformers' AMXINT4 computes "
         "plain SiLU, and its results would be wrong",
         "KTransformers computes it with weights in FP8; --allow-activation-mismatch converts it "
         "for ktconv's own runtime",
@@ -98,7 +98,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"model_type": "minimax_m3_vl"}, "gate * sigmoid(1.702 * gate)", "with weights in MXFP8"),
     (
         {"model_type": "step3p5", "swiglu_limits": [0.0, None, 7.0]},
-        "layer(s) 2 compute SiLU, its result and up clamped to 7;",
+        "layer 2 compute SiLU, its result and up clamped to 7;",
         "No method of KTransformers computes it",
     ),
     ({"hidden_act": "gelu_pytorch_tanh"}, "compute GELU (tanh);", "No method of KTransformers"),

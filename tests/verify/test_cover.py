@@ -117,8 +117,8 @@ def test_not_asked_for(cpu: Path, model: Path) -> None:
 def test_gaps_and_doubles_are_named(cpu: Path, tmp_path: Path) -> None:
     result = covered(cpu, gpu(tmp_path / "gpu", {0: [0, 1, 2], 1: [2]}))
     assert failures(result) == {
-        ("experts in both", 0, "layer 0: expert(s) 0,2 in both."),
-        ("experts in neither", 1, "layer 1: expert(s) 0 in neither output."),
+        ("experts in both", 0, "layer 0: experts 0,2 in both."),
+        ("experts in neither", 1, "layer 1: expert 0 in neither output."),
     }
     assert result.facts["coverage"]["passed"] is False
     assert result.facts["structure"]["passed"] is True
@@ -127,14 +127,14 @@ def test_gaps_and_doubles_are_named(cpu: Path, tmp_path: Path) -> None:
 def test_a_layer_without_any(cpu: Path, tmp_path: Path) -> None:
     result = covered(cpu, gpu(tmp_path / "gpu", {0: [1]}))
     assert failures(result) == {
-        ("experts in neither", 1, "layer 1: expert(s) 0,2 in neither output."),
+        ("experts in neither", 1, "layer 1: experts 0,2 in neither output."),
     }
 
 
 def test_the_whole_source_has_all_of_them(cpu: Path, model: Path) -> None:
     assert failures(covered(cpu, model)) == {
-        ("experts in both", 0, "layer 0: expert(s) 0,2 in both."),
-        ("experts in both", 1, "layer 1: expert(s) 1 in both."),
+        ("experts in both", 0, "layer 0: experts 0,2 in both."),
+        ("experts in both", 1, "layer 1: expert 1 in both."),
     }
 
 
@@ -165,7 +165,7 @@ def test_an_expert_that_the_manifest_has_but_the_shards_have_not(
     shards = sorted(copy.glob("*.safetensors"))
     shards[0].unlink()  # layer 0
     result = covered(cpu, copy)
-    assert ("experts in neither", 0, "layer 0: expert(s) 1 in neither output.") in failures(result)
+    assert ("experts in neither", 0, "layer 0: expert 1 in neither output.") in failures(result)
 
 
 def test_cover_by_another_source(cpu: Path, packed: Path, tmp_path: Path) -> None:
@@ -221,8 +221,8 @@ def test_verify_with_command(cpu: Path, packed: Path, model: Path, tmp_path: Pat
     page = tmp_path / "report.html"
     done = run("verify", cpu, "--with", model, "--report", page)
     assert done.exit_code == 1
-    assert "coverage, experts in both: layer 1: expert(s) 1 in both." in done.stdout
-    assert "expert(s) 1 in both" in page.read_text()
+    assert "coverage, experts in both: layer 1: expert 1 in both." in done.stdout
+    assert "expert 1 in both" in page.read_text()
     done = ktconv("verify", cpu, packed, "--with", packed)
     assert done.returncode == 2
     assert "--with does not apply when comparing two conversions" in done.stderr

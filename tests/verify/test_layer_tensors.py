@@ -185,7 +185,7 @@ def test_a_router_that_is_not_known(config: dict[str, Any], says: str, tmp_path:
     assert result.passed, result.failures
     assert {row["routing"] for row in rows_of(result)} == {"random"}
     (note,) = [note for note in result.facts["notes"] if says in note]
-    assert note.startswith("level layers, layer(s) 0-1: experts are chosen at random, because")
+    assert note.startswith("level layers, layers 0-1: experts are chosen at random, because")
 
 
 def test_a_router_that_is_inferred(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_router_that_is_inferred(tmp_path: Path) -> None:
     assert {row["routing"] for row in rows_of(result)} == {"router"}
     (note,) = [note for note in result.facts["notes"] if "inferred" in note]
     assert note == (
-        "level layers, layer(s) 0-1: the router of of_tomorrow is not known, and inferred from a "
+        "level layers, layers 0-1: the router of of_tomorrow is not known, and inferred from a "
         "correction bias: sigmoid scores with a correction bias"
     )
 

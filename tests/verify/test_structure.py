@@ -37,8 +37,8 @@ def test_a_part_that_one_layer_lacks(damaged: Convert) -> None:
     for layer in (0, 1):
         output = gone(damaged("int4", 2, "layers"), f"_layer_{layer}/_numa_1")
         messages = {one["message"] for one in found(check(output), "structure", "dimensions")}
-        wrong = f"layer {layer} has 1 NUMA part(s), not 2."
-        other = f"layer {1 - layer} has 2 NUMA part(s), not 1."  # of two layers, which is right?
+        wrong = f"layer {layer} has 1 NUMA part, not 2."
+        other = f"layer {1 - layer} has 2 NUMA parts, not 1."  # of two layers, which is right?
         assert messages & {wrong, other}
         shutil.rmtree(output)
 

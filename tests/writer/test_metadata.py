@@ -163,8 +163,8 @@ def test_errors_of_units_in_any_order() -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (["layer-00003", "layer-00004", "layer-00005"], "layer(s) 3-5"),
-        (["layer-00000", "other-00001"], "layer(s) 0 and non-expert tensors"),
+        (["layer-00003", "layer-00004", "layer-00005"], "layers 3-5"),
+        (["layer-00000", "other-00001"], "layer 0 and non-expert tensors"),
         (["other-00001", "other-00002"], "non-expert tensors"),
     ],
 )

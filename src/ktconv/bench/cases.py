@@ -30,7 +30,7 @@ from ktconv.system import machine
 from ktconv.system.arrays import I64
 from ktconv.system.pool import Pool
 from ktconv.system.text import Notify, path_text, printable, silent
-from ktconv.system.units import format_size
+from ktconv.system.units import counted, format_size
 
 _DIFFERENT = 4  # experts with weights of their own; the others are copies of them
 _DIFFERENT_IF_LARGE, _LARGE = 2, 1 << 22  # elements of a matrix
@@ -231,7 +231,7 @@ def _layer_of_model(request: Request, model: Path, pool: Pool, notify: Notify) -
             f"measuring memory takes {format_size(read_size())}, more than this machine has free"
         )
     notify(
-        f"{name}: {experts.format.key}, {count} experts, {experts.parts} part(s), "
+        f"{name}: {experts.format.key}, {count} experts, {counted(experts.parts, 'part')}, "
         f"{expert_activation_of(experts.activation)}"
     )
     return layer

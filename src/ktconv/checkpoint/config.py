@@ -24,6 +24,7 @@ from ktconv.families.config_values import (
 from ktconv.families.config_values import CONFIG_NAME as CONFIG_NAME
 from ktconv.families.layer_kinds import DenseLayers, dense_layers
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
+from ktconv.system.units import counted
 
 DESCRIPTION = "quant_model_description.json"  # of msModelSlim
 _QUANTIZE_CONFIG = "quantize_config.json"  # of GPTQ, in old checkpoints instead of a section
@@ -330,7 +331,7 @@ def _check_length(
     least = num_layers.value if num_layers else 1
     if len(values) < least or (num_layers and len(values) > least + num_mtp):
         known = f"{num_layers.key} is {least}" if num_layers else "a model has at least one"
-        more = f", and there are {num_mtp} MTP layer(s)" if num_mtp else ""
+        more = f", and there are {counted(num_mtp, 'MTP layer')}" if num_mtp else ""
         raise CheckpointError(
             f"{CONFIG_NAME} contradicts itself: {key} lists {len(values)} layers but {known}{more}",
             CONFIG_HINT,

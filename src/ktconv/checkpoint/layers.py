@@ -13,7 +13,7 @@ from ktconv.checkpoint.types import MoELayer
 from ktconv.errors import CheckpointError, PackedExpertsError, UnknownNamesError
 from ktconv.families import table
 from ktconv.families.names import MTP_MARKS, dense_mlp, looked_for, router_tensors
-from ktconv.system.units import format_ranges
+from ktconv.system.units import counted, format_ranges
 
 _SHOWN = 3  # patterns that an error shows
 _CONTRADICTION = "Check that config.json and the weights belong to one checkpoint."
@@ -298,8 +298,8 @@ def _notes(split: Split, layers: Sequence[MoELayer], config: ModelConfig) -> lis
         notes.append(f"layer {layer.index} is an MTP layer ({layer.source})")
     if config.num_mtp_layers > len(mtp):
         notes.append(
-            f"config.json declares {config.num_mtp_layers} MTP layer(s), but the "
-            f"checkpoint has experts of {len(mtp)} MTP layer(s)"
+            f"config.json declares {counted(config.num_mtp_layers, 'MTP layer')}, but the "
+            f"checkpoint has experts of {counted(len(mtp), 'MTP layer')}"
         )
     if config.num_experts is None and not config.listed_experts:
         notes.append(f"config.json has no expert count; the tensors have {len(layers[0].experts)}")

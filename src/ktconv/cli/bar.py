@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
@@ -13,6 +15,9 @@ from rich.text import Text
 from ktconv.cli.progress import Progression
 from ktconv.system.text import printable
 from ktconv.system.units import format_size
+
+if TYPE_CHECKING:
+    from ktconv.fleet.runs import Run
 
 BAR_WIDTH = 60  # columns; lines serve narrower terminals better
 NETWORK_WIDTH, RETRIES_WIDTH = 80, 96  # columns with which the bar shows these, too
@@ -79,3 +84,32 @@ class BarObserver(Progression):
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
+
+
+class FleetBar(BarObserver):
+    """A bar of the models of a list that have begun, all together; of the others nobody knows how
+    much they read."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__({})
+        self._count, self._ended = count, 0
+        self._begun: dict[int, tuple[int, int]] = {}  # by line: bytes done, and of all
+        self._lock = threading.Lock()
+        self.unit_started(f"0 of {count} models ended")
+
+    def changed(self, run: Run, event: Mapping[str, Any]) -> None:
+        """A run of the list sent an event; called from several threads."""
+        line, kind = run.entry.line, event["event"]
+        with self._lock:
+            if kind == "started":
+                self._begun[line] = 0, event["bytes"]
+            elif kind in ("progress", "unit_finished"):
+                self._begun[line] = event["done_bytes"], event["total_bytes"]
+            elif kind == "run_finished":
+                self._ended += 1
+                done, total = self._begun.get(line, (0, 0))
+                self._begun[line] = (total, total) if run.state == "done" else (done, done)
+                self.unit_started(f"{self._ended} of {self._count} models ended")
+            self.total = sum(total for _, total in self._begun.values())
+            self._bar.update(self._task, total=self.total)
+            self.advanced(sum(done for done, _ in self._begun.values()) - self.done)

@@ -9,7 +9,7 @@ import typer
 
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
 from ktconv.cli.output import given_options, notify, print_text
-from ktconv.cli.parsing import choice, flag, option
+from ktconv.cli.parsing import MOST_PARTS, choice, flag, option
 from ktconv.errors import UsageError
 
 BenchMode = Literal["infer", "sft"]
@@ -47,7 +47,13 @@ def bench(
         str, option("auto, all, or levels: scalar, avx2, avx512, amx, neon.", "LIST")
     ] = "auto",
     numa: Annotated[
-        int, option("Parts of the weights; 0: as many as this machine has nodes.", "N", min=0)
+        int,
+        option(
+            "Parts of the weights; 0: as many as this machine has nodes.",
+            "N",
+            min=0,
+            max=MOST_PARTS,
+        ),
     ] = 0,
     iters: Annotated[int | None, option("Iterations per row.", "N", min=1)] = None,
     seconds: Annotated[float, option("Time per row.", "S", min=0.0, max=3600.0)] = 0.5,

@@ -12,10 +12,11 @@ from typing import Any, NoReturn
 
 import typer
 
-from ktconv.cli.events import Mode, events, shown_as
+from ktconv.cli.events import Mode, events, mode, shown_as
 from ktconv.cli.output import notify, print_json, sentence
 from ktconv.cli.process import INTERRUPTED, SIGNALS
 from ktconv.errors import KtconvError
+from ktconv.system import waiting
 from ktconv.system.text import printable
 
 NOTHING_WRITTEN = "Nothing was written."
@@ -39,8 +40,17 @@ def errors_shown(
     same is on stdout as a JSON document. `progress` is how the command shows what it does: with
     json its last event has the exit code.
     """
-    with shown_as(progress), _last_event(), _caught(as_json, hints):
+    with shown_as(progress), waiting.told_to(_show_wait), _last_event(), _caught(as_json, hints):
         yield
+
+
+def _show_wait(wait: waiting.Wait) -> None:
+    """As a line, or as an event; a bar moves down for it."""
+    if listener := events():
+        seconds = None if wait.seconds is None else round(wait.seconds, 1)
+        listener.emit("waiting", **{"for": wait.subject}, why=wait.why, seconds=seconds)
+    elif mode() != "none":
+        notify(wait.words)
 
 
 @contextmanager
@@ -130,35 +140,38 @@ class _Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def interruptible(next_step: Callable[[], str]) -> Iterator[None]:
-    """End the work cleanly on Ctrl-C, SIGTERM and SIGHUP; used inside `errors_shown`.
+    """End the work cleanly on Ctrl-C, SIGTERM and SIGHUP, and all that it waits for; used inside
+    `errors_shown`.
 
     `next_step` returns the sentence that says how to continue. A second signal during the cleanup
     ends the process at once.
     """
-    handler = _Handler(next_step)
     before = {number: signal.getsignal(number) for number in SIGNALS}
     caught = [number for number, action in before.items() if action is not signal.SIG_IGN]
-    for number in caught:
-        signal.signal(number, handler)
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise _Interrupted(next_step()) from None
-    finally:
+    with waiting.interrupts_end_waits() as end_waits:
+        handler = _Handler(next_step, end_waits)
         for number in caught:
-            signal.signal(number, before[number])
+            signal.signal(number, handler)
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise _Interrupted(next_step()) from None
+        finally:
+            for number in caught:
+                signal.signal(number, before[number])
 
 
 class _Handler:
     """Handler of signals during work: the first one raises KeyboardInterrupt."""
 
-    def __init__(self, next_step: Callable[[], str]) -> None:
-        self._way_out = next_step
+    def __init__(self, next_step: Callable[[], str], end_waits: Callable[[], None]) -> None:
+        self._way_out, self._end_waits = next_step, end_waits
         self._first: float | None = None
 
     def __call__(self, *_: Any) -> None:
         if self._first is None:
             self._first = time.monotonic()
+            self._end_waits()
             raise KeyboardInterrupt
         if time.monotonic() - self._first > REPEATED_SECONDS:
             with suppress(OSError):  # print could be interrupted inside of itself

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import typer
 
 from ktconv.cli.events import events, mode
 from ktconv.cli.exits import interruptible
+from ktconv.cli.options import progress_mode
 from ktconv.cli.output import notify, print_result, sentence
 from ktconv.cli.parsing import WORDS
+from ktconv.cli.process import INTERRUPTED
 from ktconv.errors import UsageError
-from ktconv.system.units import format_duration
+from ktconv.system.units import format_duration, format_rate
+from ktconv.system.waiting import Wait
 
 _NEXT_STEP = "Finished layers are kept: run the same command again to continue."
 # Options of the whole list, with and without a value: its runs do not get them.
@@ -38,11 +42,19 @@ def convert_list(
     def changed(run: Run, event: dict[str, Any]) -> None:
         if listener := events():
             listener.emit_of(run.entry.line, event)
-        elif line := _line(run, event, len(entries)):
+            return
+        if bar is not None:
+            bar.changed(run, event)
+        if line := _line(run, event, len(entries), units=bar is None):
             notify(line)
 
     fleet = Fleet(entries, common, at_once, changed)
-    with interruptible(lambda: _NEXT_STEP):
+    bar: Any = None
+    if not events() and progress_mode() == "bar":
+        from ktconv.cli.bar import FleetBar
+
+        bar = FleetBar(len(entries))
+    with interruptible(lambda: _NEXT_STEP), bar or nullcontext():
         fleet.run()
     facts = {"schema": 1, "runs": [run.facts() for run in fleet.runs]}
     print_result(as_json, facts, lambda: _table(fleet.runs))
@@ -76,23 +88,29 @@ def _refused(context: typer.Context, words: Sequence[str]) -> str | None:
     return None
 
 
-def _line(run: Any, event: dict[str, Any], count: int) -> str | None:
-    """A line about a change; None: nothing that a user must know."""
+def _line(run: Any, event: dict[str, Any], count: int, units: bool) -> str | None:
+    """A line about a change, of finished units only with `units`; None: nothing that a user must
+    know."""
     name = f"{run.entry.output} (line {run.entry.line})"
     kind = event["event"]
     if kind == "run_finished":
         took = format_duration(run.seconds)
+        if run.exit_code == INTERRUPTED:  # what is kept is said once, for all
+            return f"{name}: interrupted, {took}."
         hint = f" Hint: {sentence(run.hint)}" if run.hint else ""
         return f"{name}: {run.words}, {took}.{hint}"
     if kind == "run_started":
         return f"{name}: started, one of {count}"
     if kind == "note":
         return f"{name}: {event['text']}"
-    if kind == "unit_finished" and mode() != "none":
+    if kind == "waiting" and mode() != "none":
+        seconds = event["seconds"]
+        return f"{name}: {Wait(event['for'], event['why'], seconds).words}"
+    if kind == "unit_finished" and units and mode() != "none":
         left = event["eta_seconds"]
         eta = "?" if left is None else format_duration(left)
-        speed = event["bytes_per_second"] / 1e9
-        return f"{name}: {run.finished}/{run.units} units, {speed:.2f} GB/s, ETA {eta}"
+        speed = format_rate(event["bytes_per_second"])
+        return f"{name}: {run.finished}/{run.units} units, {speed}, ETA {eta}"
     return None
 
 

@@ -24,7 +24,8 @@ from ktconv.errors import (
     SourceChangedError,
     UsageError,
 )
-from ktconv.system.units import format_duration, format_ranges, format_size
+from ktconv.system.machine import MAX_THREADS
+from ktconv.system.units import counted, format_duration, format_ranges, format_rate, format_size
 
 if TYPE_CHECKING:
     from ktconv.conversion.plan import Unit
@@ -67,8 +68,12 @@ OptionalOutputArgument = Annotated[Path | None, _OUTPUT]
 LayersOption = Annotated[str, option("Convert only these layers, e.g. 0-3,7.", "LIST")]
 MtpOption = Annotated[bool, flag("--mtp/--no-mtp", "Convert multi-token-prediction layers too.")]
 ShardSizeOption = Annotated[str, option("Maximum size of a shard.", "SIZE")]
-ThreadsOption = Annotated[int, option("Worker threads; 0: one per usable CPU.", "T", min=0)]
-CopyThreadsOption = Annotated[int, option("Worker threads; 0: up to 8.", "T", min=0)]
+ThreadsOption = Annotated[
+    int, option("Worker threads; 0: one per usable CPU.", "T", min=0, max=MAX_THREADS)
+]
+CopyThreadsOption = Annotated[
+    int, option("Worker threads; 0: up to 8.", "T", min=0, max=MAX_THREADS)
+]
 VerifyOption = Annotated[
     bool, flag("--verify/--no-verify", "Read back and compare everything written.")
 ]
@@ -265,9 +270,9 @@ def preflight_lines(preflight: Preflight[Any], zero_scales: int | None = 0) -> I
     facts, request = preflight_facts(preflight), preflight.request
     layers = format_ranges(facts["layer_indices"])
     mtp = f", MTP: {format_ranges(facts['mtp_layers'])}" if facts["mtp_layers"] else ""
-    copied = f"{facts['copied_tensors']} tensors, {format_size(facts['copied_bytes'])}"
+    copied = f"{counted(facts['copied_tensors'], 'tensor')}, {format_size(facts['copied_bytes'])}"
     enough = "" if facts["disk_free_bytes"] >= facts["disk_needed_bytes"] else "  NOT ENOUGH"
-    container = f"{facts['files']} shards" if facts["files"] else "layer folders"
+    container = counted(facts["files"], "shard") if facts["files"] else "layer folders"
     rows = {
         "model": f"{shown_model(str(request.model))} ({facts['model_type']})",
         "MoE layers": f"{facts['layers']} ({layers}{mtp})",
@@ -281,7 +286,8 @@ def preflight_lines(preflight: Preflight[Any], zero_scales: int | None = 0) -> I
         "copied as is": copied if facts["copied_tensors"] else "nothing",
         "files copied": ", ".join(facts["copied_files"]) or "none",
         "skipped": "; ".join(facts["skipped"]) or "nothing",
-        "memory": f"{format_size(facts['peak_memory_bytes'])} peak with {facts['threads']} threads",
+        "memory": f"{format_size(facts['peak_memory_bytes'])} peak with "
+        f"{counted(facts['threads'], 'thread')}",
         "disk": f"{format_size(facts['disk_needed_bytes'])} needed, "
         f"{format_size(facts['disk_free_bytes'])} free{enough}",
     }
@@ -320,10 +326,10 @@ def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
         yield from _upload_lines(output)
         return
     if report.converted:
-        rate = report.source_bytes / 1e9 / max(report.seconds, 1e-9)
+        rate = format_rate(report.source_bytes / max(report.seconds, 1e-9))
         yield (
             f"{did} {describe_units(report.converted)} in {report.seconds:.1f} s "
-            f"({rate:.2f} GB/s of source)."
+            f"({rate} of source)."
         )
         if network := network_facts():
             yield (

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, TextIO
 
@@ -36,12 +38,33 @@ def print_result(as_json: bool, facts: dict[str, Any], lines: Callable[[], Itera
     if as_json:
         print_json(facts)
     else:
-        _print(map(printable, lines()))
+        _print(_for_terminal(map(printable, lines())))
 
 
 def print_json(document: dict[str, Any]) -> None:
     """One JSON document on stdout."""
     _print([json.dumps(valid_unicode(document), indent=1)])
+
+
+def folded(line: str, width: int) -> list[str]:
+    """A row of a table for a terminal of so many columns, broken between words; what follows begins
+    where the second column does. Other lines stay whole: commands are copied from there."""
+    columns = re.match(r"\s*\S+(?: \S+)*\s{2,}", line)
+    if len(line) <= width or columns is None:
+        return [line]
+    indent = len(columns[0]) if len(columns[0]) <= width // 2 else 4
+    return textwrap.wrap(
+        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _for_terminal(lines: Iterable[str]) -> Iterator[str]:
+    if not sys.stdout.isatty():
+        yield from lines
+        return
+    width = max(shutil.get_terminal_size().columns, 20)
+    for line in lines:
+        yield from folded(line, width)
 
 
 def _print(lines: Iterable[str]) -> None:

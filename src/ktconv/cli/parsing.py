@@ -16,6 +16,8 @@ from ktconv.cli.exits import errors_shown, print_error
 from ktconv.errors import UsageError
 from ktconv.system.text import printable
 
+MOST = 2**31 - 1  # of anything that is counted
+MOST_PARTS = 1024  # NUMA nodes of the largest machines
 WORDS = "ktconv.words"  # in the meta of a context: the arguments of the command as they were given
 
 
@@ -24,7 +26,9 @@ def argument(words: str, metavar: str) -> Any:
 
 
 def option(words: str, metavar: str, *names: str, **limits: Any) -> Any:
-    """An option with a value; `limits` are `min` and `max`."""
+    """An option with a value; `limits` are `min` and `max`, of whole numbers by default MOST."""
+    if isinstance(limits.get("min"), int):
+        limits.setdefault("max", MOST)
     return typer.Option(*names, help=words, metavar=metavar, **limits)
 
 
@@ -66,6 +70,11 @@ class Group(TyperGroup):
 
 class Command(TyperCommand):
     """A command that rejects empty values, and reports usage errors like its other errors."""
+
+    def get_short_help_str(self, limit: int = 0) -> str:
+        """The first sentence of the help, in the list of commands, which wraps it."""
+        first, *_ = (self.help or "").strip().split("\n\n")
+        return " ".join(first.split())
 
     def get_help(self, ctx: Any) -> str:
         """Several paths in words of people, as wide as before."""

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.options import ConfigOption, MapOption, TowerOption
 from ktconv.cli.output import JsonOption, notify, print_result
-from ktconv.cli.parsing import argument, choice, flag, option
+from ktconv.cli.parsing import MOST_PARTS, argument, choice, flag, option
 from ktconv.cli.sources import RevisionOption, source_of
 from ktconv.system.units import parse_size
 
@@ -49,7 +49,7 @@ def plan(
     ] = False,
     method: Annotated[str | None, option("Weight format on CPUs; default: int4.", "NAME")] = None,
     numa: Annotated[
-        int, option("NUMA parts; 0: as many as this machine has nodes.", "N", min=0)
+        int, option("NUMA parts; 0: as many as this machine has nodes.", "N", min=0, max=MOST_PARTS)
     ] = 0,
     revision: RevisionOption = None,
     config: ConfigOption = None,

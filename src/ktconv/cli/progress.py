@@ -13,7 +13,7 @@ from ktconv.cli.events import Events
 from ktconv.conversion.pipeline import Observer
 from ktconv.system.elsewhere import in_use, transfer
 from ktconv.system.text import Notify
-from ktconv.system.units import format_duration, format_size
+from ktconv.system.units import counted, format_duration, format_rate, format_size
 
 WINDOW_SECONDS = 30.0
 EVENT_SECONDS = 1.0  # between events of progress
@@ -74,17 +74,17 @@ class Progression(Observer):
         return ", ".join(filter(None, [self.speed(), self.network_speed(), self.retries()]))
 
     def speed(self) -> str:
-        return f"{self.rate.per_second(self.done) / 1e9:.2f} GB/s"
+        return format_rate(self.rate.per_second(self.done))
 
     def network_speed(self) -> str:
         """Empty for sources on this machine, as `retries`."""
         if not in_use():
             return ""
-        return f"network {self.network.per_second(transfer.nbytes) / 1e9:.2f} GB/s"
+        return f"network {format_rate(self.network.per_second(transfer.nbytes))}"
 
     def retries(self) -> str:
         count = transfer.retries if in_use() else 0
-        return f"{count} {'retry' if count == 1 else 'retries'}" if count else ""
+        return counted(count, "retry") if count else ""
 
     def __enter__(self) -> Progression:
         return self

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from ktconv.cli.events import events
 from ktconv.cli.exits import errors_shown, interruptible
-from ktconv.cli.options import ProgressOption, progress_mode
+from ktconv.cli.options import ProgressOption, progress_mode, progress_over
 from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.cli.parsing import argument, flag, option
-from ktconv.system.units import format_size
+from ktconv.system.units import counted, format_size
 
 if TYPE_CHECKING:
     from ktconv.push.content import Content
@@ -44,18 +44,30 @@ def push_command(
     with errors_shown(as_json, progress=progress):
         from ktconv.push.command import Request, push
 
+        sending = False
+
+        def begin(content: Content) -> None:
+            nonlocal sending
+            sending = True
+            _begin(content)
+
         request = Request(output, repository, private, revision, create_pr, message)
-        with interruptible(lambda: _NEXT_STEP):
-            done = push(request, dry_run, bars=progress_mode() == "bar", begin=_begin)
+        with interruptible(lambda: _NEXT_STEP if sending else _NOTHING_SENT):
+            done = push(request, dry_run, progress_mode() == "bar", begin, progress_over)
         print_result(as_json, done.facts(), done.lines)
 
 
 def _begin(content: Content) -> None:
     """Of the bytes that are sent only the hub's library knows, which shows them as bars."""
+    from ktconv.push.command import not_sent
+
+    for line in not_sent(content):
+        notify(line)
     if listener := events():
         listener.emit("started", units=list(content.files), bytes=content.nbytes)
     elif progress_mode() == "lines":
-        notify(f"Sending {len(content.files)} files, {format_size(content.nbytes)}")
+        notify(f"Sending {counted(len(content.files), 'file')}, {format_size(content.nbytes)}")
 
 
+_NOTHING_SENT = "Nothing was sent."
 _NEXT_STEP = "What was sent stays there: run the same command again to continue."

@@ -14,7 +14,7 @@ from ktconv.cli.exits import errors_shown
 from ktconv.cli.fleet import convert_list
 from ktconv.cli.mix import Mix, MixEngine
 from ktconv.cli.output import JsonOption, given_options
-from ktconv.cli.parsing import choice, flag, option
+from ktconv.cli.parsing import MOST_PARTS, choice, flag, option
 from ktconv.cli.ray import RayOption, RayScratchOption, on_cluster
 from ktconv.cli.sources import CacheDirOption, DownloadOption, RevisionOption, source_of
 from ktconv.errors import UsageError
@@ -31,6 +31,7 @@ else:
 ScaleRule = Literal["amax", "search"]  # as in ktransformers.py; a test compares them
 DEFAULT_METHOD = next(iter(output_formats()))  # as in Options; a test compares them
 Layout = Literal["safetensors", "layers"]
+_MOST_AT_ONCE = 64  # processes, each with threads and buffers of its own
 
 
 def quantize_cpu_command(
@@ -68,7 +69,7 @@ def quantize_cpu_command(
         option("Write the chosen recipe, to edit and run again; with --dry-run too.", "FILE.toml"),
     ] = None,
     numa: Annotated[
-        int, option("NUMA parts; 0: one per NUMA node of this machine.", "N", min=0)
+        int, option("NUMA parts; 0: one per NUMA node of this machine.", "N", min=0, max=MOST_PARTS)
     ] = 0,
     threads: common.ThreadsOption = 0,
     layers: common.LayersOption = "",
@@ -170,7 +171,8 @@ def quantize_cpu_command(
         option("Convert several models: a line MODEL OUTPUT [options] for each.", "FILE"),
     ] = None,
     at_once: Annotated[
-        int, option("With --from-list: so many models at the same time.", "N", min=1)
+        int,
+        option("With --from-list: so many models at the same time.", "N", min=1, max=_MOST_AT_ONCE),
     ] = 1,
     progress: common.ProgressOption = "auto",
     as_json: JsonOption = False,

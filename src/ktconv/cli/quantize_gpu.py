@@ -58,9 +58,9 @@ def quantize_gpu_command(
         str, option("gptq: FILE.jsonl, FILE.txt, or NAME[:CONFIG] of a dataset.", "TEXT")
     ] = "",
     split: Annotated[str, option("gptq: split of a named dataset.", "NAME")] = "train",
-    samples: Annotated[int, option("gptq: number of calibration samples.", "N")] = 512,
+    samples: Annotated[int, option("gptq: number of calibration samples.", "N", min=1)] = 512,
     max_seq_len: Annotated[
-        int, option("gptq: maximum tokens per sample.", "N", "--max-seq-len")
+        int, option("gptq: maximum tokens per sample.", "N", "--max-seq-len", min=1)
     ] = 2048,
     dampening: Annotated[
         float, option("gptq: dampening, as a fraction of the Hessian's mean diagonal.", "F")

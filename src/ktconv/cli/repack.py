@@ -8,7 +8,7 @@ from typing import Annotated
 from ktconv.cli import options as common
 from ktconv.cli.exits import Hints, errors_shown
 from ktconv.cli.output import JsonOption
-from ktconv.cli.parsing import argument, flag, option
+from ktconv.cli.parsing import MOST_PARTS, argument, flag, option
 from ktconv.errors import MemoryLimitError
 from ktconv.system.units import parse_size
 
@@ -68,7 +68,7 @@ def merge_command(
 def reshard_command(
     packed: Annotated[Path, argument("Converted weights: shards or layer folders.", "PACKED")],
     output: common.OutputArgument,
-    numa: Annotated[int, option("New number of NUMA parts.", "N", min=1)],
+    numa: Annotated[int, option("New number of NUMA parts.", "N", min=1, max=MOST_PARTS)],
     source: Annotated[
         str | None, option("Convert again from this model instead, which is always exact.", "MODEL")
     ] = None,

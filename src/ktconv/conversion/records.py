@@ -17,7 +17,7 @@ from ktconv.conversion.plan import LayerUnit, Plan
 from ktconv.conversion.target import Target
 from ktconv.families.family import ExpertActivation
 from ktconv.system.text import valid_unicode
-from ktconv.system.units import format_ranges
+from ktconv.system.units import format_ranges, listed
 from ktconv.writer.journal import Record
 
 
@@ -139,7 +139,7 @@ def lost_line(count: int, names: Sequence[str], quote: str = "") -> str:
 def describe_units(keys: Sequence[str]) -> str:
     """ "layers 3-5 and non-expert tensors" """
     layers = [int(key.split("-")[1]) for key in keys if key.startswith("layer-")]
-    words = [f"layer(s) {format_ranges(layers)}"] if layers else []
+    words = [listed("layer", layers)] if layers else []
     if len(layers) < len(keys):
         words.append("non-expert tensors")
     return " and ".join(words)

@@ -38,7 +38,7 @@ from ktconv.reading.reader import KeptReader, SourceReader
 from ktconv.reading.scale_scan import Chosen, scales_bytes, scan_scales
 from ktconv.system import elsewhere, machine
 from ktconv.system.files import remove, remove_empty, sync, translated, write_durably
-from ktconv.system.units import format_ranges, format_size
+from ktconv.system.units import counted, format_size, listed
 from ktconv.writer.journal import (
     OTHERS_BYTE,
     Journal,
@@ -166,7 +166,7 @@ def fit_threads(
         needed = base + threads * per_thread
         raise MemoryLimitError(
             f"--max-memory {format_size(max_memory)} is too small: this {what} needs "
-            f"at least {format_size(needed)} with {threads} thread(s)",
+            f"at least {format_size(needed)} with {counted(threads, 'thread')}",
             f"use --max-memory {-(-needed // (1 << 20))}MiB or fewer --threads",
         )
     return min(wanted or machine.usable_cpus(), affordable)
@@ -314,7 +314,7 @@ class Conversion(ABC):
         if self.request.finalize:
             return []
         indices = [unit.layer.index for unit in self.preflight.units]
-        self.lock.acquire(indices, f"layers {format_ranges(indices)}")
+        self.lock.acquire(indices, listed("layer", indices))
         others = self.plan.others if self.lock.try_acquire([OTHERS_BYTE]) else ()
         return [*self.preflight.units, *others]
 

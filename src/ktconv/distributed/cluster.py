@@ -249,6 +249,12 @@ def _refused(address: str, error: Exception) -> UsageError | ResourceError:
     if isinstance(error, ConnectionError) and address == AUTO:
         return UsageError("--ray found no Ray cluster on this machine", _START)
     sentence = text.split(". ")[0][:200] or type(error).__name__
+    if address == LOCAL:  # one Python and one Ray
+        return ResourceError(
+            f"no Ray cluster could be started on this machine: {sentence}",
+            "the machine may be busy or out of memory: run the same command again, or without "
+            "--ray; the logs of Ray are in /tmp/ray",
+        )
     return ResourceError(
         f"the Ray cluster at {address} cannot be used: {sentence}",
         "check that all nodes have the same versions of Python and ray",

@@ -148,6 +148,8 @@ class _Run:
         elif event == "piece":
             fields: tuple[Any, Any, Any] = message["file"], message["offset"], message["data"]
             self._listener.piece(one.job, one.attempt, *fields)
+        elif event == "noted":
+            self._listener.noted(f"{one.job.key} on {one.node}: {message['text']}")
         elif event == "done":
             if failure := self._listener.done(one.job, one.attempt, message["result"]):
                 self._fail(handle, one, failure)

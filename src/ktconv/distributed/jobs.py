@@ -17,6 +17,7 @@ from typing import Any
 
 import ktconv
 from ktconv.errors import KtconvError, ResourceError, VerificationError
+from ktconv.system import waiting
 from ktconv.writer.journal import Record
 
 Message = dict[str, Any]  # "event" and its fields: plain values, and bytes in "piece"
@@ -79,6 +80,10 @@ class Reporter:
     def piece(self, file: str, offset: int, data: bytes) -> None:
         """A part of a result's file; the parts of a file come in order."""
         self._put({"event": "piece", "file": file, "offset": offset, "data": data})
+
+    def waits(self, wait: waiting.Wait) -> None:
+        """The job waits for something outside of it."""
+        self._put({"event": "noted", "text": wait.words})
 
     def cancel(self) -> None:
         with self._lock:
@@ -164,12 +169,14 @@ def perform(key: str, target: str, arguments: Record, code: str) -> Iterator[Mes
         return result
 
     thread = threading.Thread(target=reporter.run, args=(key, call), daemon=True)
-    thread.start()
-    try:
-        yield from reporter.messages()
-    finally:  # also where the driver cancels
-        reporter.cancel()
-        thread.join()
+    with waiting.told_to(reporter.waits), waiting.interrupts_end_waits() as end_waits:
+        thread.start()
+        try:
+            yield from reporter.messages()
+        finally:  # also where the driver cancels
+            reporter.cancel()
+            end_waits()
+            thread.join()
 
 
 def other_code(code: str) -> Message:

@@ -65,8 +65,11 @@ def read_list(path: Path, check: Check) -> list[Entry]:
     return entries
 
 
-def _wrong(path: Path, line: int, why: str) -> UsageError:
-    return UsageError(f"line {line} of {path}: {why}", "write MODEL OUTPUT [options]")
+_FORM = "write MODEL OUTPUT [options]"
+
+
+def _wrong(path: Path, line: int, why: str, hint: str = _FORM) -> UsageError:
+    return UsageError(f"line {line} of {path}: {why}", hint)
 
 
 def _entry(path: Path, number: int, words: Sequence[str], check: Check) -> Entry:
@@ -77,7 +80,9 @@ def _entry(path: Path, number: int, words: Sequence[str], check: Check) -> Entry
         if word.partition("=")[0] in OF_THE_LIST:
             raise _wrong(path, number, f"{word} cannot be given for one model")
     if not Path(model).exists() and not is_url(model) and hub_model(model) is None:
-        raise _wrong(path, number, f"{model} does not exist")
+        raise _wrong(
+            path, number, f"{model} does not exist", "check the path, or give org/name or a URL"
+        )
     if (why := check(words)) is not None:
         raise _wrong(path, number, why)
     return Entry(number, model, Path(output), tuple(options))

@@ -1,4 +1,5 @@
-"""Runs the entries of a list, each in a process of its own: one that dies takes no other along.
+"""Runs the entries of a list, each in a process of its own: one that dies takes no other along,
+and all end with this one.
 
 A process reports by the events of `--progress json` and the document of `--json`.
 """
@@ -7,7 +8,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ktconv.fleet.listing import Entry
+from ktconv.system import children
 from ktconv.system.units import format_size
 
 State = Literal["waiting", "running", "done", "failed"]
@@ -72,7 +73,7 @@ Changed = Callable[[Run, dict[str, Any]], None]  # a run, and the event that it 
 # The command, with words from stdin: everybody on a machine sees the arguments of processes, and
 # URLs can have signatures and passwords.
 _PROGRAM = (
-    "import json, sys; sys.argv = ['ktconv', *json.load(sys.stdin)]; "
+    "import json, sys; sys.argv = ['ktconv', *json.loads(sys.stdin.readline())]; "
     "from ktconv.cli.entry import main; main()"
 )
 
@@ -117,14 +118,7 @@ class Fleet:
         with self._lock:
             if self._stopped:
                 return
-            process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-            )
+            process = children.start(_PROGRAM, stderr=subprocess.PIPE, errors="replace")
             self._processes.add(process)
             assert process.stdin is not None
             with suppress(BrokenPipeError), process.stdin as words_of_child:

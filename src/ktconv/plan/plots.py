@@ -30,6 +30,8 @@ def plot(planned: Planned, path: Path) -> None:
         for one, layers in ((axes[1][0], before), (axes[1][1], after)):
             _separate_ranks(one, [places for places, _ in layers])
         axes[0][0].set_title("before: linear, no copies", fontsize=10)
+        if planned.request.load is None:
+            axes[0][0].figure.suptitle("without --load: every expert counts the same", fontsize=10)
         axes[0][1].set_title(f"after: {planned.request.placed.replace('_', ' ')}", fontsize=10)
 
 

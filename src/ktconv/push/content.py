@@ -1,63 +1,72 @@
-"""What of a finished output is sent: everything in it that is neither hidden nor half-written."""
+"""What of a finished output is sent: the files that its manifest names, after comparing each with
+the checksums there."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from ktconv.checkpoint import TensorRef, read_header
+from ktconv.checkpoint.side_files import CARD, flaws
 from ktconv.errors import OutputError
+from ktconv.formats import parse_kt_path
+from ktconv.packed.weights import name_of
+from ktconv.reading.buffers import BufferSizes
 from ktconv.system.files import io_error
+from ktconv.system.machine import usable_cpus
 from ktconv.system.pointers import refuse_pointer_at
-from ktconv.writer.journal import STATE_DIRECTORY, file_is_intact
+from ktconv.system.regular_files import opened_small
+from ktconv.system.text import path_of
+from ktconv.verify.findings import Findings
+from ktconv.verify.reading import Context, CopyCheck
+from ktconv.verify.runner import run_checks, sizes_by_unit
+from ktconv.writer.journal import STATE_DIRECTORY, Record, file_is_intact
 from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
+from ktconv.writer.metadata import INDEX, read_index
 
-PART = ".part"
-# The same rule for the hub's library: ".*" are names at the top, "*/.*" those below.
-IGNORED = (".*", "*/.*", f"*{PART}")
-# Engines read every such file, whether a conversion wrote it or not.
-_WEIGHTS = (".safetensors", ".kt", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_AGAIN = "run the conversion again, which writes it anew; `ktconv verify` finds all flaws"
+_MOST_THREADS = 8  # a disk has no more to give
+
+# Sizes of files -> what shows how far their check is
+Progression = Callable[[dict[str, int]], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The files of an output, relative to it, with their sizes in bytes."""
+    """The files of an output that are sent, relative to it, with their sizes in bytes."""
 
     output: Path
     files: dict[str, int]
+    not_sent: tuple[str, ...]  # what else lies there; a folder without any such file ends with /
 
     @property
     def nbytes(self) -> int:
         return sum(self.files.values())
 
 
-def content_of(output: Path) -> Content:
-    """What would be sent. OutputError for an output that is incomplete, damaged or none, and for
-    links and weights that no conversion wrote."""
+def content_of(output: Path, progression: Progression) -> Content:
+    """What would be sent, read and compared with the manifest.
+
+    OutputError for an output that is incomplete, damaged or none, CheckpointError for a file that
+    is a link to somewhere else, ResourceError where a file cannot be read.
+    """
     manifest = _manifest(output)
-    weights = {str(file["name"]): file for file in manifest.files}
-    found = dict(sorted(_files(output, set(weights))))
-    for name in found:
+    weights = {str(record["name"]): record for record in manifest.files}
+    for name in sorted({*weights, *(manifest.side_files or {})}):
         refuse_pointer_at(output / name)
-    for name, record in weights.items():
-        if not file_is_intact(output, record):
-            what = "is not as it was written" if name in found else "is missing"
-            raise OutputError(
-                f"{output / name} {what}",
-                "run the conversion again, which writes it anew; `ktconv verify` finds all flaws",
-            )
-    recorded = {*manifest.names("files"), *(manifest.side_files or {})}
-    tops = {*found, *(name.split("/")[0] for name in found)}
-    for name in sorted(recorded - tops):
-        raise OutputError(f"{output / name} is missing", "run the conversion again")
-    for name in found:
-        if name.endswith(_WEIGHTS) and name not in weights:
-            raise OutputError(
-                f"{output} contains {name}, weights that its {MANIFEST} does not name",
-                "remove the file: engines would read it",
-            )
-    return Content(output, found)
+    _check_weights(output, weights, manifest.tensors, progression)
+    side_files = _check_side_files(output, manifest)
+    own = [name for name in (MANIFEST, CARD, INDEX) if name in manifest.names("files")]
+    for name in own:
+        with opened_small(output, name):  # raises: it is missing, or leads elsewhere
+            pass
+    names = sorted({*weights, *map(path_of, side_files), *own, MANIFEST})
+    sizes = {name: (output / name).stat().st_size for name in names}
+    return Content(output, sizes, tuple(_others(output, set(names))))
 
 
 def _manifest(output: Path) -> Manifest:
@@ -76,7 +85,7 @@ def _manifest(output: Path) -> Manifest:
         raise OutputError(f"{output / MANIFEST} is damaged", "restore it, or convert again")
     if manifest is None:
         raise OutputError(
-            f"{output} has no {MANIFEST}, so it is not a finished output of ktconv",
+            f"{output} has no {MANIFEST}, so nothing says which of its files belong to a model",
             "give the directory of a conversion; other checkpoints: hf upload",
         )
     if damaged := manifest.damaged_units:
@@ -87,30 +96,84 @@ def _manifest(output: Path) -> Manifest:
     return manifest
 
 
-def _files(output: Path, weights: set[str]) -> Iterator[tuple[str, int]]:
-    """Names and sizes. Weights may be links to another disk; another link could lead to
-    any file of this machine."""
+# ---- weights -------------------------------------------------------------------------------
+
+
+def _check_weights(
+    output: Path,
+    weights: Mapping[str, Record],
+    records: Mapping[str, Record],
+    progression: Progression,
+) -> None:
+    """Every tensor has its checksum, no other is there, and the index describes them."""
+    refs: dict[str, tuple[str, TensorRef]] = {}  # by tensor, with the name of its file
+    for file, record in weights.items():
+        if not file_is_intact(output, record):
+            what = "is not as it was written" if (output / file).exists() else "is missing"
+            raise OutputError(f"{output / file} {what}", _AGAIN)
+        refs |= {ref.name: (file, ref) for ref in _tensors(output, file, record)}
+    if odd := sorted(refs.keys() ^ records.keys()):
+        what = "has no checksum in" if odd[0] in refs else "is missing, but named by"
+        raise OutputError(f"{odd[0]} {what} {output / MANIFEST}", _AGAIN)
+    _check_index(output, refs)
+    findings = Findings()
+    context = Context(findings, records, None, False)
+    checks = [CopyCheck(context, file, ref, None) for file, ref in refs.values()]
+    with progression(sizes_by_unit(checks)) as observer:
+        for _ in run_checks(checks, BufferSizes(), min(usable_cpus(), _MOST_THREADS), observer):
+            if findings.listed:  # the rest of hundreds of GB changes nothing
+                break
+    if findings.listed:
+        raise OutputError(f"{output}: {findings.listed[0].message}", _AGAIN)
+
+
+def _tensors(output: Path, file: str, record: Record) -> Iterator[TensorRef]:
+    """Of a shard, or of a file of a layer folder, which is one tensor."""
+    packed = parse_kt_path(file)
+    if packed is None:
+        yield from read_header(output / file).tensors
+    else:
+        yield TensorRef(name_of(packed.tensor), output / file, "", (), 0, record["bytes"])
+
+
+def _check_index(output: Path, refs: Mapping[str, tuple[str, TensorRef]]) -> None:
+    if (index := read_index(output)) is None:
+        return  # where there should be one, its name is missing later
+    metadata = index.get("metadata")
+    places = {name: file for name, (file, _) in refs.items()}
+    total = sum(ref.nbytes for _, ref in refs.values())
+    if index.get("weight_map") != places or metadata != {"total_size": total}:
+        raise OutputError(f"{output / INDEX} does not describe the tensors beside it", _AGAIN)
+
+
+# ---- other files ---------------------------------------------------------------------------
+
+
+def _check_side_files(output: Path, manifest: Manifest) -> Mapping[str, Record]:
+    """The records of files beside the weights, which are as they were written."""
+    records = manifest.side_files
+    if records is None:
+        raise OutputError(
+            f"{output / MANIFEST} has no checksums of the files beside the weights",
+            "it is of an earlier version: convert again, or use hf upload",
+        )
+    for flaw in flaws(output, records):
+        if flaw.name in records:
+            raise OutputError(flaw.message, _AGAIN)
+    return records
+
+
+def _others(output: Path, sent: set[str]) -> Iterator[str]:
+    """What is there and not sent."""
 
     def refuse(error: OSError) -> None:
         raise io_error("read", Path(error.filename or output), error) from error
 
+    folders_sent = {parent.as_posix() for name in sent for parent in Path(name).parents}
     for place, folders, names in os.walk(output, onerror=refuse):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        shown = sorted(name for name in names if not _is_left_out(name))
-        for name in [*folders, *shown]:
-            path = Path(place, name)
-            inside = path.relative_to(output).as_posix()
-            if path.is_symlink() and inside not in weights:
-                raise OutputError(
-                    f"{path} is a link, and what it leads to would be published",
-                    "replace it by a copy, or remove it",
-                )
-        for name in shown:
-            path = Path(place, name)
-            if not path.is_file():
-                raise OutputError(f"{path} is not a regular file", "remove it")
-            yield path.relative_to(output).as_posix(), path.stat().st_size
-
-
-def _is_left_out(name: str) -> bool:
-    return name.startswith(".") or name.endswith(PART)
+        inside = {name: Path(place, name).relative_to(output).as_posix() for name in folders}
+        folders[:] = sorted(name for name in folders if inside[name] in folders_sent)
+        yield from sorted(f"{name}/" for name in inside.values() if name not in folders_sent)
+        for name in sorted(names):
+            if (file := Path(place, name).relative_to(output).as_posix()) not in sent:
+                yield file

@@ -6,20 +6,23 @@ are shown without it.
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ktconv import __version__
 from ktconv.errors import KtconvError, ResourceError, UsageError
-from ktconv.push.content import IGNORED
+from ktconv.push.content import Content
 from ktconv.remote.network_errors import cause, first_line, is_of_network, status_of
 
 MAIN = "main"
+_NO_BRANCH = re.compile(r"[^\w./-]|\.\.|\s", re.ASCII)  # git allows more, tools and URLs do not
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_LONGEST_BRANCH = 200  # bytes: servers keep branches as files
 _NAME = re.compile(r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?", re.ASCII)
 _MOST_CHARACTERS = 96
 _AGAIN = "run the same command again: what the hub has already is not sent again"
@@ -50,8 +53,34 @@ def check_repository(name: str) -> None:
         )
 
 
+def check_revision(name: str | None) -> None:
+    """UsageError unless `name` can be a branch of the hub's git, or is refs/pr/NUMBER."""
+    if name is None or re.fullmatch(r"refs/pr/[0-9]{1,9}", name):
+        return
+    parts = name.split("/")
+    wrong = (
+        _NO_BRANCH.search(name)
+        or parts[0] == "refs"
+        or any(
+            not part or part.startswith((".", "-")) or part.endswith((".", ".lock"))
+            for part in parts
+        )
+        or len(name.encode(errors="replace")) > _LONGEST_BRANCH
+    )
+    if wrong:
+        raise UsageError(
+            f"--revision {name} cannot be a branch",
+            "give a name like int4 or v1.0, of letters, digits, -, _, . and /, without ..",
+        )
+    if _COMMIT.fullmatch(name):
+        raise UsageError(
+            f"--revision {name} is a commit, and only a branch can be pushed to",
+            "give the name of a branch, which is made if it is missing",
+        )
+
+
 def send(
-    output: Path,
+    content: Content,
     repository: str,
     *,
     private: bool,
@@ -60,7 +89,7 @@ def send(
     message: str,
     bars: bool = True,
 ) -> Sent:
-    """Make the repository if there is none, and send the files of `output` to it; `bars`: the
+    """Make the repository if there is none, and send the files of `content` to it; `bars`: the
     library's.
 
     UsageError without the package, a token or the right to write, ResourceError where the hub
@@ -73,11 +102,11 @@ def send(
             api.create_branch(repository, branch=str(revision), exist_ok=True)
         done = api.upload_folder(
             repo_id=repository,
-            folder_path=output,
+            folder_path=content.output,
             commit_message=message,
             revision=revision,
             create_pr=create_pr,
-            ignore_patterns=list(IGNORED),
+            allow_patterns=[glob.escape(name) for name in content.files],
         )
     return Sent(str(done.oid), str(done.commit_url), done.pr_url)
 

@@ -25,7 +25,7 @@ from ktconv.reading.buffers import Buffers
 from ktconv.reading.matrices import ROWS_STEP, MatrixReader
 from ktconv.reading.reader import Span
 from ktconv.system.arrays import F32, I8, I64
-from ktconv.system.units import format_ranges
+from ktconv.system.units import listed
 from ktconv.targets.ktransformers import Options
 from ktconv.writer.staging import Staging
 
@@ -51,8 +51,8 @@ def check_foldable(layers: Sequence[MoELayer], options: Options) -> None:
     if refused:
         first = next(iter(refused.values()))
         raise UsageError(
-            f"--fold up-down would change what the experts of layer(s) "
-            f"{format_ranges(list(refused))} compute: {why_not(first)} ({first})",
+            f"--fold up-down would change what the experts of "
+            f"{listed('layer', refused)} compute: {why_not(first)} ({first})",
             "omit --fold",
         )
 

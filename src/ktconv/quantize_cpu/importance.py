@@ -25,7 +25,7 @@ from ktconv.system.arrays import F32
 from ktconv.system.files import translated
 from ktconv.system.regular_files import opened_regular
 from ktconv.system.text import path_text
-from ktconv.system.units import format_ranges
+from ktconv.system.units import listed
 from ktconv.targets.ktransformers import ImportanceRecord
 
 _OTHER = "give the importance of this model: ktconv stats MODEL --importance FILE"
@@ -143,7 +143,7 @@ def _check_sizes(file: ImportanceFile, checkpoint: Checkpoint) -> None:
     there = {layer.index: Sizes.of(layer) for layer in checkpoint.layers}
     if beyond := [index for index in file.sizes if index not in there]:
         raise UsageError(
-            f"{file.path} is of another model: it has MoE layer(s) {format_ranges(beyond)}, which "
+            f"{file.path} is of another model: it has {listed('MoE layer', beyond)}, which "
             f"{checkpoint.path} does not have",
             _OTHER,
         )
@@ -160,7 +160,7 @@ def _check_layers(file: ImportanceFile, layers: Sequence[MoELayer]) -> None:
     missing = [one.index for one in layers if one.index not in file.sizes and not one.is_mtp]
     if missing:
         raise UsageError(
-            f"{file.path} has no importance of layer(s) {format_ranges(missing)}",
+            f"{file.path} has no importance of {listed('layer', missing)}",
             "record all layers: ktconv stats MODEL --importance FILE, without --layers",
         )
 
@@ -170,7 +170,7 @@ def _mtp_notes(file: ImportanceFile, layers: Sequence[MoELayer]) -> list[str]:
     if not missing:
         return []
     return [
-        f"{path_text(file.path)} has no importance of MTP layer(s) {format_ranges(missing)}: all "
+        f"{path_text(file.path)} has no importance of {listed('MTP layer', missing)}: all "
         "errors count the same there"
     ]
 

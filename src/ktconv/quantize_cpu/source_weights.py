@@ -35,7 +35,7 @@ from ktconv.reading.norms import find_norm, norm_scale
 from ktconv.reading.reader import SourceReader, Span
 from ktconv.reading.tensors import SourceTensors
 from ktconv.system.arrays import F32, F64
-from ktconv.system.units import format_ranges
+from ktconv.system.units import listed
 from ktconv.targets.ktransformers import BY_WEIGHTS
 from ktconv.writer.staging import Staging
 
@@ -132,7 +132,7 @@ def _notes(without: list[int]) -> list[str]:
     if not without:
         return []
     return [
-        f"layer(s) {format_ranges(without)} have no known norm before the experts: all errors of "
+        f"{listed('layer', without)}: no known norm before the experts: all errors of "
         "gate and up count the same there, and those of down by the rows of up and gate alone"
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from ktconv.checkpoint.types import DeclaredShape, OuterScale
 from ktconv.errors import CheckpointError
 from ktconv.formats.folding import factors
 from ktconv.reading.grid_blocks import decode_blocks, require_package
-from ktconv.reading.reader import Runs, SourceReader, Span
+from ktconv.reading.reader import BOUNCE_BYTES, Runs, SourceReader, Span
 from ktconv.system.arrays import F32, I8, I32, U8
 from ktconv.system.opened import Opened
 
@@ -234,7 +235,10 @@ class MatrixReader:
                 "converted",
             )
         if self.factors is not None and self.factors.rows is not None:
-            bias = bias * self.factors.rows
+            with np.errstate(over="ignore"):
+                bias = bias * self.factors.rows
+            if not np.isfinite(bias).all():
+                raise _beyond(grid.tensor, "a bias")
         return np.ascontiguousarray(bias)
 
     def _row_scale(self, scale: F32, zero_point: F32 | None, groups: I32 | None) -> F32 | None:
@@ -269,6 +273,8 @@ class MatrixReader:
         flat = at * unit.items + (col % unit.unit_cols if unit.items == unit.unit_cols else 0)
         position = ", ".join(str(int(i)) for i in np.unravel_index(flat, tensor.shape))
         scales, scale = self.load_scales(), matrix.scale
+        if self.factors is not None and math.isfinite(value := self._without_factors(row, col)):
+            return _beyond(tensor, f"{value:.4g} at [{position}]")
         if scales is not None and scale is not None and self._is_finite(at, col % unit.unit_cols):
             block_row, block_col = _origin(scale, row, col)
             group = block_col // scale.block_cols
@@ -285,6 +291,17 @@ class MatrixReader:
             f"tensor {tensor.name} in {tensor.file} contains a NaN or an infinity at [{position}]",
             "download the file again; if the original contains it, the model cannot be quantized",
         )
+
+    def _without_factors(self, row: int, col: int) -> float:
+        """The weight at (row, col) as the model has it."""
+        plain, unit = MatrixReader(self.reader, self.matrix), self.matrix.element
+        first = row // unit.unit_rows * unit.unit_rows
+        chunk = range(first, first + unit.unit_rows)
+        data = np.empty(buffer_bytes(self.matrix, len(chunk)), np.uint8)
+        with plain.open() as fd:
+            plain.read(fd, chunk, data, np.empty(BOUNCE_BYTES, np.uint8))
+        view = plain.view(chunk, plain.load_scales(), data, 0, self.matrix.cols)
+        return float(native.decode(view)[row - first, col])
 
     def _is_finite(self, at: int, col: int) -> bool:
         """Whether column `col` of unit `at` of the tensor is, before it is scaled."""
@@ -392,6 +409,14 @@ class MatrixReader:
             col_factor=None if own.cols is None else own.cols[first_col : first_col + cols],
             round_to_bf16=self.round_to_bf16,
         )
+
+
+def _beyond(tensor: TensorRef, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"tensor {tensor.name} in {tensor.file}: {what} times the factor that --fold chose is "
+        "beyond float32",
+        "omit --fold",
+    )
 
 
 def _origin(scale: BlockGrid | None, row: int, col: int) -> tuple[int, int]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ktconv.errors import KtconvError, ResourceError, UsageError
+from ktconv.remote.network_errors import cause, first_line, status_of
 from ktconv.remote.store import Store
+from ktconv.system import waiting
 from ktconv.system.elsewhere import transfer
+from ktconv.system.units import counted
 
 ATTEMPTS = 8
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds; about a minute in all
 LONGEST_ASKED = 300.0  # seconds that a server can ask for
-sleep = time.sleep
+sleep = waiting.sleep
 
 T = TypeVar("T")
 
@@ -36,7 +38,8 @@ def retry_after(error: BaseException) -> float:
 
 def attempt(store: Store, call: Callable[[], T]) -> T:
     """The result of `call`, tried again where the store says that this can help. Raises what
-    `store.explain` makes of the last error."""
+    `store.explain` makes of the last error, and KeyboardInterrupt where an interrupt comes while it
+    waits."""
     try:
         from tenacity import Retrying, retry_if_exception, stop_after_attempt
         from tenacity.wait import wait_exponential, wait_random
@@ -55,25 +58,41 @@ def attempt(store: Store, call: Callable[[], T]) -> T:
         stop=stop_after_attempt(ATTEMPTS),
         wait=pause,
         retry=retry_if_exception(
-            lambda error: isinstance(error, ShortReadError) or store.transient(error)
+            lambda error: (
+                isinstance(error, ShortReadError)
+                or (isinstance(error, Exception) and store.transient(error))
+            )
         ),
-        before_sleep=lambda _: transfer.add(retries=1),
+        before_sleep=lambda state: _tell(store, state),
         reraise=True,
     )
     try:
-        return retrying(call)
+        return retrying(lambda: waiting.answer(call, store.url.shown))
     except KtconvError:
         raise
     except ShortReadError as error:
         raise ResourceError(
             f"{error}, {ATTEMPTS} times in a row",
-            "a server or proxy on the way cuts its answers: run the same command again later, or "
-            "from another network; finished layers are kept",
+            "a server or proxy on the way changes its answers: run the same command again later, "
+            "or from another network; finished layers are kept",
         ) from error
     except Exception as error:
         if (found := store.explain(error)) is None:
             raise
         raise found from error
+
+
+def _tell(store: Store, state: Any) -> None:
+    """A request failed, and is sent again after a pause."""
+    transfer.add(retries=1)
+    pause, error = state.next_action.sleep, state.outcome.exception()
+    if pause < waiting.SHOWN_SECONDS:
+        return
+    status = status_of(error) or getattr(error, "status", None)
+    why = f"it answered {status}" if status else f"a request failed ({first_line(cause(error))})"
+    asked = ", and asked for this pause" if retry_after(error) == pause else ""
+    tries = f"then comes try {state.attempt_number + 1} of {ATTEMPTS}"
+    waiting.tell(waiting.Wait(store.url.shown, f"{why}{asked}; {tries}", round(pause, 1)))
 
 
 def fetch(store: Store, name: str, start: int, stop: int) -> bytes | bytearray:
@@ -95,9 +114,10 @@ def _fetched(store: Store, name: str, start: int, stop: int) -> bytes | bytearra
         data = store.read(name, start, stop)
         transfer.add(nbytes=len(data))
         if len(data) != stop - start:
+            sent, asked = counted(len(data), "byte"), counted(stop - start, "byte")
             raise ShortReadError(
-                f"{store.url.shown} sent {len(data)} of the {stop - start} bytes from {start} on "
-                f"of {name}"
+                f"{store.url.shown} sent {sent} where {asked} were asked for, from {start} on of "
+                f"{name}"
             )
         return data
 

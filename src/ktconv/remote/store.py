@@ -35,6 +35,10 @@ class OtherRangeError(WholeFileError):
     """A server that sends another part of a file than was asked for."""
 
 
+class UnnamedRangeError(WholeFileError):
+    """A server that sends a part without Content-Range: of which bytes, and of how many?"""
+
+
 def check_range(said: str | None, start: int) -> None:
     """OtherRangeError where a Content-Range begins elsewhere; not every server sends one."""
     match = re.match(r"bytes (\d+)-", said or "")
@@ -44,9 +48,11 @@ def check_range(said: str | None, start: int) -> None:
 
 def not_in_parts(shown: str, error: WholeFileError) -> CheckpointError:
     """What such an error means for a directory."""
-    what = "other parts than it is asked for"
-    if not isinstance(error, OtherRangeError):
-        what = "whole files only"
+    what = "whole files only"
+    if isinstance(error, OtherRangeError):
+        what = "other parts than it is asked for"
+    elif isinstance(error, UnnamedRangeError):
+        what = "parts without Content-Range, so that the size of a file is not known"
     return CheckpointError(
         f"{shown} cannot be read in parts: the server sends {what}",
         "download the directory, or use a server that answers ranges",

@@ -21,9 +21,16 @@ from ktconv.remote.filesystem import (
     LATER,
     REFUSED,
     FsspecStore,
+    causes,
     received,
 )
-from ktconv.remote.store import ChangedError, RemoteFile, WholeFileError, check_range
+from ktconv.remote.store import (
+    ChangedError,
+    RemoteFile,
+    UnnamedRangeError,
+    WholeFileError,
+    check_range,
+)
 from ktconv.remote.urls import Url
 
 _FOLDERS = 32  # that are looked into
@@ -86,6 +93,12 @@ class WebStore(FsspecStore):
 
     def explain(self, error: BaseException) -> KtconvError | None:
         status = self._status(error)
+        if any(type(one).__name__ == "TooManyRedirects" for one in causes(error)):
+            return CheckpointError(
+                f"the server sends requests for {self.url.shown} from one address to the next "
+                "without end",
+                "check the URL, and what its server redirects",
+            )
         if status is None or status in (*LATER, *REFUSED, 404):
             return super().explain(error)
         # Without the server's own words: they can repeat the signature.
@@ -161,7 +174,7 @@ class WebStore(FsspecStore):
             if response.status != 416:  # of an empty file
                 response.raise_for_status()
             if size is None:
-                raise WholeFileError(f"no size of {name}")
+                raise (UnnamedRangeError if response.status == 206 else WholeFileError)(name)
             return RemoteFile(name, size, _etag(response.headers))
 
     async def _get(self, name: str, start: int, stop: int) -> bytearray:

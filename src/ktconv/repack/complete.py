@@ -16,6 +16,7 @@ from ktconv.packed.weights import PackedWeights, listed_names, name_of, open_pac
 from ktconv.reading.reader import SourceReader
 from ktconv.repack.sources import check_alone, check_manifest, options_of, read_known
 from ktconv.repack.tree import Tree, TreeLayer, read_tree, refuse_mixtures, refuse_unfinished
+from ktconv.system.units import counted
 from ktconv.targets.ktransformers import Options
 from ktconv.writer.journal import Record
 from ktconv.writer.manifest import Manifest
@@ -132,7 +133,7 @@ def _refuse_incomplete(weights: PackedWeights, layer: TreeLayer) -> None:
     expected = set(layer.all_tensors())
     found = weights.of_layer(layer.index)
     if missing := sorted(map(name_of, expected - found.keys())):
-        more = f" and {len(missing) - 1} more tensor(s)" if missing[1:] else ""
+        more = f" and {counted(len(missing) - 1, 'more tensor')}" if missing[1:] else ""
         raise CheckpointError(f"{weights.directory} does not contain {missing[0]}{more}", _VERIFY)
     if extra := sorted(map(name_of, found.keys() - expected)):
         raise CheckpointError(

@@ -38,6 +38,7 @@ from ktconv.repack.recut import (
     shares,
 )
 from ktconv.repack.tree import Tree, TreeLayer
+from ktconv.system.units import counted
 from ktconv.targets.card import command_line
 from ktconv.targets.ktransformers import BY_WEIGHTS, Options, Plan
 from ktconv.writer.journal import Record
@@ -80,7 +81,7 @@ def prepare(request: Request) -> quantize_cpu.Preflight | Preflight:
     packed = open_complete(request.packed)
     if request.numa == packed.tree.parts:
         raise UsageError(
-            f"{request.packed} has {request.numa} NUMA part(s) already", "use it unchanged"
+            f"{request.packed} has {counted(request.numa, 'NUMA part')} already", "use it unchanged"
         )
     if request.source is None and any(layer.biased for layer in packed.tree.layers.values()):
         raise UsageError(
@@ -173,8 +174,8 @@ def _down_scales(tree: Tree, new: int) -> str:
         return f"down keeps the scales of its groups: the bytes of a fresh conversion with {new}"
     if new % old == 0:
         return (
-            f"down keeps the row scales of {old} part(s): the same weights, but not the bytes of "
-            f"a fresh conversion with --numa {new}, which takes a scale per part"
+            f"down keeps the row scales of {counted(old, 'part')}: the same weights, but not the "
+            f"bytes of a fresh conversion with --numa {new}, which takes a scale per part"
         )
     return f"down is joined from {old} parts, whose row scales agree"
 
@@ -185,7 +186,7 @@ def _preflight(request: Request, packed: CompleteWeights, plan: Plan) -> Preflig
     return Preflight(
         **derived.needs(request, str(request.packed), plan, memory, packed.manifest),
         origin={"resharded_from": _origin(packed, request.numa)},
-        about=f"packed weights in {packed.tree.parts} NUMA part(s)",
+        about=f"packed weights in {counted(packed.tree.parts, 'NUMA part')}",
         command=f"ktconv reshard PACKED OUTPUT --numa {request.numa} "
         f"--max-shard-size {request.max_shard_size}",
         packed=packed,

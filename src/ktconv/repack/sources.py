@@ -18,7 +18,7 @@ from ktconv.checkpoint.towers import tower_config
 from ktconv.errors import CheckpointError, VerificationError
 from ktconv.formats import FORMATS, output_formats
 from ktconv.repack.tree import Tree, TreeLayer
-from ktconv.system.units import format_ranges
+from ktconv.system.units import counted, listed
 from ktconv.targets.ktransformers import Options, options_of_record
 from ktconv.writer.journal import Record
 from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
@@ -86,7 +86,7 @@ def check_manifest(manifest: Manifest, tree: Tree) -> None:
     options = options_of(manifest)
     if (options.method, options.numa) != (tree.format.key, tree.parts):
         raise CheckpointError(
-            f"{tree.root} contains {tree.format.name} in {tree.parts} part(s), but "
+            f"{tree.root} contains {tree.format.name} in {counted(tree.parts, 'part')}, but "
             f"{manifest.path} says {FORMATS[options.method].name} in {options.numa}",
             "remove files of other conversions, or convert again",
         )
@@ -133,11 +133,11 @@ def _check_layers(
     ignored: set[int] | frozenset[int] = frozenset(),
 ) -> None:
     if missing := expected.keys() - tree.layers.keys():
-        named = format_ranges(sorted(missing))
-        raise CheckpointError(f"{tree.root} does not contain layer(s) {named} of {by}", hint)
+        named = listed("layer", missing)
+        raise CheckpointError(f"{tree.root} does not contain {named} of {by}", hint)
     if extra := tree.layers.keys() - expected.keys() - ignored:
-        named = format_ranges(sorted(extra))
-        raise CheckpointError(f"{tree.root} has layer(s) {named}, which are not in {by}", hint)
+        named = listed("layer", extra)
+        raise CheckpointError(f"{tree.root} has {named}, and {by} has not", hint)
     for index, dimensions in expected.items():
         found = _dimensions(tree.layers[index])
         if found != dimensions:
@@ -176,7 +176,7 @@ def check_alone(tree: Tree) -> None:
     between = set(range(layers[0].index, layers[-1].index)) - tree.layers.keys()
     if gaps := [index for index in sorted(between) if not (dense and dense.key_of(index))]:
         raise CheckpointError(
-            f"{tree.root} does not contain layer(s) {format_ranges(gaps)} between "
+            f"{tree.root} does not contain {listed('layer', gaps)} between "
             f"{layers[0].index} and {layers[-1].index}",
             "convert the missing layers; if the model has no experts there, give --source MODEL",
         )
@@ -202,8 +202,7 @@ def _check_config(tree: Tree, config: ModelConfig) -> None:
         )
     if absent := absent_layers(config, tree.layers):
         raise CheckpointError(
-            f"{tree.root} does not contain layer(s) {format_ranges(absent)} of the "
-            f"{CONFIG_NAME} there",
+            f"{tree.root} does not contain {listed('layer', absent)} of the {CONFIG_NAME} there",
             "convert the missing layers; if the model has no experts there, give --source MODEL",
         )
 

@@ -31,7 +31,7 @@ from ktconv.formats import (
 from ktconv.packed.weights import Geometry, Recorded, recorded_of
 from ktconv.system.files import io_error
 from ktconv.system.pointers import refuse_pointer_at
-from ktconv.system.units import format_ranges
+from ktconv.system.units import counted, listed
 from ktconv.writer.journal import STATE_DIRECTORY
 from ktconv.writer.manifest import MANIFEST
 
@@ -339,7 +339,7 @@ def _refuse_odd_sizes(root: Path, layer: TreeLayer, entries: Sequence[KtEntry]) 
             raise CheckpointError(
                 f"{root / entry.name} has the size of another model or number of parts: "
                 f"{layer.format.name} of hidden size {layer.hidden}, intermediate size "
-                f"{layer.intermediate} in {layer.parts} part(s) takes {expected} bytes",
+                f"{layer.intermediate} in {counted(layer.parts, 'part')} takes {expected} bytes",
                 _LEFT_OVER,
             )
 
@@ -354,11 +354,9 @@ def _refuse_missing(root: Path, layer: TreeLayer, found: Iterable[TensorId]) -> 
     name = kt_path(
         layer.format.name, layer.index, first.proj, first.expert, first.part, first.kind, nbytes
     )
-    more = f" and {len(missing) - 1} more file(s)" if missing[1:] else ""
-    experts = format_ranges(sorted({tensor.expert for tensor in missing}))
-    raise CheckpointError(
-        f"{root} does not contain {name}{more}, of expert(s) {experts}", _INCOMPLETE
-    )
+    more = f" and {counted(len(missing) - 1, 'more file')}" if missing[1:] else ""
+    experts = listed("expert", (tensor.expert for tensor in missing))
+    raise CheckpointError(f"{root} does not contain {name}{more}, of {experts}", _INCOMPLETE)
 
 
 # ---- all layers ------------------------------------------------------------------------

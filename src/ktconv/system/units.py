@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from ktconv.errors import UsageError
 
@@ -11,7 +12,8 @@ for _power, _letter in enumerate("KMGTP", start=1):
     _FACTORS[_letter] = _FACTORS[_letter + "B"] = 1000**_power
     _FACTORS[_letter + "IB"] = 1024**_power
 _FACTORS["B"] = 1
-_SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*([0-9]{1,99}(?:\.[0-9]{1,99})?)\s*([A-Za-z]*)\s*")
+_MOST_BYTES = 2**63 - 1  # that a file or an address space can have
 
 _RANGE = re.compile(r"\s*(-?[0-9]+)(?:\s*-\s*([0-9]+))?\s*")
 _MOST_DIGITS, _MOST_NUMBERS = 9, 100_000
@@ -27,6 +29,11 @@ def parse_size(text: str, option: str) -> int:
     size = int(number) * factor if number.isdecimal() else round(float(number) * factor)
     if size < 1:
         raise UsageError(f"{option} {text!r} is not a positive size", "write it like 5GB or 8GiB")
+    if size > _MOST_BYTES:
+        raise UsageError(
+            f"{option} {text!r} is larger than any file or memory can be",
+            "write it like 5GB or 8GiB",
+        )
     return size
 
 
@@ -37,6 +44,11 @@ def format_size(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.2f} TB"
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """ "17.4 GB/s", in the unit that shows its digits."""
+    return f"{format_size(bytes_per_second)}/s"
 
 
 def parse_ranges(text: str, option: str) -> list[int]:
@@ -82,3 +94,22 @@ def format_duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def counted(count: int, word: str) -> str:
+    """ "1 file", "2,000 files": a number of things in words; `word` names one of them."""
+    return f"{count:,} {word if count == 1 else _plural(word)}"
+
+
+def listed(word: str, numbers: Iterable[int]) -> str:
+    """ "layer 3", "layers 0-3,7": things that have numbers; `word` names one of them."""
+    found = sorted(set(numbers))
+    return f"{word if len(found) == 1 else _plural(word)} {format_ranges(found)}"
+
+
+def _plural(word: str) -> str:
+    if word.endswith("x"):
+        return f"{word[:-1]}ces"  # matrix
+    if word.endswith("y") and word[-2] not in "aeiou":
+        return f"{word[:-1]}ies"
+    return f"{word}s"

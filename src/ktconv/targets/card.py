@@ -14,7 +14,7 @@ from ktconv.checkpoint.gguf.parts import model_stem
 from ktconv.checkpoint.source_card import NOT_STRINGS, SourceCard
 from ktconv.conversion.records import ErrorSummary, zero_scales_in_words
 from ktconv.system.text import path_text, printable
-from ktconv.system.units import format_ranges, format_size
+from ktconv.system.units import counted, format_ranges, format_size
 from ktconv.targets.ktransformers import BY_WEIGHTS, NO_KTRANSFORMERS, Options, Plan
 
 
@@ -227,6 +227,7 @@ def card(
         if options.layout == "safetensors"
         else "`_layer_{layer}/_numa_{part}/*.kt`"
     )
+    parts = counted(options.numa, "NUMA part")
     return f"""---
 {header}
 ---
@@ -234,7 +235,7 @@ def card(
 # {title}
 
 {intro}:
-{plan.target.name}, {options.numa} NUMA part(s), {content}, {format_size(plan.output_bytes)}.
+{plan.target.name}, {parts}, {content}, {format_size(plan.output_bytes)}.
 
 - MoE layers: {format_ranges([layer.index for layer in plan.moe_layers])}{_tower(plan)}
 - Experts per layer: {_expert_counts(plan)}

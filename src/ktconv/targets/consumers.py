@@ -13,7 +13,7 @@ from ktconv.checkpoint import Checkpoint, MoELayer
 from ktconv.checkpoint.activations import in_words
 from ktconv.families.config import sections_of, value_of
 from ktconv.families.family import PLAIN, ExpertActivation
-from ktconv.system.units import format_ranges
+from ktconv.system.units import listed
 
 ALLOW = "--allow-activation-mismatch converts it for ktconv's own runtime"
 
@@ -190,10 +190,10 @@ class Mismatch:
 
     @property
     def sentence(self) -> str:
-        where = format_ranges([layer.index for layer in self.layers])
+        where = listed("layer", (layer.index for layer in self.layers))
         activations = {layer.index: layer.activation for layer in self.layers}
         return (
-            f"the experts of layer(s) {where} compute {in_words(activations)}{self._bias}; "
+            f"the experts of {where} compute {in_words(activations)}{self._bias}; "
             f"{self.instead}, and its results would be wrong"
         )
 

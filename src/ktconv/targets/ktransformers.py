@@ -34,6 +34,7 @@ from ktconv.placement.expert_sets import (
     others,
     set_of_record,
 )
+from ktconv.system.units import counted
 from ktconv.targets.consumers import Mismatch, mismatch_of, model_types
 from ktconv.targets.renaming import rename_tensors
 from ktconv.writer.manifest import MANIFEST
@@ -263,7 +264,7 @@ class KTransformersTarget(Target):
     @property
     def description(self) -> str:
         backward = ", backward matrices too" if self.backward else ""
-        return f"{self.name}, {self.options.numa} NUMA part(s){backward}"
+        return f"{self.name}, {counted(self.options.numa, 'NUMA part')}{backward}"
 
     @property
     def notes(self) -> Sequence[str]:

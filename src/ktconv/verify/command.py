@@ -9,7 +9,7 @@ from typing import Any
 
 from ktconv.errors import KtconvError, UsageError
 from ktconv.system.text import Notify
-from ktconv.system.units import format_size
+from ktconv.system.units import counted, format_size
 from ktconv.verify.card import check_card, write_card
 from ktconv.verify.findings import Progression
 from ktconv.verify.memory import Budget, Need, memory_facts, plan_memory
@@ -55,7 +55,7 @@ def run(
 
 
 def _announce(budget: Budget, notify: Notify) -> None:
-    notify(f"memory: up to {format_size(budget.peak)} with {budget.threads} thread(s)")
+    notify(f"memory: up to {format_size(budget.peak)} with {counted(budget.threads, 'thread')}")
 
 
 def _compare(

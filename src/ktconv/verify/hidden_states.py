@@ -26,7 +26,7 @@ from ktconv.reading.tensors import SourceTensors
 from ktconv.system import machine
 from ktconv.system.arrays import F32, I64, U16
 from ktconv.system.text import Notify
-from ktconv.system.units import format_ranges, format_size
+from ktconv.system.units import format_size, listed
 from ktconv.verify.findings import Findings
 from ktconv.verify.layer_tensors import (
     WEIGHTS,
@@ -142,7 +142,7 @@ class HiddenStates:
             for fault in found.faults:
                 findings.fail(LEVEL, fault.check, fault.message, tensor=fault.tensor, layer=index)
         for note, layers in by_note(self._tensors):
-            findings.note(f"level layers, layer(s) {format_ranges(layers)}: {note}")
+            findings.note(f"level layers, {listed('layer', layers)}: {note}")
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from ktconv.checkpoint import TensorRef, source_identity
 from ktconv.conversion.plan import Unit
 from ktconv.formats import TensorId, parse_tensor_name
 from ktconv.packed.weights import name_of
+from ktconv.system.units import counted
 from ktconv.verify.findings import Findings
 from ktconv.verify.output import OpenedOutput
 from ktconv.verify.side_files import check_side_files
@@ -69,8 +70,8 @@ class StructureCheck(ABC):
                 self._fail("manifest", f"{MANIFEST} is damaged.", file=MANIFEST)
             elif not self._output.unfinished:
                 self._findings.note(
-                    f"{self._directory} has no {MANIFEST}: it was made by another tool; there "
-                    "are no checksums, and its options are inferred from its tensors"
+                    f"{self._directory} has no {MANIFEST}: there are no checksums, and its "
+                    "options are inferred from its tensors"
                 )
             return
         for key in manifest.damaged_units:
@@ -138,7 +139,7 @@ class StructureCheck(ABC):
     def _unlisted(self, names: set[str]) -> None:
         """Without a checksum, a changed bit that could be due to rounding is not found."""
         if names:
-            more = f" and {len(names) - 1} more tensor(s)" if len(names) > 1 else ""
+            more = f" and {counted(len(names) - 1, 'more tensor')}" if len(names) > 1 else ""
             message = f"{MANIFEST} has no record of {min(names)}{more}."
             self._fail("manifest", message, file=MANIFEST, tensor=min(names))
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ktconv.system.units import format_size
+from ktconv.system.units import counted, format_size
 from ktconv.verify.run import Result
 
 SHOWN = 10  # failures; --json and --report have more
@@ -20,14 +20,15 @@ def lines_of(result: Result) -> Iterator[str]:
         yield f"{failure.level}, {failure.check}: {failure.message}"
     more = facts["failure_count"] - min(SHOWN, len(result.failures))
     if more:
-        yield f"... and {more} more failure(s): --json or --report lists them"
+        yield f"... and {counted(more, 'more failure')}: --json or --report lists them"
     for level, (first, *others) in levels_in_words(facts):
         yield f"{level:<10} {'ok' if facts[level]['passed'] else 'FAILED'}: {first}"
         yield from (f"{'':<11}{line}" for line in others)
     for note in facts["notes"]:
         yield f"note: {note}"
     count = facts["failure_count"]
-    verdict = "OK, verified" if result.passed else f"FAILED with {count} failure(s), verified"
+    failed = f"FAILED with {counted(count, 'failure')}, verified"
+    verdict = "OK, verified" if result.passed else failed
     yield f"{facts['output']}: {verdict} to level {facts['level']} in {facts['seconds']:.1f} s"
 
 
@@ -56,7 +57,9 @@ def _coverage(about: Mapping[str, Any]) -> Iterator[str]:
 def _weights(about: Mapping[str, Any]) -> Iterator[str]:
     sample, bound = about["sample"], about["bound_steps"]
     part = "" if sample >= 1 else f" (a sample of {sample:g})"
-    allowed = "" if bound is None else f" ({bound:.4f} allowed)"
+    # Of codes that a search or factors chose; others are held to rules of their own.
+    held = bound is not None and about["max_error_steps"] <= bound
+    allowed = f" ({bound:.4f} allowed)" if held else ""
     yield (
         f"{about['matrices']} matrices{part}, relative RMS error "
         f"{about['relative_rms_error']:.4f} over all weights, cosine {about['cosine']:.6f}, at "

@@ -39,6 +39,7 @@ SETUP_BYTE = OTHERS_BYTE + 1  # lock of a run that begins or finishes, see Outpu
 SETUP_POLL_SECONDS = 0.02
 SETUP_LOCK_TIMEOUT = 120.0  # what is done under it takes seconds even on slow disks
 SETUP_NOTICE_SECONDS = 2.0  # after this time the user learns what the run waits for
+ENDING_SECONDS = 1.0  # what a process that was killed may take until its locks are free
 _FLOCK = "hhqqi"  # struct flock of 64-bit Linux: type, whence, start, length, process
 
 Record = dict[str, Any]
@@ -269,8 +270,13 @@ class OutputLock:
         return f" (process {process})" if process > 0 else ""
 
     def acquire(self, units: Iterable[int], what: str) -> None:
-        """Lock these bytes, all or none. InUseError if another run has one of them."""
-        if not self.try_acquire(units):
+        """Lock these bytes, all or none. InUseError if another run has one of them, and keeps it:
+        one that was killed lets go when the system has ended all of its threads."""
+        wanted, given_up = set(units), time.monotonic() + ENDING_SECONDS
+        while not self.try_acquire(wanted):
+            if time.monotonic() < given_up:
+                time.sleep(SETUP_POLL_SECONDS)
+                continue
             raise InUseError(
                 f"another ktconv is converting {what} into {self._journal.output}",
                 "wait until it has ended, then run the same command again",

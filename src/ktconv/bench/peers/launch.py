@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -16,6 +14,7 @@ from typing import Any
 import ktconv
 from ktconv.bench.peers.base import PeerError
 from ktconv.bench.peers.request import Request, Result
+from ktconv.system import children
 
 _MODULE = "ktconv.bench.peers.__main__"
 _ERROR_LINES = 3  # of a crashed peer's last words
@@ -38,14 +37,7 @@ class PeerProcess:
         paths = [str(Path(ktconv.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         self._words = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by close()
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", start],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._words,
-            env=environment,
-            text=True,
-        )
+        self._process = children.start(start, stderr=self._words, environment=environment)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._to, self._from = self._process.stdin, self._process.stdout
 

@@ -19,7 +19,13 @@ from pathlib import Path
 from struct import Struct
 from typing import Any, NoReturn
 
-from ktconv.checkpoint.gguf.types import FIRST_OF_IK_LLAMA, REMOVED, TYPES, GgmlType
+from ktconv.checkpoint.gguf.types import (
+    BEYOND_IK_LLAMA,
+    FIRST_OF_IK_LLAMA,
+    REMOVED,
+    TYPES,
+    GgmlType,
+)
 from ktconv.checkpoint.safetensors_file import MAX_HEADER_BYTES, Header
 from ktconv.checkpoint.types import TensorRef
 from ktconv.errors import CheckpointError
@@ -331,7 +337,7 @@ def _unsupported(number: int) -> NoReturn:
         raise _FaultError(
             f"is of type {number} ({REMOVED[number]}), which llama.cpp has removed", _UNSUPPORTED
         )
-    if number >= FIRST_OF_IK_LLAMA:
+    if FIRST_OF_IK_LLAMA <= number < BEYOND_IK_LLAMA:
         raise _FaultError(
             f"is of type {number}, one of ik_llama.cpp's own, which are not supported",
             "Use a GGUF file with llama.cpp's types only.",

@@ -56,4 +56,5 @@ REMOVED: Mapping[int, str] = {
     4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8",
     36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
 }  # fmt: skip
-FIRST_OF_IK_LLAMA = 97  # that fork numbers its own types from here on
+# That fork numbers its own types from here on, with gaps; far beyond, a number is damage.
+FIRST_OF_IK_LLAMA, BEYOND_IK_LLAMA = 97, 512

@@ -23,7 +23,7 @@ from ktconv.stats.origin import Origin, Sizes
 from ktconv.stats.router_sample import notes_on_origin
 from ktconv.system.arrays import F32, F64, I8, I64
 from ktconv.system.text import path_text
-from ktconv.system.units import format_ranges
+from ktconv.system.units import counted, listed
 from ktconv.targets.ktransformers import CalibrationRecord
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def open_calibration(
     missing = [one for one in layers if one.index not in hessians.sizes]
     if numbers := [one.index for one in missing if not one.is_mtp]:
         raise UsageError(
-            f"{directory} has no second moments of layer(s) {format_ranges(numbers)}",
+            f"{directory} has no second moments of {listed('layer', numbers)}",
             f"record all layers: {_AGAIN}, without --layers",
         )
     check_enough(max(int(hessians.counts(layer).max()) for layer in hessians.layers), directory)
@@ -146,9 +146,9 @@ def open_calibration(
     if missing:
         numbers = [one.index for one in missing]
         notes.append(
-            f"{path_text(directory)} has no second moments of MTP layer(s) "
-            f"{format_ranges(numbers)}: the search chooses scales there, and all errors count the "
-            "same"
+            f"{path_text(directory)} has no second moments of "
+            f"{listed('MTP layer', numbers)}: the search chooses scales there, and all errors "
+            "count the same"
         )
     return Calibration(hessians, record_of("hessian", directory.name, hessians.origin), notes)
 
@@ -157,8 +157,8 @@ def check_enough(tokens: int, path: Path) -> None:
     """UsageError where no expert gets more than `tokens`, and that is too few to calibrate any."""
     if tokens < FEWEST_TOKENS:
         raise UsageError(
-            f"{path_text(path)} is too short to calibrate: no expert gets more than {tokens} "
-            f"token(s), and each needs {FEWEST_TOKENS}",
+            f"{path_text(path)} is too short to calibrate: no expert gets more than "
+            f"{counted(tokens, 'token')}, and each needs {FEWEST_TOKENS}",
             "calibrate with a text of thousands of tokens, or omit --calibrate",
         )
 

@@ -27,7 +27,7 @@ from ktconv.stats.record import Recorder, Recording, Wanted
 from ktconv.system.arrays import I64, Array
 from ktconv.system.files import make_directory
 from ktconv.system.text import Notify, path_text
-from ktconv.system.units import format_ranges, format_size
+from ktconv.system.units import format_size, listed
 from ktconv.targets.ktransformers import CalibrationRecord
 
 MOST_TOKENS = 1 << 17  # that are read of a text
@@ -72,7 +72,7 @@ class TextCalibration:
         ]
         if mtp:
             self.notes.append(
-                f"the model is run without MTP layer(s) {format_ranges(mtp)}: the search chooses "
+                f"the model is run without {listed('MTP layer', mtp)}: the search chooses "
                 "scales there, and all errors count the same"
             )
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ktconv.targets.encoded.target import EncodedTarget
 
 ROUTED = "routed experts"
+_MODULES = ("modules", "module ")  # a column
 _OTHER = "other"
 
 
@@ -77,8 +78,9 @@ def class_lines(classes: Sequence[ClassCount]) -> list[str]:
     lines = []
     for count in classes:
         fate = "quantized" if count.quantized else "kept as they are"
+        word = _MODULES[count.modules == 1]
         lines.append(
-            f"{count.name:<21} {count.modules:>8} modules  {format_size(count.source_bytes):>9}"
+            f"{count.name:<21} {count.modules:>8} {word}  {format_size(count.source_bytes):>9}"
             f"  {fate:<16}  {count.example}"
         )
     return lines

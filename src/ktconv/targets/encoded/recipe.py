@@ -253,7 +253,7 @@ class _Parser:
         )
 
     def _fail(self, where: str, what: str, hint: str = _HINT) -> NoReturn:
-        raise UsageError(f"{self._name}: {where} {what}", hint)
+        raise UsageError(" ".join(f"{self._name}: {where} {what}".split()), hint)
 
     def _check_keys(self, where: str, found: Mapping[str, Any], known: Sequence[str]) -> None:
         for key in found:

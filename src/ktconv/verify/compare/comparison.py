@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from ktconv.system.units import counted
+
 Verdict = Literal["equal bytes", "equal weights", "different"]
 
 SCHEMA = 1
@@ -68,11 +70,6 @@ class Comparison:
 
 def finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
-
-
-def counted(count: int, word: str) -> str:
-    plural = f"{word[:-1]}ces" if word.endswith("x") else f"{word}s"
-    return f"{count:,} {word if count == 1 else plural}"
 
 
 def step_words(steps: float) -> str:

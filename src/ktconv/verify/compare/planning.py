@@ -14,7 +14,8 @@ from ktconv.errors import CheckpointError
 from ktconv.formats import is_backward
 from ktconv.packed.weights import Geometry
 from ktconv.system.regular_files import read_small
-from ktconv.verify.compare.comparison import NAMED, counted, matrix_words, place_words, shortened
+from ktconv.system.units import counted
+from ktconv.verify.compare.comparison import NAMED, matrix_words, place_words, shortened
 from ktconv.verify.compare.pairs import MatrixTask, Task, TensorTask
 from ktconv.verify.compare.sides import ORDER, Expert, Input, Side
 from ktconv.verify.request import check_sample

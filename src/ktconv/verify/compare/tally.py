@@ -10,8 +10,8 @@ from typing import Any
 
 from ktconv.formats import Matrix, cut_by_rows
 from ktconv.packed.weights import Geometry
-from ktconv.system.units import format_ranges
-from ktconv.verify.compare.comparison import Comparison, counted, shortened, step_words
+from ktconv.system.units import counted, format_ranges
+from ktconv.verify.compare.comparison import Comparison, shortened, step_words
 from ktconv.verify.compare.pairs import DifferenceStats, MatrixTask, TaskResult, TensorTask
 from ktconv.verify.compare.planning import Plan
 from ktconv.verify.compare.sides import ORDER

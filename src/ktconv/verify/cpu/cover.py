@@ -17,7 +17,7 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.families import table
 from ktconv.formats import is_backward
 from ktconv.packed.weights import PackedWeights, open_packed
-from ktconv.system.units import format_ranges
+from ktconv.system.units import listed
 from ktconv.verify.cpu.output import CpuOutput
 from ktconv.verify.findings import Findings
 from ktconv.writer.journal import Journal, Record
@@ -70,7 +70,7 @@ def check_cover(output: CpuOutput, other: Path, findings: Findings) -> dict[str,
             ("unknown experts", (ours | theirs) - everything, "not the model's"),
         ):
             if ids:
-                message = f"layer {layer}: expert(s) {format_ranges(sorted(ids))} {words}."
+                message = f"layer {layer}: {listed('expert', ids)} {words}."
                 findings.fail(LEVEL, check, message, layer=layer, expert=min(ids))
     for layer in sorted(there.keys() - layers.keys()):
         message = f"{other} has experts of layer {layer}, which is not an MoE layer"

@@ -13,6 +13,7 @@ from ktconv.checkpoint.agreement import Dimensions
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import is_backward, output_formats
 from ktconv.packed.weights import PackedWeights, open_packed
+from ktconv.system.units import counted
 from ktconv.targets.ktransformers import Options, make_plan, options_of_record
 from ktconv.verify.cpu.unrecorded import found_rule
 from ktconv.verify.output import NO_LIMIT, OpenedOutput
@@ -62,7 +63,10 @@ def open_cpu_output(
     packed = open_packed(output)
     manifest = _usable(read_manifest(output), output)
     if not packed.tensors and manifest is None and not packed.damaged:
-        raise UsageError(f"{output} contains no packed experts", _HINT)
+        raise UsageError(
+            f"{output} contains no packed experts, and no {MANIFEST}",
+            f"{_HINT}; if it is one, restore its {MANIFEST}",
+        )
     checkpoint = open_checkpoint(source, side_files, naming, tower) if source else None
     options = (
         (manifest and _options_of_manifest(manifest, packed, checkpoint))
@@ -144,8 +148,8 @@ def _contradiction(packed: PackedWeights, options: Options) -> str | None:
         return None
     method, parts = min(kinds)
     return (
-        f"{MANIFEST} says {options.method.upper()} in {options.numa} NUMA part(s), but the "
-        f"tensors are {method.upper()} in {parts}"
+        f"{MANIFEST} says {options.method.upper()} in {counted(options.numa, 'NUMA part')}, but "
+        f"the tensors are {method.upper()} in {parts}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ktconv.formats import FORMATS, parse_kt_path
 from ktconv.packed.weights import name_of
+from ktconv.system.units import counted
 from ktconv.verify.cpu.output import CpuOutput
 from ktconv.verify.structure import StructureCheck, where_of
 from ktconv.writer.manifest import MANIFEST
@@ -44,7 +45,8 @@ class CpuStructureCheck(StructureCheck):
                 name = FORMATS[options.method].name
                 words = f"the tensors of layer {layer} do not have the sizes of {name}"
             elif geometry.parts != options.numa:
-                words = f"layer {layer} has {geometry.parts} NUMA part(s), not {options.numa}"
+                parts = counted(geometry.parts, "NUMA part")
+                words = f"layer {layer} has {parts}, not {options.numa}"
             if words:
                 self._fail("dimensions", f"{words}.", layer=layer)
 

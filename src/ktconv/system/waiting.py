@@ -1,0 +1,135 @@
+"""Waits that the first interrupt ends, whatever thread they are in, and that users are told of.
+
+A handler of signals runs in the main thread, between any two of its instructions, and may wait for
+no lock: it writes a byte into a pipe, at which all waits look.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar, TypeVar
+
+T = TypeVar("T")
+
+SHOWN_SECONDS = 2.0  # shorter waits are not worth a line
+SLOW_SECONDS = 30.0  # without an answer, after which the wait for it is shown
+AGAIN_SECONDS = 60.0  # between two lines about the same
+_SLICE = 0.1  # between two looks at the pipe, of waits that cannot poll it
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What is waited for, why, and for how many seconds; None: nobody knows."""
+
+    subject: str
+    why: str
+    seconds: float | None = None
+
+    @property
+    def words(self) -> str:
+        """A sentence."""
+        long = "" if self.seconds is None else f" {self.seconds:.0f} s"
+        return f"Waiting{long} for {self.subject}: {self.why}."
+
+
+Listener = Callable[[Wait], None]
+
+
+class _Shown:
+    """Who is told of waits, and what was said."""
+
+    lock = threading.Lock()
+    listener: Listener | None = None
+    until: ClassVar[dict[str, float]] = {}  # by subject: when it may be said again
+
+
+@contextmanager
+def told_to(listener: Listener) -> Iterator[None]:
+    """Waits of this process are told to `listener`, which any thread may call."""
+    before, _Shown.listener = _Shown.listener, listener
+    try:
+        yield
+    finally:
+        _Shown.listener = before
+        _Shown.until.clear()
+
+
+def tell(found: Wait) -> None:
+    """Tell of a wait that begins, unless the same is waited for already."""
+    with _Shown.lock:
+        now = time.monotonic()
+        if _Shown.listener is None or now < _Shown.until.get(found.subject, 0.0):
+            return
+        _Shown.until[found.subject] = now + (found.seconds or AGAIN_SECONDS)
+        _Shown.listener(found)
+
+
+# ---- interrupts ------------------------------------------------------------------------
+
+
+@cache
+def _pipe() -> tuple[int, int]:
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    return reading, writing
+
+
+@contextmanager
+def interrupts_end_waits() -> Iterator[Callable[[], None]]:
+    """Yields what a handler of signals calls: all waits of this process end then, with
+    KeyboardInterrupt, and none begins until the context ends."""
+    reading, writing = _pipe()
+
+    def end() -> None:
+        os.write(writing, b"!")
+
+    try:
+        yield end
+    finally:
+        while _interrupted(0.0):
+            os.read(reading, 64)
+
+
+def _interrupted(seconds: float) -> bool:
+    """Whether an interrupt came, or comes within these seconds."""
+    polled = select.poll()
+    polled.register(_pipe()[0], select.POLLIN)
+    return bool(polled.poll(seconds * 1000))
+
+
+def sleep(seconds: float) -> None:
+    """Wait, but not beyond an interrupt: KeyboardInterrupt then."""
+    if _interrupted(seconds):
+        raise KeyboardInterrupt
+
+
+def answer(call: Callable[[], T], subject: str) -> T:
+    """What `call` returns, which waits for `subject` and cannot be interrupted itself: it goes on
+    in a thread that nobody waits for. KeyboardInterrupt after an interrupt."""
+    if threading.current_thread() is threading.main_thread():
+        return call()  # where Python raises the interrupt
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    sleep(0.0)
+    started = time.monotonic()
+    threading.Thread(target=work, name="ktconv-request", daemon=True).start()
+    while not future.done():
+        wait([future], _SLICE)
+        sleep(0.0)
+        if (passed := time.monotonic() - started) > SLOW_SECONDS and not future.done():
+            tell(Wait(subject, f"it was asked {passed:.0f} s ago and has not answered"))
+    return future.result()
