@@ -338,9 +338,9 @@ HEAD = """\
 # Which method for my model
 
 Find your model, copy its command: on the site, a click selects all of it. It reads the release from
-the hub if it is not in the local cache, and stores nothing but the output; a directory or a GGUF file
-can stand in place of the id. Models that are not here: [all families](#all-families). `--dry-run` tells exact sizes, memory and
-disk space before anything is written.
+the hub if it is not in the local cache, and stores nothing but the output; a directory or a GGUF
+file can stand in place of the id. Models that are not here: [all families](#all-families).
+`--dry-run` tells exact sizes, memory and disk space before anything is written.
 """
 
 LEGEND = f"""\

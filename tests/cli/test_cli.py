@@ -16,7 +16,8 @@ from typing import Any, get_args
 
 import pytest
 import typer
-from helpers.convert import all_files, assert_same, convert, ktconv, read_folders, read_json
+from helpers.cli import ktconv, process
+from helpers.convert import all_files, assert_same, convert, read_folders, read_json
 from helpers.paths import ROOT
 from helpers.site import module
 from typer.testing import CliRunner
@@ -122,7 +123,7 @@ def test_dry_run_touches_nothing(tmp_path: Path) -> None:
 
 def test_json_is_alone_on_stdout(tmp_path: Path) -> None:
     done = ktconv("quantize-cpu", EXAMPLE, tmp_path / "out", "--numa", 1, "--json")
-    assert done.returncode == 0
+    assert done.exit_code == 0
     facts = json.loads(done.stdout)
     assert facts["complete"] is True
     assert facts["converted_units"] == ["layer-00000", "layer-00001", "other-00001"]
@@ -142,7 +143,7 @@ def test_lines_on_a_pipe(tmp_path: Path) -> None:
     assert "Relative RMS error: mean 0.1" in done.stdout
     assert f"{tmp_path / 'out'} is complete." in done.stdout
     again = ktconv("quantize-cpu", EXAMPLE, tmp_path / "out", "--numa", 1)
-    assert (again.returncode, again.stderr) == (0, "")
+    assert (again.exit_code, again.stderr) == (0, "")
     assert "nothing to do" in again.stdout
 
 
@@ -261,7 +262,7 @@ def test_exit_code_3_for_resources(tmp_path: Path) -> None:
 
 
 def test_unusable_isa_is_a_sentence(tmp_path: Path) -> None:
-    done = ktconv("quantize-cpu", EXAMPLE, tmp_path / "out", "--numa", 1, KTCONV_ISA="mmx")
+    done = process("quantize-cpu", EXAMPLE, tmp_path / "out", "--numa", 1, KTCONV_ISA="mmx")
     assert done.returncode == 2
     assert re.match("Error: KTCONV_ISA.* cannot be used", done.stderr)
     assert not (tmp_path / "out").exists()

@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from helpers.cli import write_model
-from helpers.convert import all_files, ktconv
+from helpers.cli import process, write_model
+from helpers.convert import all_files
 from helpers.disk_calls import Commands
 
 PLAIN_C = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -61,7 +61,7 @@ def assert_utf8(directory: Path) -> None:
 
 def done(where: Commands | dict[str, str], *words: object, code: int = 0) -> str:
     """In a process forked in an environment, or in an interpreter that starts in a changed one."""
-    result = where.run(words) if isinstance(where, Commands) else ktconv(*words, **where)
+    result = where.run(words) if isinstance(where, Commands) else process(*words, **where)
     assert "Traceback" not in result.stderr, result.stderr
     assert result.returncode == code, result.stderr
     return result.stdout

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.convert import ktconv
+from helpers.cli import ktconv
 from helpers.gpu_corrupt import change
 from helpers.layered import LAYERS, layered_model
 from helpers.recoded import encode
@@ -159,7 +159,7 @@ def test_a_damaged_output_fails(model: Path, outputs: dict[str, Path], tmp_path:
     words = (damaged, outputs["eight"], "--source", model, "--level", "weights", "--no-speed")
     done = ktconv("compare", *words, "--json")
     found = by_name(json.loads(done.stdout))
-    assert done.returncode == 1 and found["damaged"]["failures"] and not found["eight"]["failures"]
+    assert done.exit_code == 1 and found["damaged"]["failures"] and not found["eight"]["failures"]
 
 
 def test_level_model_report_and_plot(tmp_path: Path) -> None:
@@ -168,11 +168,11 @@ def test_level_model_report_and_plot(tmp_path: Path) -> None:
 
     for method in ("rawint4", "bf16"):
         done = ktconv("quantize-cpu", EXAMPLE, tmp_path / method, "--method", method)
-        assert done.returncode == 0, done.stderr
+        assert done.exit_code == 0, done.stderr
     words = [tmp_path / "rawint4", tmp_path / "bf16", "--source", EXAMPLE, "--windows", "1"]
     words += ["--report", tmp_path / "r.html", "--plot", tmp_path / "p.svg", "--seconds", "0"]
     done = ktconv("compare", *words, "--json", "--tokens", "1")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     rows = by_name(json.loads(done.stdout))
     assert abs(rows["bf16"]["kl_mean"]) < 1e-6 < rows["rawint4"]["kl_mean"]
     assert rows["rawint4"]["top1_agreement"] < 1
@@ -198,7 +198,7 @@ def test_bad_usage(
     paths = {"four": outputs["four"], "eight": outputs["eight"], "none": tmp_path / "none"}
     given = [paths.get(word, word) for word in words]
     done = ktconv("compare", *given, "--source", model, "--level", "weights", "--no-speed")
-    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert done.exit_code == 2 and message in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
 
 

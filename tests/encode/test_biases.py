@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.convert import ktconv, read_json, read_model
+from helpers.cli import ktconv
+from helpers.convert import read_json, read_model
 from helpers.corrupt import check
 from helpers.families import Raw, Tensor, bf16, simple_config, write_checkpoint
 from helpers.gpt_oss import EXPERTS, HIDDEN, INNER, SIZES, Blocks
@@ -95,7 +96,7 @@ def test_our_kernels_add_them(dtype: str, tmp_path: Path) -> None:
 def test_refused_unless_it_is_allowed(tmp_path: Path) -> None:
     model, _ = gpt_oss(tmp_path / "model")
     done = ktconv("quantize-cpu", model, tmp_path / "out", "--method", "fp8-channel")
-    assert done.returncode == 2 and not (tmp_path / "out").exists()
+    assert done.exit_code == 2 and not (tmp_path / "out").exists()
     assert "plain SiLU without biases, and its results would be wrong" in done.stderr
     assert "--allow-activation-mismatch converts it for ktconv's own runtime" in done.stderr
     encode(model, tmp_path / "plain", "bf16")  # is no encoding

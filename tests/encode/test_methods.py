@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import pytest
-from helpers.cli import ktconv as ktconv_here
-from helpers.cli import ktconv_done, write_model
-from helpers.convert import ktconv, read_json, read_model
+from helpers.cli import ktconv, ktconv_done, process, write_model
+from helpers.convert import read_json, read_model
 from helpers.corrupt import check
 from helpers.encoded import KINDS, encoded_model, of_packed
 from helpers.families import (
@@ -214,7 +213,7 @@ def test_bits_do_not_depend_on_the_instruction_set(
     words = words or ["--scheme", scheme]
     words += ["--scale", "amax"] if SCHEMES[scheme].is_int else []
     command = SCHEMES[scheme].command
-    done = ktconv(command, model, tmp_path / "out", *words, KTCONV_ISA="scalar")
+    done = process(command, model, tmp_path / "out", *words, KTCONV_ISA="scalar")
     assert done.returncode == 0, done.stderr
     assert read_model(tmp_path / "out") == read_model(made(scheme))
 
@@ -563,7 +562,7 @@ def test_options_that_do_not_apply(
     words: list[str], said: str, model: Path, tmp_path: Path
 ) -> None:
     done = ktconv("quantize-cpu", model, tmp_path / "out", *words)
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert said in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
 
@@ -574,7 +573,7 @@ def test_gptq_rounds_to_integers_alone(model: Path, tmp_path: Path) -> None:
         "quantize-gpu", model, tmp_path / "out", "--method", "gptq", "--scheme", "MXFP4A16",
         "--dataset", "x.txt",
     )  # fmt: skip
-    assert done.returncode == 2 and "rounds to integers" in done.stderr
+    assert done.exit_code == 2 and "rounds to integers" in done.stderr
 
 
 # ---- subsets, plans --------------------------------------------------------------------
@@ -587,7 +586,7 @@ def test_experts_of_a_file_alone(model: Path, tmp_path: Path) -> None:
         "quantize-cpu", model, tmp_path / "some", "--method", "fp8", "--experts", chosen,
         "--allow-partial",
     )  # fmt: skip
-    if done.returncode:
+    if done.exit_code:
         pytest.fail(done.stderr)
     modules = {
         n.split(".experts.")[1][0] for n in read_model(tmp_path / "some") if ".experts." in n
@@ -731,7 +730,7 @@ def test_an_interrupt_while_transformers_builds_the_model_is_no_lack_of_it(
     monkeypatch.setattr("ktconv.model.load.linear_modules", interrupted)
     model = write_model(tmp_path / "model", layers=1, experts=2)
     words = ("quantize-cpu", model, tmp_path / "out", "--method=int4-g128", "--threads=1")
-    result = ktconv_here(*words)
+    result = ktconv(*words)
     assert result.exit_code == 130 and len(asked) == 1
     assert not (tmp_path / "out" / "ktconv.json").exists()
     monkeypatch.undo()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.convert import ktconv
+from helpers.cli import ktconv
 from helpers.corrupt import check
 from helpers.layered import layered_model
 from helpers.recoded import encode
@@ -40,7 +40,7 @@ def test_outputs_are_not_rounded_twice(
     scheme: str, words: list[str], message: str, made: Callable[[str], Path], tmp_path: Path
 ) -> None:
     done = ktconv("quantize-cpu", made(scheme), tmp_path / "out", *words)
-    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert done.exit_code == 2 and message in done.stderr, done.stderr
     assert "--requantize" in done.stderr and not (tmp_path / "out").exists()
 
 
@@ -60,5 +60,5 @@ def test_outputs_as_sources(
     (tmp_path / "recipe.toml").write_text('method = "FP8_DYNAMIC"')
     given = [tmp_path / word if word == "recipe.toml" else word for word in words]
     done = ktconv("quantize-cpu", made(scheme), tmp_path / "out", *given)
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert check(tmp_path / "out", made(scheme)).passed

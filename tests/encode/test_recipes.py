@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.convert import all_files, ktconv, read_json, read_model
+from helpers.cli import ktconv
+from helpers.convert import all_files, read_json, read_model
 from helpers.corrupt import check
 from helpers.families import Raw
 from helpers.layered import EXPERTS, HIDDEN, layered_model
@@ -137,7 +138,7 @@ def test_the_recorded_recipe_gives_the_same_output(
 ) -> None:
     words = ("quantize-cpu", model, tmp_path / "again", "--recipe", mixed / "ktconv_recipe.toml")
     done = ktconv(*words)
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert read_model(tmp_path / "again") == read_model(mixed)
 
 
@@ -422,13 +423,13 @@ def test_mtp_layers_and_files_of_experts(tmp_path: Path) -> None:
         'method = "int8-g128"\n[[rule]]\nexperts = "hot.json"\nmethod = "fp8-channel"\n'
     )
     done = ktconv("quantize-cpu", model, tmp_path / "out", "--recipe", path)
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     recipe = parse_recipe((tmp_path / "out" / "ktconv_recipe.toml").read_text())
     names = [recipe.of(*where).name for where in ((2, 0, "up"), (0, 3, "up"), (0, 2, "up"))]
     assert names == ["int8-g128", "fp8-channel", "int4-g128"]
     assert check(tmp_path / "out", model).passed
     alone = ktconv("quantize-cpu", model, tmp_path / "b", "--recipe", path, "--no-mtp")
-    assert alone.returncode == 2 and "of which none is converted" in alone.stderr
+    assert alone.exit_code == 2 and "of which none is converted" in alone.stderr
 
 
 def test_the_plan_shows_methods_and_engines(model: Path, tmp_path: Path) -> None:
@@ -464,7 +465,7 @@ def test_options_that_exclude_a_recipe(
     path = tmp_path / "recipe.toml"
     path.write_text(PER_LAYER)
     done = ktconv("quantize-cpu", model, tmp_path / "out", "--recipe", path, *words)
-    assert done.returncode == 2 and message in done.stderr
+    assert done.exit_code == 2 and message in done.stderr
     assert not (tmp_path / "out").exists()
 
 

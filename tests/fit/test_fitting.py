@@ -9,7 +9,8 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from helpers.convert import ktconv, read_json, read_model
+from helpers.cli import ktconv
+from helpers.convert import read_json, read_model
 from helpers.corrupt import check
 from helpers.importance_files import importance_of, write_importance
 from helpers.layered import EXPERTS, HIDDEN, INNER, LAYERS, layered_model
@@ -118,22 +119,22 @@ def test_the_worst_layers_get_the_most_bits(model: Path, tmp_path: Path) -> None
 def test_the_recipe_is_a_file_to_edit(model: Path, tmp_path: Path) -> None:
     words = ("quantize-cpu", model, tmp_path / "out", "--target-bits", "5.2")
     done = ktconv(*words, "--engine", "compressed-tensors", "--write-recipe", tmp_path / "r.toml")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     text = (tmp_path / "r.toml").read_text()
     assert "for --target-bits 5.2" in text and text.count("*") == LAYERS * 3 + 1
     recorded = (tmp_path / "out" / "ktconv_recipe.toml").read_text()
     assert read_recipe(tmp_path / "r.toml") == parse_recipe(recorded)
     assert check(tmp_path / "out", model).passed
     again = ktconv(*words, "--engine", "compressed-tensors")
-    assert again.returncode == 0, again.stderr  # nothing to do: the same recipe again
+    assert again.exit_code == 0, again.stderr  # nothing to do: the same recipe again
     edited = ktconv("quantize-cpu", model, tmp_path / "two", "--recipe", tmp_path / "r.toml")
-    assert edited.returncode == 0 and read_model(tmp_path / "two") == read_model(tmp_path / "out")
+    assert edited.exit_code == 0 and read_model(tmp_path / "two") == read_model(tmp_path / "out")
 
 
 def test_a_dry_run_writes_the_recipe_alone(model: Path, tmp_path: Path) -> None:
     words = ("quantize-cpu", model, tmp_path / "out", "--target-size", "1MB", "--dry-run")
     done = ktconv(*words, "--json", "--write-recipe", tmp_path / "r.toml")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     facts = json.loads(done.stdout)
     assert facts["output_bytes"] <= 1_000_000 and facts["methods"]
     assert [one.name for one in tmp_path.iterdir()] == ["r.toml"]
@@ -182,7 +183,7 @@ def test_a_source_that_has_the_format_loses_nothing(model: Path, tmp_path: Path)
 )
 def test_bad_wishes(words: list[str], message: str, model: Path, tmp_path: Path) -> None:
     done = ktconv("quantize-cpu", model, tmp_path / "out", *words)
-    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert done.exit_code == 2 and message in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
 
 

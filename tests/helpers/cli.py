@@ -90,6 +90,14 @@ def ktconv(*words: object) -> Result:
     return result
 
 
+def process(*words: object, **changes: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, with changed environment variables: for what only a
+    process shows, as the environment that it reads when it starts."""
+    command = [sys.executable, "-m", "ktconv", *map(str, words)]
+    environment = {**os.environ, **changes}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
 def ktconv_done(*words: object) -> str:
     """The stdout of a command that succeeds."""
     result = ktconv(*words)

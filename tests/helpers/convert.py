@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,13 +52,6 @@ def convert(model: Path, output: Path, **options: Any) -> Report:
     request = {key: options.pop(key) for key in REQUEST_OPTIONS & options.keys()}
     chosen = Options(**{"numa": 1, **options})
     return quantize_cpu(Request(str(model), output, chosen, **{"threads": 1, **request}))
-
-
-def ktconv(*words: object, **changes: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, with changed environment variables."""
-    command = [sys.executable, "-m", "ktconv", *map(str, words)]
-    environment = {**os.environ, **changes}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
 # ---- reading ---------------------------------------------------------------------------

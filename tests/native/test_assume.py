@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from helpers import amx
-from helpers.convert import ktconv
+from helpers.cli import process
 
 from ktconv import native
 
@@ -16,7 +16,7 @@ LEVELS = list(native.ISA_NAMES.values())
 
 
 def cpu(**changes: str) -> dict[str, Any]:
-    done = ktconv("doctor", "--json", **changes)
+    done = process("doctor", "--json", **changes)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)["cpu"]
     return found

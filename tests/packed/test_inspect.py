@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.convert import convert, ktconv
+from helpers.cli import ktconv
+from helpers.convert import convert
 from helpers.families import (
     family,
     numbered,
@@ -426,7 +427,7 @@ def test_inspect_text(finished: Callable[[str], Path]) -> None:
 
 def test_errors_are_sentences(tmp_path: Path) -> None:
     done = ktconv("inspect", tmp_path / "missing")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert done.stdout == ""
     assert done.stderr.startswith("Error: ")
     assert "Traceback" not in done.stderr

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from blake3 import blake3
-from helpers.convert import convert, ktconv, read_json, read_model
+from helpers.cli import ktconv
+from helpers.convert import convert, read_json, read_model
 from helpers.families import Raw, bf16, build_model, simple_config, write_checkpoint, write_family
 from helpers.gpt_oss import EXPERTS, HIDDEN, INNER, SIZES, SOURCE, Blocks
 
@@ -44,7 +45,7 @@ def test_refused_unless_it_is_allowed(tmp_path: Path) -> None:
     )
     done = ktconv("quantize-cpu", model, tmp_path / "out", "--method", "int8", "--numa", "1",
                   "--allow-activation-mismatch", "--dry-run", "--json")  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.exit_code == 0, done.stdout + done.stderr
     assert any(
         "computes plain SiLU without biases, and its results would be wrong" in n
         for n in json.loads(done.stdout)["notes"]
@@ -123,7 +124,7 @@ def test_one_bias_alone(tmp_path: Path) -> None:
             own = np.arange(HIDDEN) if (expert, proj) == (1, "up") else np.zeros(HIDDEN)
             np.testing.assert_array_equal(bias, own)
     done = ktconv("verify", tmp_path / "out", "--source", model, "--level", "weights")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.exit_code == 0, done.stdout + done.stderr
 
 
 def test_layer_folders_have_no_place_for_them(tmp_path: Path) -> None:
@@ -165,10 +166,10 @@ def test_verify_compares_biases(tmp_path: Path) -> None:
     convert(model, tmp_path / "out", method="int8", numa=3, **ALLOW)
     words = ("verify", tmp_path / "out", "--source", model, "--level", "weights")
     sound = ktconv(*words)
-    assert sound.returncode == 0, sound.stdout + sound.stderr
+    assert sound.exit_code == 0, sound.stdout + sound.stderr
     _flip(tmp_path / "out", tensor_name(0, "up", 1, 2, "bias"))
     wrong = ktconv(*words, "--json")
-    assert wrong.returncode == 1
+    assert wrong.exit_code == 1
     failures = json.loads(wrong.stdout)["failures"]
     assert [one["check"] for one in failures if one["level"] == "weights"] == ["bias"]
 
@@ -196,7 +197,7 @@ def test_resharding_takes_them_from_the_source(tmp_path: Path) -> None:
         reshard.prepare(request)
     convert(model, tmp_path / "expected", method="int8", numa=3, **ALLOW)
     done = ktconv("reshard", tmp_path / "out", tmp_path / "new", "--numa", "3", "--source", model)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.exit_code == 0, done.stdout + done.stderr
     assert read_model(tmp_path / "new") == read_model(tmp_path / "expected")
 
 

@@ -10,14 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.activations import silu
-from helpers.convert import (
-    all_files,
-    convert,
-    ktconv,
-    read_json,
-    read_model,
-    source_matrices,
-)
+from helpers.cli import ktconv, process
+from helpers.convert import all_files, convert, read_json, read_model, source_matrices
 from helpers.encoded import of_int8
 from helpers.families import (
     Weights,
@@ -137,7 +131,7 @@ def test_bytes_do_not_depend_on_threads_level_or_the_run(model: Path, tmp_path: 
     convert(model, tmp_path / "one", threads=1, **FOLD)
     for layer in reversed(LAYERS):
         convert(model, tmp_path / "two", threads=3, layers=[layer], **FOLD)
-    scalar = ktconv("quantize-cpu", model, tmp_path / "scalar", "--fold", "up-down", "--numa", "1",
+    scalar = process("quantize-cpu", model, tmp_path / "scalar", "--fold", "up-down", "--numa", "1",
                     KTCONV_ISA="scalar")  # fmt: skip
     assert scalar.returncode == 0, scalar.stdout + scalar.stderr
     expected = all_files(tmp_path / "one")
@@ -252,7 +246,7 @@ def test_refused_before_anything_is_written(model: Path, tmp_path: Path) -> None
     (tmp_path / "config" / "config.json").write_text(json.dumps(clamped))
     done = ktconv("quantize-cpu", model, tmp_path / "out", "--fold", "up-down", "--numa", "1",
                   "--config", tmp_path / "config", "--allow-activation-mismatch")  # fmt: skip
-    assert done.returncode == 2, done.stdout
+    assert done.exit_code == 2, done.stdout
     assert "--fold up-down would change what the experts of layers 0-1 compute" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.convert import convert, ktconv, read_json, read_model, source_matrices
+from helpers.cli import ktconv
+from helpers.convert import convert, read_json, read_model, source_matrices
 from helpers.families import numbered, random_weights, simple_config, write_checkpoint
 from helpers.imatrix_files import tensors_of, write_imatrix
 from helpers.importance_files import importance_of, write_importance
@@ -187,7 +188,7 @@ def test_converting_again_needs_the_file(model: Path, file: Path, tmp_path: Path
     """reshard would otherwise make other scales, and say that they are the same."""
     convert(model, tmp_path / "out", importance=file)
     done = ktconv("reshard", tmp_path / "out", tmp_path / "new", "--numa", 2, "--source", model)
-    assert done.returncode == 2 and f"--importance {file.name}" in done.stderr
+    assert done.exit_code == 2 and f"--importance {file.name}" in done.stderr
     assert not (tmp_path / "new").exists()
 
 
@@ -199,7 +200,7 @@ def test_plan_and_report_show_coverage(
 ) -> None:
     words = ("quantize-cpu", model, tmp_path / "out", "--importance", file, "--numa", 1)
     plan = ktconv(*words, "--dry-run")
-    assert plan.returncode == 0, plan.stderr
+    assert plan.exit_code == 0, plan.stderr
     assert f"of {2 * EXPERTS} experts 2 got no token and " in plan.stdout
     assert not (tmp_path / "out").exists()
     for more in (("--dry-run",), ()):
@@ -325,7 +326,7 @@ def test_damaged_values_are_found_before_anything_is_written(
     layers[1] = replace(layers[1], down=broken)
     path = write_importance(tmp_path / "nan", layers, checkpoint)
     done = ktconv("quantize-cpu", model, tmp_path / "out", "--importance", path)
-    assert done.returncode == 2 and "layers.1.down has values that are negative" in done.stderr
+    assert done.exit_code == 2 and "layers.1.down has values that are negative" in done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.convert import convert, ktconv, read_shards
+from helpers.cli import ktconv
+from helpers.convert import convert, read_shards
 from helpers.encoded import (
     Stored,
     of_angelslim,
@@ -197,7 +198,7 @@ def test_kept_integers_are_resharded(kind: str, before: int, after: int, tmp_pat
         ("verify", tmp_path / "again", "--source", model, "--level", "weights"),
     ):
         done = ktconv(*words)
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.exit_code == 0, done.stdout + done.stderr
 
 
 def test_verify_knows_kept_integers_and_finds_changed_ones(tmp_path: Path) -> None:
@@ -206,11 +207,11 @@ def test_verify_knows_kept_integers_and_finds_changed_ones(tmp_path: Path) -> No
     convert(model, output, method="int8", numa=2)
     words = ("verify", output, "--source", model, "--level", "weights")
     sound = ktconv(*words)
-    assert sound.returncode == 0, sound.stdout + sound.stderr
+    assert sound.exit_code == 0, sound.stdout + sound.stderr
     record = json.loads((output / "ktconv.json").read_text())
     assert "requantize" not in record["options"]
     record["options"]["requantize"] = True
     (output / "ktconv.json").write_text(json.dumps(record))
     wrong = ktconv(*words)
-    assert wrong.returncode == 1
+    assert wrong.exit_code == 1
     assert "but the search for the smallest error gives" in wrong.stdout

@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.cli import ktconv, process
 from helpers.convert import (
     all_files,
     assert_output,
     assert_same,
     assert_shards,
     convert,
-    ktconv,
     matrices_of,
     read_json,
     read_model,
@@ -455,7 +455,7 @@ def test_b6_odd_names_are_sentences(name: str, tmp_path: Path) -> None:
     tensors = {**sources(), f"{SOURCE.format(0)}.{name}": NORM}
     write_checkpoint(tmp_path / "model", tensors, config())
     done = ktconv("quantize-cpu", tmp_path / "model", tmp_path / "out")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert name in done.stderr
     assert done.stderr.startswith("Error: ")
     assert "Traceback" not in done.stderr
@@ -470,7 +470,7 @@ def test_b7_errors_leave_nothing_behind(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", tensors, config())
     (tmp_path / "tmp").mkdir()
     words = ["quantize-cpu", tmp_path / "model", tmp_path / "out", "--numa", 1, "--threads", 1]
-    done = ktconv(*words, TMPDIR=str(tmp_path / "tmp"))
+    done = process(*words, TMPDIR=str(tmp_path / "tmp"))
     assert done.returncode == 2
     assert "model.layers.2.mlp.experts.1.down_proj.weight" in done.stderr
     assert list((tmp_path / "tmp").iterdir()) == []
@@ -612,7 +612,7 @@ def test_c_sub_directories_are_other_copies(tmp_path: Path) -> None:
 def test_c_problems_go_to_stderr(tmp_path: Path) -> None:
     """C: problems are printed on stdout, and only uncaught exceptions give an exit code."""
     done = ktconv("quantize-cpu", tmp_path / "missing", tmp_path / "out")
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.exit_code, done.stdout) == (2, "")
     assert "missing" in done.stderr
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.activations import computed
-from helpers.convert import convert, ktconv, read_json, read_model, source_matrices
+from helpers.cli import ktconv, process
+from helpers.convert import convert, read_json, read_model, source_matrices
 from helpers.corrupt import bytes_of, check, overwrite, place_of
 from helpers.families import bf16, numbered, random_weights, simple_config, write_checkpoint
 from helpers.nemotron import write_nemotron
@@ -190,7 +191,7 @@ def test_bytes_do_not_depend_on_threads_levels_and_runs(model: Path, tmp_path: P
     convert(model, tmp_path / "parts", importance="weights", layers=frozenset({1}), threads=4)
     convert(model, tmp_path / "parts", importance="weights", threads=4)
     assert read_model(tmp_path / "parts") == read_model(tmp_path / "one")
-    done = ktconv(
+    done = process(
         "quantize-cpu", model, tmp_path / "scalar", "--importance", "weights", "--numa", 1,
         KTCONV_ISA="scalar",
     )  # fmt: skip
@@ -216,7 +217,7 @@ def test_parts_are_joined_again(model: Path, tmp_path: Path) -> None:
 def test_plan_says_where_the_norm_is_missing(model: Path, tmp_path: Path) -> None:
     done = ktconv("quantize-cpu", model, tmp_path / "out", "--importance", "weights", "--dry-run",
                   "--json")  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     facts = json.loads(done.stdout)
     assert facts["importance"] == {"kind": "weights"}
     assert [one for one in facts["notes"] if "layer 1: no known norm" in one]
@@ -235,7 +236,7 @@ def test_estimate_weighs_gate_and_up(model: Path, tmp_path: Path) -> None:
 
 def test_a_file_of_that_name_is_given_with_its_directory(model: Path, tmp_path: Path) -> None:
     done = ktconv("quantize-cpu", model, tmp_path / "out", "--importance", "./weights")
-    assert done.returncode != 0
+    assert done.exit_code != 0
     assert "weights" in done.stderr
     assert not (tmp_path / "out").exists()
 
@@ -245,7 +246,7 @@ def test_only_the_search_can_weigh_errors(
     options: tuple[str, ...], model: Path, tmp_path: Path
 ) -> None:
     done = ktconv("quantize-cpu", model, tmp_path / "out", "--importance", "weights", *options)
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "cannot be combined" in done.stderr
 
 
@@ -271,5 +272,5 @@ def test_verify_takes_no_file(model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "out", importance="weights")
     file = tmp_path / "file"
     done = ktconv("verify", tmp_path / "out", "--source", model, "--importance", file)
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "follow from the source" in done.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.amx import program_levels
-from helpers.convert import ktconv
+from helpers.cli import process
 
 import ktconv as package
 from ktconv import native
@@ -18,7 +18,7 @@ from ktconv.system import doctor, machine
 
 
 def facts(**changes: str) -> dict[str, object]:
-    done = ktconv("doctor", "--json", **changes)
+    done = process("doctor", "--json", **changes)
     assert (done.returncode, done.stderr) == (0, "")
     content: dict[str, object] = json.loads(done.stdout)
     return content
@@ -64,7 +64,7 @@ def test_bad_level_is_shown_and_not_raised(word: str) -> None:
 
 
 def test_doctor_text() -> None:
-    done = ktconv("doctor")
+    done = process("doctor")
     assert done.returncode == 0
     lines = [line.strip() for line in done.stdout.splitlines()]
     for word in ("cpu", "memory", "disk", "packages", "levels", "level in use", "total bytes"):

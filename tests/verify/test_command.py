@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from helpers.convert import ktconv
+from helpers.cli import ktconv
 
 from ktconv.cli.verify import Level, verify
 from ktconv.errors import ResourceError, UsageError
@@ -40,7 +40,7 @@ def test_a_sound_output_passes_with_a_report(
     done = ktconv(
         "verify", converted(), "--source", model, "--level", "weights", "--report", report
     )
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert "structure  ok" in done.stdout and "weights    ok" in done.stdout
     assert done.stdout.rstrip().splitlines()[-1].startswith(f"{converted()}: OK, verified to level")
     assert "ETA" in done.stderr
@@ -65,7 +65,7 @@ def test_failure(model: Path, damaged: Convert) -> None:
         file.seek(-1, 2)
         file.write(bytes([last[0] ^ 1]))
     done = ktconv("verify", output)
-    assert done.returncode == 1
+    assert done.exit_code == 1
     assert done.stdout.startswith("structure, checksum: ")
     assert "FAILED" in done.stdout.splitlines()[-1]
     assert "Traceback" not in done.stderr
@@ -75,9 +75,9 @@ def test_failure(model: Path, damaged: Convert) -> None:
 
 def test_verify_with_two_outputs_compares_them(converted: Convert, damaged: Convert) -> None:
     done = ktconv("verify", converted("int4", 2), converted("int4", 2, "layers"))
-    assert done.returncode == 0 and "equal bytes" in done.stdout
+    assert done.exit_code == 0 and "equal bytes" in done.stdout
     done = ktconv("verify", converted("int4", 2), converted("int4", 1), "--json")
-    assert done.returncode == 1
+    assert done.exit_code == 1
     facts = json.loads(done.stdout)
     assert facts["kind"] == "comparison" and facts["verdict"] == "different"
 
@@ -98,7 +98,7 @@ def test_verify_with_two_outputs_compares_them(converted: Convert, damaged: Conv
 )
 def test_bad_usage(words: list[str], phrase: str, converted: Convert) -> None:
     done = ktconv("verify", converted(), *words)
-    assert done.returncode == 2, done.stdout
+    assert done.exit_code == 2, done.stdout
     assert phrase in done.stderr and "Traceback" not in done.stderr
     assert done.stdout == ""
 
@@ -108,7 +108,7 @@ def test_options_without_meaning_for_two(option: str, converted: Convert) -> Non
     values = {"--level": "weights", "--max-kl": "1"}
     value = values.get(option, "README.md")
     done = ktconv("verify", converted(), converted("int8"), option, value)
-    assert done.returncode == 2 and f"{option} does not apply" in done.stderr
+    assert done.exit_code == 2 and f"{option} does not apply" in done.stderr
 
 
 @pytest.mark.parametrize("level", ["weights", "layers"])
@@ -128,7 +128,7 @@ def test_text_that_is_none(
 def test_verify_where_no_output_is(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         done = ktconv("verify", path)
-        assert done.returncode == 2 and "quantize-cpu" in done.stderr
+        assert done.exit_code == 2 and "quantize-cpu" in done.stderr
 
 
 def test_unfinished_conversion(damaged: Convert) -> None:
@@ -137,13 +137,13 @@ def test_unfinished_conversion(damaged: Convert) -> None:
     (output / ".ktconv/run.json").write_text("{}")
     shutil.copy(output / "ktconv.json", output / ".ktconv/run.json")
     done = ktconv("verify", output)
-    assert done.returncode == 1 and "is incomplete" in done.stdout
+    assert done.exit_code == 1 and "is incomplete" in done.stdout
 
 
 def test_report_of_two_conversions(converted: Convert, tmp_path: Path) -> None:
     report = tmp_path / "two.html"
     done = ktconv("verify", converted("int4", 2), converted("int4", 1), "--report", report)
-    assert done.returncode == 1
+    assert done.exit_code == 1
     page = report.read_text(encoding="utf-8")
     assert "Two conversions: different" in page and 'class="verdict fail"' in page
     assert "each part has scales of its own" in page and "NUMA parts of B" in page
@@ -155,7 +155,7 @@ def test_report_that_cannot_be_written(converted: Convert, tmp_path: Path) -> No
     (tmp_path / "taken.html").mkdir()
     for path in (tmp_path / "taken.html", tmp_path / "no" / "report.html"):
         done = ktconv("verify", converted(), "--report", path)
-        assert done.returncode == 2 and f"--report {path} cannot be written" in done.stderr
+        assert done.exit_code == 2 and f"--report {path} cannot be written" in done.stderr
         assert done.stdout == "" and "ETA" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["taken.html"]
 

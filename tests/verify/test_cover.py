@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.convert import ktconv, read_json
+from helpers.cli import ktconv
+from helpers.convert import read_json
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
@@ -224,5 +225,5 @@ def test_verify_with_command(cpu: Path, packed: Path, model: Path, tmp_path: Pat
     assert "coverage, experts in both: layer 1: expert 1 in both." in done.stdout
     assert "expert 1 in both" in page.read_text()
     done = ktconv("verify", cpu, packed, "--with", packed)
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "--with does not apply when comparing two conversions" in done.stderr

@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
-from helpers.convert import convert, ktconv
+from helpers.cli import ktconv
+from helpers.convert import convert
 from helpers.family_list import MODELS
 from helpers.family_models import write
 from helpers.paths import EXAMPLE
@@ -159,14 +160,14 @@ def test_the_report_lists_them(example: Example) -> None:
 )
 def test_levels_that_compute_nothing(words: tuple[str, ...], said: str, example: Example) -> None:
     done = ktconv("verify", example("int4"), "--source", EXAMPLE, "--gradients", *words)
-    assert done.returncode == 2 and said in done.stderr
+    assert done.exit_code == 2 and said in done.stderr
 
 
 def test_without_a_source_and_with_another_output(example: Example) -> None:
     done = ktconv("verify", example("int4"), "--gradients")
-    assert done.returncode == 2 and "give --source MODEL and --level layers" in done.stderr
+    assert done.exit_code == 2 and "give --source MODEL and --level layers" in done.stderr
     done = ktconv("verify", example("int4"), example("int4"), "--gradients")
-    assert done.returncode == 2 and "--gradients does not apply when comparing" in done.stderr
+    assert done.exit_code == 2 and "--gradients does not apply when comparing" in done.stderr
 
 
 def test_without_torch(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.convert import convert, ktconv
+from helpers.cli import process
+from helpers.convert import convert
 from helpers.families import (
     Raw,
     Tensor,
@@ -142,10 +143,10 @@ def test_the_command_fails_and_shows_every_level(tmp_path: Path) -> None:
     convert(model, tmp_path / "out", method="int8")
     words = ("verify", tmp_path / "out", "--source", model, "--tokens", 2, "--threads", 1)
     # So that transformers is not asked for hidden states.
-    done = ktconv(*words, "--max-memory", "250MB")
+    done = process(*words, "--max-memory", "250MB")
     assert done.returncode == 1 and "layers, router: the router" in done.stdout
     assert "weights    ok" in done.stdout and "layers     FAILED: 2 layers" in done.stdout
-    facts = json.loads(ktconv(*words, "--json").stdout)
+    facts = json.loads(process(*words, "--json").stdout)
     assert facts["weights"]["passed"] and not facts["layers"]["passed"]
     assert facts["failures"][0]["tensor"] == f"{BLOCK}.gate.weight"
 

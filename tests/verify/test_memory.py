@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.convert import convert, ktconv
+from helpers.cli import process
+from helpers.convert import convert
 from helpers.families import (
     bf16,
     file_bytes,
@@ -90,7 +91,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def measured(output: Path, model: Path, *words: object) -> dict[str, Any]:
-    done = ktconv("verify", output, "--source", model, "--threads", 1, "--json", *words)
+    done = process("verify", output, "--source", model, "--threads", 1, "--json", *words)
     assert done.returncode == 0, done.stderr
     facts: dict[str, Any] = json.loads(done.stdout)
     assert facts["peak_rss_bytes"] <= facts["peak_memory_bytes"]
@@ -124,7 +125,7 @@ def test_level_layers_stays_below_the_limit(large: tuple[Path, Path]) -> None:
 def test_what_is_needed_is_announced_before_work(large: tuple[Path, Path]) -> None:
     model, output = large
     words = ("--level", "weights", "--sample", "0.1", "--json")
-    done = ktconv("verify", output, "--source", model, *words)
+    done = process("verify", output, "--source", model, *words)
     facts = json.loads(done.stdout)
     announced = re.search(r"memory: up to ([0-9.]+ [kMG]B) with ([0-9]+) thread", done.stderr)
     assert announced is not None and int(announced[2]) == facts["threads"]
@@ -136,12 +137,12 @@ def test_too_small_a_limit_is_refused_with_the_number_that_is_needed(
 ) -> None:
     model, output = large
     words = ("verify", output, "--source", model, "--threads", 1, "--max-memory")
-    done = ktconv(*words, "1MB")
+    done = process(*words, "1MB")
     assert done.returncode == 3 and done.stdout == ""
     assert "--max-memory 1.0 MB is too small: this verification needs" in done.stderr
     needed = re.search(r"--max-memory ([0-9]+)MiB", done.stderr)
     assert needed is not None
-    done = ktconv(*words, f"{int(needed[1]) + 4}MiB", "--sample", "0.1")
+    done = process(*words, f"{int(needed[1]) + 4}MiB", "--sample", "0.1")
     assert done.returncode == 0, done.stderr
 
 
@@ -149,9 +150,9 @@ def test_memory_of_comparing_two_conversions(large: tuple[Path, Path], tmp_path:
     model, output = large
     convert(model, tmp_path / "out", method="int4", experts_only=True)
     words = ("verify", output, tmp_path / "out", "--sample", "0.1", "--threads", 1, "--max-memory")
-    done = ktconv(*words, "1MB")
+    done = process(*words, "1MB")
     assert done.returncode == 3 and "is too small: this verification needs" in done.stderr
-    done = ktconv(*words, "400MB", "--json")
+    done = process(*words, "400MB", "--json")
     facts = json.loads(done.stdout)
     assert facts["verdict"] == "different"
     assert facts["peak_rss_bytes"] <= facts["peak_memory_bytes"] <= 400_000_000

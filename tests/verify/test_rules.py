@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from blake3 import blake3
-from helpers.cli import write_model
-from helpers.convert import convert, ktconv, read_json, read_model, source_matrices
+from helpers.cli import ktconv, write_model
+from helpers.convert import convert, read_json, read_model, source_matrices
 from helpers.corrupt import bytes_of, check, forget_manifest, found, overwrite, place_of
 from helpers.importance_files import importance_of, write_importance
 from numpy.typing import NDArray
@@ -283,7 +283,7 @@ def test_without_the_file_the_report_says_what_is_not_proven(
     report = tmp_path / "report.html"
     words = ("verify", made("importance"), "--source", model, "--level", "weights")
     done = ktconv(*words, "--report", report)
-    assert done.returncode == 0, done.stdout
+    assert done.exit_code == 0, done.stdout
     assert "not proven: " in done.stdout and "--importance FILE" in done.stdout
     assert "Not proven: " in report.read_text() and "--importance FILE" in report.read_text()
     facts = json.loads(ktconv(*words, "--json").stdout)
@@ -334,7 +334,7 @@ def test_files_of_importance_that_are_refused(
         verified(made("search"), model, importance)
     for words in (("--level", "structure"), (made("search"),)):
         done = ktconv("verify", made("importance"), *words, "--importance", importance)
-        assert done.returncode == 2 and "--importance" in done.stderr
+        assert done.exit_code == 2 and "--importance" in done.stderr
 
 
 def test_possible_scales_are_those_of_any_importance() -> None:
