@@ -210,13 +210,15 @@ def test_rows_of_all_experts_need_their_number(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [2, 8])
 def test_rows_of_all_experts_cut_into_another_number(count: int, tmp_path: Path) -> None:
-    """768 rows are as well 2 experts of 384 or 8 of 96: only the router has their number."""
+    """768 rows are as well 2 experts of 384 or 8 of 96: only the router has their number, by which
+    they are also read where config.json has none."""
     block = "transformer.blocks.2.ffn"
     tensors = dbrx(f"{block}.experts", random_weights(HIDDEN, INNER))
     tensors[f"{block}.router.layer.weight"] = bf16(np.ones((4, HIDDEN), np.float32))
     message = refusal(tmp_path, tensors, num_experts=count, moe_intermediate_size=None)
-    assert f"has {count} experts, but their router {block}.router.layer.weight" in message
-    assert f"[4, 128]; config.json has num_experts {count}" in message
+    assert f"config.json's num_experts is stale: it is {count}, but the MoE" in message
+    typed = {"model_type": "dbrx", "num_experts": None, "moe_intermediate_size": None}
+    assert_has(opened(tmp_path, tensors, **typed), random_weights(HIDDEN, INNER))
 
 
 def test_tensors_beside_the_experts(tmp_path: Path) -> None:

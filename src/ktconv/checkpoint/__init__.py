@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ktconv.checkpoint.agreement import check_agreement
 from ktconv.checkpoint.config import (
     CONFIG_NAME,
     ConfigFile,
@@ -31,7 +32,7 @@ from ktconv.checkpoint.naming_map import NamingMap, map_of_record, read_map
 from ktconv.checkpoint.safetensors_file import Header, read_header
 from ktconv.checkpoint.shards import ShardSelection, read_shards, select_shards
 from ktconv.checkpoint.stacks import split_tensors
-from ktconv.checkpoint.towers import choose_tower
+from ktconv.checkpoint.towers import MODALITIES, choose_tower
 from ktconv.checkpoint.types import (
     BlockGrid,
     Checkpoint,
@@ -85,7 +86,11 @@ def open_checkpoint(
         chosen = choose_tower(split, content, tower)
         if chosen is not None:
             split, content = chosen.split, chosen.config
-        layers, notes = build_layers(split, interpret_config(content, described))
+        apart = chosen is None or chosen.name not in MODALITIES[1:]  # has routers of its own names
+        settings = interpret_config(content, described)
+        layers, notes = build_layers(split, settings, apart)
+        if apart:
+            notes = [*notes, *check_agreement(content, settings, layers, split.others)]
         if chosen is not None:
             layers = [replace(one, first_expert=chosen.first_expert) for one in layers]
             notes = [*chosen.notes, *notes]

@@ -138,7 +138,7 @@ def test_dense_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pairs", "reason"),
     [
-        ({"expert_count": 8}, "metadata of m.gguf has num_experts 8"),
+        ({"expert_count": 8}, "the metadata of m.gguf's num_experts is stale: it is 8"),
         ({"embedding_length": 64}, "has hidden size 128, but the metadata of m.gguf"),
         ({"expert_used_count": 5}, "metadata of m.gguf: num_experts_per_tok is 5, but a layer has"),
         ({"expert_count": "four"}, "num_experts"),
@@ -184,7 +184,7 @@ def test_a_config_of_another_directory(tmp_path: Path) -> None:
     assert [source.name for source in checkpoint.sources] == [CONFIG_NAME, "m.gguf"]
     assert not checkpoint.made_files
     (tmp_path / "c" / CONFIG_NAME).write_text(json.dumps(config | {"num_local_experts": 5}))
-    with pytest.raises(CheckpointError, match=r"config\.json has num_local_experts 5"):
+    with pytest.raises(CheckpointError, match=r"config\.json's num_local_experts is stale: it is"):
         open_checkpoint(path, tmp_path / "c")
 
 
