@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ktconv.checkpoint.config import CONFIG_NAME, ModelConfig
+from ktconv.checkpoint.config import CONFIG_NAME, ModelConfig, Setting
 from ktconv.checkpoint.encodings.unquantized import UNQUANTIZED
 from ktconv.checkpoint.moe_tensors import MoETensors
 from ktconv.checkpoint.types import MoELayer, TensorRef
@@ -125,8 +125,14 @@ def contradictions(
 ) -> Iterator[tuple[str, int]]:
     """Sentences about layers whose sizes or projections differ from config.json, and their
     numbers."""
+    widest = max((sizes[0] for sizes in layers.values()), default=0)
+    partial = bool(absent_layers(config, layers))
     for index, (*sizes, gated) in layers.items():
-        settings = (config.num_experts, config.width_of(sizes[1]), config.intermediate_size)
+        settings = (
+            _experts_setting(config, index, sizes[0], widest, partial),
+            config.width_of(sizes[1]),
+            config.intermediate_size,
+        )
         if config.gated not in (None, gated):
             found, expected = ("have", "have none") if gated else ("have no", "have one")
             yield (
@@ -143,6 +149,22 @@ def contradictions(
                     f"{setting.value}",
                     index,
                 )
+
+
+def _experts_setting(
+    config: ModelConfig, index: int, found: int, widest: int, partial: bool
+) -> Setting | None:
+    """The setting that the number of experts `found` in a layer must be: that of a list, else the
+    one of all layers, which is the largest where they differ. `widest`: the largest of those that
+    are there, which are not all where `partial`."""
+    for listed in config.listed_experts:
+        if len(listed.values) != 2 and index < len(listed.values):
+            return Setting(listed.key, listed.values[index])
+        if len(listed.values) == 2 and listed.allows(index, found):
+            return None
+    said = config.num_experts
+    differ = said is not None and found < said.value and (widest == said.value or partial)
+    return None if differ else said
 
 
 def absent_layers(config: ModelConfig, present: Iterable[int]) -> list[int]:
