@@ -158,10 +158,8 @@ def _experts_setting(
     one of all layers, which is the largest where they differ. `widest`: the largest of those that
     are there, which are not all where `partial`."""
     for listed in config.listed_experts:
-        if len(listed.values) != 2 and index < len(listed.values):
-            return Setting(listed.key, listed.values[index])
-        if len(listed.values) == 2 and listed.allows(index, found):
-            return None
+        if (count := listed.of_layer(index)) is not None:
+            return Setting(listed.key, count)
     said = config.num_experts
     differ = said is not None and found < said.value and (widest == said.value or partial)
     return None if differ else said

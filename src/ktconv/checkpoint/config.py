@@ -47,10 +47,20 @@ class ListSetting:
 
     key: str
     values: Sequence[int]
+    by_layer: bool = False  # and never for text and vision
+
+    @property
+    def of_towers(self) -> bool:
+        """Whether it can be for text and vision."""
+        return len(self.values) == 2 and not self.by_layer
+
+    def of_layer(self, layer: int) -> int | None:
+        """The value for decoder layer `layer`; None for a list that has none, or may mean towers."""
+        return self.values[layer] if layer < len(self.values) and not self.of_towers else None
 
     def most(self, layer: int | None) -> int:
         """The largest value that `layer`, or any layer, can have."""
-        if layer is None or len(self.values) == 2:
+        if layer is None or self.of_towers:
             return max(self.values)
         return self.values[layer] if layer < len(self.values) else 0
 
@@ -58,7 +68,7 @@ class ListSetting:
         """Whether decoder layer `layer` can have `value` by one of the two readings."""
         if layer < len(self.values) and self.values[layer] == value:
             return True
-        return len(self.values) == 2 and value in (*self.values, sum(self.values))
+        return self.of_towers and value in (*self.values, sum(self.values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +208,10 @@ def interpret_config(
         intermediate_size=_not_zero(_one_size(sections, size_keys, or_lists=True)),
         num_experts=_one_size(sections, keys("experts"), or_lists=True),
         listed_sizes=_lists(text, size_keys, num_layers, num_mtp),
-        listed_experts=_lists(
-            text, (*keys("experts"), *keys("experts of each layer")), num_layers, num_mtp
-        ),
+        listed_experts=[
+            *_lists(text, keys("experts"), num_layers, num_mtp),
+            *_lists(text, keys("experts of each layer"), num_layers, num_mtp, by_layer=True),
+        ],
         top_k=_top_k(sections, num_layers, num_mtp),
         zero_experts=sum(setting.value for setting in _scalars(sections, keys("zero experts"))),
         rows_beside_experts=rows_beside_experts(content),
@@ -338,19 +349,25 @@ def _scalars(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list
 
 
 def _lists(
-    text: Mapping[str, Any], keys: Sequence[str], num_layers: Setting | None, num_mtp: int
+    text: Mapping[str, Any],
+    keys: Sequence[str],
+    num_layers: Setting | None,
+    num_mtp: int,
+    by_layer: bool = False,
 ) -> list[ListSetting]:
     """The lists under `keys` in the text section.
 
-    CheckpointError for one that has neither a number for each layer nor two, for the text and
-    the vision model.
+    CheckpointError for one that has neither a number for each layer nor, unless `by_layer`, two,
+    for the text and the vision model.
     """
-    found = [ListSetting(key, text[key]) for key in keys if isinstance(text.get(key), list)]
+    found = [
+        ListSetting(key, text[key], by_layer) for key in keys if isinstance(text.get(key), list)
+    ]
     for listed in found:
         sizes = all(is_whole(value) and value <= MAX_SIZE for value in listed.values)
         if not listed.values or not sizes:
             raise wrong_value(listed.key, listed.values, "a number or a list of one for each layer")
-        if len(listed.values) != 2:
+        if not listed.of_towers:
             _check_length(listed.key, listed.values, num_layers, num_mtp)
     return found
 

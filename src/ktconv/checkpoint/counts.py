@@ -70,8 +70,8 @@ class Counts:
     def declared(self, index: int) -> Setting | None:
         """What config.json says about decoder layer `index`, or about all layers."""
         for listed in self.config.listed_experts:
-            if len(listed.values) != 2 and index < len(listed.values):
-                return Setting(listed.key, listed.values[index])
+            if (count := listed.of_layer(index)) is not None:
+                return Setting(listed.key, count)
         return self.config.num_experts
 
     def expected(self, source: str, index: int, found: int) -> Setting | None:
@@ -162,7 +162,10 @@ class Counts:
             return []
         if said is None and not self.config.listed_experts:
             self._check_equal(layers)
-        return [f"layers have different numbers of experts: {in_words(counts)}"]
+        return [
+            f"layers have different numbers of experts: {in_words(counts)}; no released engine "
+            "loads such a model, ktconv's runtime does"
+        ]
 
     def _check_equal(self, layers: Sequence[MoELayer]) -> None:
         """CheckpointError for layers of different sizes without a router that says so."""

@@ -25,6 +25,7 @@ from ktconv.errors import (
     UsageError,
 )
 from ktconv.system.units import format_duration, format_ranges, format_size
+from ktconv.targets.consumers import uneven
 
 if TYPE_CHECKING:
     from ktconv.conversion.plan import Unit
@@ -326,7 +327,9 @@ def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
         )
     if report.complete:
         yield f"{output} is complete."
-        if flags := report.preflight.plan.target.serving():
+        plan = report.preflight.plan
+        flags = None if uneven(plan.checkpoint.layers) else plan.target.serving()
+        if flags:
             yield f"Serve it with sglang-kt: {flags} {output}"
         yield from _upload_lines(output)
     elif report.missing:

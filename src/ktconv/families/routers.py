@@ -121,6 +121,7 @@ def rows_beside_experts(config: Mapping[str, Any]) -> int | None:
     return spec.identity_experts + spec.sinks
 
 
+_BELONGS = "check that config.json belongs to this checkpoint"
 _HINT = "load the model with transformers, which implements its router"
 
 
@@ -168,7 +169,7 @@ def _check_stated(name: str, text: Mapping[str, Any], router: Router, row: Famil
     elif stated in SCORINGS and stated != scoring:
         raise CheckpointError(
             f"config.json contradicts itself: {name} scores by {scoring}, not {stated}",
-            "check that config.json belongs to this checkpoint",
+            _BELONGS,
         )
     method = value_of(text, "method")
     if router.methods is not None and method not in (None, *router.methods):
@@ -242,8 +243,11 @@ def check_experts(spec: RouterSpec, experts: int) -> None:
     choosable = experts + spec.identity_experts
     if choosable % spec.n_group or spec.topk_group > spec.n_group:
         raise CheckpointError(
-            f"{choosable} experts cannot be routed to by {spec.topk_group} of {spec.n_group} groups"
+            f"{choosable} experts cannot be routed to by {spec.topk_group} of {spec.n_group} groups",
+            _BELONGS,
         )
     usable = choosable // spec.n_group * spec.topk_group
     if not spec.top_k <= usable:
-        raise CheckpointError(f"{spec.top_k} experts per token are more than the {usable} there")
+        raise CheckpointError(
+            f"{spec.top_k} experts per token are more than the {usable} there", _BELONGS
+        )

@@ -15,6 +15,7 @@ from ktconv.checkpoint.source_card import NOT_STRINGS, SourceCard
 from ktconv.conversion.records import ErrorSummary
 from ktconv.system.text import path_text, printable
 from ktconv.system.units import format_ranges, format_size
+from ktconv.targets.consumers import uneven
 from ktconv.targets.ktransformers import BY_WEIGHTS, NO_KTRANSFORMERS, Options, Plan
 
 
@@ -130,6 +131,8 @@ def errors_line(errors: ErrorSummary) -> str:
 
 def _use(plan: Plan) -> str:
     """The paragraph about what can load the output."""
+    if own := uneven_paragraph(plan):
+        return own
     why = mismatch_paragraph(plan)
     if plan.target.options.exclude_experts:
         why = why and f"\n{why}"
@@ -146,6 +149,12 @@ def _use(plan: Plan) -> str:
     )
 
 
+def uneven_paragraph(plan: Plan) -> str:
+    """Why no engine loads layers with different numbers of experts; empty where they have not."""
+    sentence = uneven(plan.checkpoint.layers)
+    return f"{sentence[0].upper()}{sentence[1:]}." if sentence else ""
+
+
 def mismatch_paragraph(plan: Plan) -> str:
     """Why KTransformers computes something else from the output; empty where it does not."""
     if plan.target.mismatch is None:
@@ -156,7 +165,8 @@ def mismatch_paragraph(plan: Plan) -> str:
 
 def runtime(plan: Plan) -> tuple[str, str]:
     """The library that runs the output, and whose kernels those are."""
-    if plan.target.options.exclude_experts or plan.target.mismatch is not None:
+    own = plan.target.options.exclude_experts or plan.target.mismatch is not None
+    if own or uneven(plan.checkpoint.layers):
         return "ktconv", "ktconv's"
     return "ktransformers", "KTransformers'"
 
