@@ -55,7 +55,7 @@ class ListSetting:
         return len(self.values) == 2 and not self.by_layer
 
     def of_layer(self, layer: int) -> int | None:
-        """The value for decoder layer `layer`; None for a list that has none, or may mean towers."""
+        """The value for decoder layer `layer`; None where there is none, or it may mean towers."""
         return self.values[layer] if layer < len(self.values) and not self.of_towers else None
 
     def most(self, layer: int | None) -> int:

@@ -243,7 +243,8 @@ def check_experts(spec: RouterSpec, experts: int) -> None:
     choosable = experts + spec.identity_experts
     if choosable % spec.n_group or spec.topk_group > spec.n_group:
         raise CheckpointError(
-            f"{choosable} experts cannot be routed to by {spec.topk_group} of {spec.n_group} groups",
+            f"{choosable} experts cannot be routed to by {spec.topk_group} of {spec.n_group} "
+            "groups",
             _BELONGS,
         )
     usable = choosable // spec.n_group * spec.topk_group
