@@ -327,7 +327,8 @@ def _shared_sizes(sections: Sequence[Mapping[str, Any]], size_keys: Sequence[str
     """What config.json may mean: families disagree on whether a size is of one shared expert or of
     all of them together."""
     keys = table.FAMILIES.keys
-    count = _whole_number(sections[0], keys("number of shared experts"))
+    counts = (*keys("shared experts"), *keys("further numbers of shared experts"))
+    count = _whole_number(sections[0], counts)
     own = _whole_number(sections[0], keys("shared size"))
     size = _whole_number(sections[0], size_keys)
     found = [] if not own else [own, own * (count or 1)]

@@ -167,12 +167,11 @@ ROWS = (
     Family(("deepseek_v2",),
            routing=_GREEDY,
            released=(Released("deepseek_v2", "DeepSeek-V2, -Lite", shared=True),)),
-    # deepseek_vl_v2 is what the releases say; their text sections have no model_type
+    # deepseek_vl_v2 is what releases say, of DeepSeek-OCR and DeepSeek-VL2 too; their text sections
+    # need not have a model_type
     Family(("deepseek_ocr2", "deepseek_vl_v2"),
            routing=_GREEDY,
-           released=(
-               Released("deepseek_ocr2", "DeepSeek-OCR-2", shared=True),
-               Released("deepseek_vl_v2", "DeepSeek-OCR, -OCR-2, DeepSeek-VL2", shared=True))),
+           released=(Released("deepseek_ocr2", "DeepSeek-OCR-2", shared=True),)),
     Family(("deepseek_v3", "deepseek_v32", "kimi_k2"),
            routing=_noaux(n_group=8, topk_group=4, routed_scaling_factor=2.5),
            released=(

@@ -55,8 +55,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "topk_group": ("topk_group",),
     "hash layers": ("num_hash_layers",),
     "shared experts": ("n_shared_experts",),
-    "number of shared experts": (
-        "n_shared_experts",
+    "further numbers of shared experts": (
         "num_shared_experts",
         "moe_num_shared_experts",
         "num_shared_expert",
