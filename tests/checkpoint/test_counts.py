@@ -119,7 +119,9 @@ def test_a_router_with_rows_for_other_experts(kind: str, tmp_path: Path) -> None
 
 def test_rows_that_an_unknown_family_may_have(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(model(tmp_path, [4], [5], model_type="new_moe"))
-    assert any("1 rows more than their layers have experts" in one for one in checkpoint.notes)
+    assert any(
+        "1 row more than their layers have experts (layer 0)" in one for one in checkpoint.notes
+    )
     with pytest.raises(CheckpointError, match="4 experts, but their router"):
         open_checkpoint(model(tmp_path, [4], [3], model_type="new_moe"))
 

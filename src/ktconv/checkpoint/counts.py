@@ -103,8 +103,9 @@ class Counts:
         for layer in layers:
             self._check_lists(layer)
         notes = [
-            f"routers have {left} rows more than their layers have experts "
-            f"(layers {format_ranges(indices)}): what these are is not known"
+            f"routers have {left} row{'s' if left > 1 else ''} more than their layers have experts "
+            f"(layer{'s' if indices[1:] else ''} {format_ranges(indices)}): what these are is not "
+            "known"
             for left, indices in unsure.items()
         ]
         return [*notes, *self._check_number(layers)]

@@ -99,7 +99,7 @@ def _found(config: Mapping[str, Any], layer: int, corrected: bool | None) -> Fou
         raise UnknownRouter(f"the router of {name} is not supported: it {routing}", _HINT)
     if routing is None:
         routing, inferred = _inferred(name, text, corrected)
-    routing = routing.by_method.get(value_of(text, "method"), routing)
+    routing = routing.by_method.get(str(value_of(text, "method")), routing)
     _check_stated(name, text, routing, row)
     spec = _read(routing, text, row, layer)
     if "hash layers" in routing.reads and _is_hashed(text, layer, corrected):
