@@ -16,7 +16,7 @@ from ktconv.families.names import router_tensors
 from ktconv.system.units import format_ranges
 
 # Of other dtypes, shapes need not count rows and columns.
-_WHOLE_NUMBERS = ("BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2")
+_FLOATS = ("BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2")
 CONTRADICTION = "Check that config.json and the weights belong to one checkpoint."
 
 
@@ -195,4 +195,4 @@ def in_words(counts: Mapping[int, int]) -> str:
 
 def has_its_shape(tensor: TensorRef) -> bool:
     """Whether the shape of a tensor is that of what it means, and not of packed numbers."""
-    return tensor.dtype in _WHOLE_NUMBERS or tensor.file.suffix == ".gguf"
+    return tensor.dtype in _FLOATS or tensor.file.suffix == ".gguf"
