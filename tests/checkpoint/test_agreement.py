@@ -165,7 +165,11 @@ def test_settings_that_are_odd(tmp_path: Path) -> None:
         assert f"routed_scaling_factor {factor:g}" in note
     [note] = opened(tmp_path, scoring_func="tanh").notes
     assert "scoring_func 'tanh'" in note and "score by softmax" in note
-    usual = {"scoring_func": "noaux_tc", "topk_method": "noaux_tc", "routed_scaling_factor": 16.0}
+    usual: dict[str, Any] = {
+        "scoring_func": "noaux_tc",
+        "topk_method": "noaux_tc",
+        "routed_scaling_factor": 16.0,
+    }
     assert opened(tmp_path, model_type="dots1", **usual).notes == []
 
 

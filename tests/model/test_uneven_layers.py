@@ -43,6 +43,9 @@ def pruned(name: str, directory: Path) -> tuple[Path, dict[int, int]]:
         cut = stacked and not key.removeprefix(f"{last.source}.")[0].isdecimal()
         tensors[key] = tensor[:-1].clone() if cut or key in of_router else tensor
     save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    if "n_group" in config:  # an odd number is in no two groups
+        (source / "config.json").write_text(json.dumps({**config, "n_group": 1, "topk_group": 1}))
     return source, counts | {last.index: count - 1}
 
 
@@ -69,7 +72,7 @@ def test_a_model_of_uneven_layers(name: str, tmp_path: Path, torch: Any) -> None
     assert recorder.experts == counts
     with recorder.prepare(["some words"] * 9, 40, work=tmp_path) as recording:
         found, _ = recording.run()
-    assert {layer.layer: len(layer.routed) for layer in found.layers} == counts
+    assert {layer.layer: len(layer.counts) for layer in found.layers} == counts
     # transformers itself is as it was: another model has as many experts in each layer
     check_language_model(source)
     again, _ = load_model(written(name, tmp_path / "whole"), "float32")

@@ -12,7 +12,7 @@ from helpers.families import Tensor, bf16, numbered, random_weights, simple_conf
 
 from ktconv.merge import Request as MergeRequest
 from ktconv.merge import merge
-from ktconv.packed.inspection import inspect
+from ktconv.packed.inspection import inspect_path
 from ktconv.runtime import MoELayer
 from ktconv.verify import VerifyRequest, verify
 
@@ -55,7 +55,7 @@ def test_every_method(method: str, source: Path, tmp_path: Path) -> None:
     card = (output / "README.md").read_text()
     assert ENGINES in card and "library_name: ktconv" in card
     for index, count in enumerate(COUNTS):
-        layer = MoELayer.load(output, index, threads=1)
+        layer = MoELayer.load(output, index)
         assert layer.experts == count
     config = json.loads((output / "config.json").read_text())
     assert config["n_routed_experts_per_layer"] == list(COUNTS)
@@ -70,10 +70,10 @@ def test_runtime_and_repacking(source: Path, tmp_path: Path) -> None:
     cut = ktconv("reshard", tmp_path / "merged", tmp_path / "cut", "--numa", 2, "--source", source)
     assert cut.returncode == 0, cut.stderr
     proven(tmp_path / "cut", source)
-    assert inspect(str(tmp_path / "merged"))["experts"] == sorted(COUNTS)
+    assert inspect_path(str(tmp_path / "merged"))["experts"] == sorted(COUNTS)
 
-    layers = MoELayer.load_all(tmp_path / "merged", threads=1)
-    own = MoELayer.load_all(source, threads=1)
+    layers = MoELayer.load_all(tmp_path / "merged")
+    own = MoELayer.load_all(source)
     x = np.random.default_rng(3).standard_normal((5, 128), np.float32)
     for index, count in enumerate(COUNTS):
         ids = np.array([[count - 1, row % (count - 1)] for row in range(5)])

@@ -80,9 +80,9 @@ class MoETensors:
         if rows != count:
             reason += f", and its router {rows} rows"
         if gate is not None and spec is not None and len(gate.shape) == 2:
-            shapes = ((rows, width) for width in self._all_widths(layer))
+            pairs = ((rows, width) for width in self._all_widths(layer))
             turned = self._family is not None and self._family.router_is_transposed
-            fitting = tuple(one[::-1] if turned else one for one in shapes)
+            fitting = tuple(one[::-1] if turned else one for one in pairs)
             yield _Expected(gate, fitting, f"{reason} of hidden size {layer.hidden_size}")
         towers = self._family.correction_rows if self._family else 1
         vectors: dict[tuple[str, ...], tuple[Shape, ...]] = {

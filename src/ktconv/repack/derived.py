@@ -98,7 +98,7 @@ class Derived(Conversion, ABC):
     def card(self) -> str:
         preflight, name = self.preflight, self.plan.target.name
         library, whose = runtime(self.plan)
-        why = uneven_paragraph(self.plan) or mismatch_paragraph(self.plan)
+        why = uneven_paragraph(self.plan.checkpoint.layers) or mismatch_paragraph(self.plan)
         return card(
             self.plan,
             header(self.source_card, library, tags(self.plan)),

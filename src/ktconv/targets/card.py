@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ktconv import __version__
+from ktconv.checkpoint import MoELayer
 from ktconv.checkpoint.activations import in_words
 from ktconv.checkpoint.gguf.parts import model_stem
 from ktconv.checkpoint.source_card import NOT_STRINGS, SourceCard
@@ -131,7 +132,7 @@ def errors_line(errors: ErrorSummary) -> str:
 
 def _use(plan: Plan) -> str:
     """The paragraph about what can load the output."""
-    if own := uneven_paragraph(plan):
+    if own := uneven_paragraph(plan.checkpoint.layers):
         return own
     why = mismatch_paragraph(plan)
     if plan.target.options.exclude_experts:
@@ -149,9 +150,9 @@ def _use(plan: Plan) -> str:
     )
 
 
-def uneven_paragraph(plan: Plan) -> str:
+def uneven_paragraph(layers: Sequence[MoELayer]) -> str:
     """Why no engine loads layers with different numbers of experts; empty where they have not."""
-    sentence = uneven(plan.checkpoint.layers)
+    sentence = uneven(layers)
     return f"{sentence[0].upper()}{sentence[1:]}." if sentence else ""
 
 

@@ -154,7 +154,7 @@ def _methods(plan: Plan) -> list[str]:
 
 def _library(plan: Plan) -> str:
     """What the hub shows as a model's library."""
-    if uneven_paragraph(plan):
+    if uneven_paragraph(plan.checkpoint.layers):
         return "ktconv"
     recipe, row = plan.target.recipe, plan.target.row
     if recipe is not None:  # transformers would read a mix wrongly
@@ -181,7 +181,7 @@ def _chosen(plan: Plan) -> list[Chosen]:
 
 def _use(plan: Plan, chosen: bool) -> str:
     """The paragraph about what loads the output."""
-    if own := uneven_paragraph(plan):
+    if own := uneven_paragraph(plan.checkpoint.layers):
         return own
     if chosen:
         return (
