@@ -31,9 +31,10 @@ _SIZES = ("a number of experts of", "a hidden size of", "an intermediate size of
 # Whose checkpoints have quantized weights alone; other tools also describe what is not stored.
 _ALWAYS_STORED = ("fp8", "bitsandbytes", "gptq", "awq", "mxfp4", "hqq", "eetq", "aqlm", "vptq")
 _COMPANION = re.compile(
-    r"\.(weight_(scale|packed|scale_inv|zero_point)|qweight|scales|SCB|.*absmax|quant_state.*|"
+    r"\.(weight_(scale|packed|scale_inv|zero_point)|scale|qweight|scales|SCB|.*absmax|quant_state.*|"
     r"weight\.absmax)$|_(scale_inv|blocks|scales)$"
 )
+_CODES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8")  # dtypes of quantized weights
 _LARGE_FACTOR = 100.0  # of the experts' sum; the largest in the table of families is 16
 
 
@@ -94,9 +95,8 @@ def _check_quantization(
         return
     if any(_excludes(pattern, up.name) for pattern in config.left_alone):
         return
-    if not any(_COMPANION.search(one.name) for one in others) and any(
-        word in method.lower() for word in _ALWAYS_STORED
-    ):
+    stored = any(one.dtype in _CODES or _COMPANION.search(one.name) for one in others)
+    if not stored and any(word in method.lower() for word in _ALWAYS_STORED):
         raise CheckpointError(
             f"{up.name} is {up.dtype}, as all weights here, but quantization_config in "
             f"{CONFIG_NAME} says that they are quantized (quant_method {method!r:.40})",
