@@ -94,9 +94,11 @@ def test_a_config_with_other_numbers_is_found(source: Path, tmp_path: Path) -> N
 
 
 def test_hot_experts(source: Path, tmp_path: Path) -> None:
-    """A plan counts each layer's own; more than a layer has are not asked of it."""
-    done = ktconv("plan", source, "--hot", 7, "--write", tmp_path / "hot.json", "--json")
+    """A plan counts each layer's own, and its file is what a conversion takes."""
+    done = ktconv("plan", source, "--hot", 3, "--per-layer", "--write", tmp_path / "hot.json")
     assert done.returncode == 0, done.stderr
+    assert "layers 0-1 of 4 or 6 experts, 10 in all" in done.stdout
+    assert "GPU: 6 of 10 experts" in done.stdout
     done = ktconv("quantize-cpu", source, tmp_path / "out", "--method", "int4", "--numa", 1,
                   "--exclude-experts", tmp_path / "hot.json", "--allow-partial")  # fmt: skip
     assert done.returncode == 0, done.stderr
