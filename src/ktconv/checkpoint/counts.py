@@ -115,12 +115,12 @@ class Counts:
         router, count = self.router(layer.source), len(layer.experts)
         if router is None or router.confirms(count):
             return 0
-        if router.experts is None:
-            if count in router.tensor.shape:  # which may be stored [in, out]
-                return 0
-            if router.rows > count and self.declared(layer.index) is not None:
-                return router.rows - count
+        beside = 0 if router.experts is None else router.rows - router.experts
+        if count + beside in router.tensor.shape:  # which may be stored [in, out]
+            return 0
         said = self.declared(layer.index)
+        if router.experts is None and router.rows > count and said is not None:
+            return router.rows - count
         more = f"; {CONFIG_NAME} has {said.key} {said.value}" if said else ""
         raise CheckpointError(
             f"{layer.source} has {count} experts, but their router "
