@@ -479,7 +479,7 @@ def test_shared_experts_and_routers_are_other_tensors(
 ) -> None:
     others: dict[str, Tensor] = {
         "model.layers.0.mlp.gate.weight": ONE,
-        "model.layers.0.mlp.gate.e_score_correction_bias": ONE,
+        "model.layers.0.mlp.gate.e_score_correction_bias": np.ones(4, np.float32),
         "model.layers.0.mlp.shared_expert.up_proj.weight": ONE,
         "model.layers.0.mlp.shared_experts.down_proj.weight": ONE,
         "model.embed_tokens.weight": ONE,

@@ -23,6 +23,7 @@ from helpers.families import (
 
 from ktconv.checkpoint import PROJECTIONS, Checkpoint, open_checkpoint
 from ktconv.errors import CheckpointError
+from ktconv.reading.matrices import MatrixReader
 from ktconv.reading.reader import SourceReader
 from ktconv.verify.second_reader.names import SecondReader
 
@@ -210,13 +211,15 @@ def test_rows_of_all_experts_need_their_number(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [2, 8])
 def test_rows_of_all_experts_cut_into_another_number(count: int, tmp_path: Path) -> None:
-    """768 rows are as well 2 experts of 384 or 8 of 96: only the router has their number."""
+    """768 rows are as well 2 experts of 384 or 8 of 96: only the router has their number, by which
+    they are also read where config.json has none."""
     block = "transformer.blocks.2.ffn"
     tensors = dbrx(f"{block}.experts", random_weights(HIDDEN, INNER))
     tensors[f"{block}.router.layer.weight"] = bf16(np.ones((4, HIDDEN), np.float32))
     message = refusal(tmp_path, tensors, num_experts=count, moe_intermediate_size=None)
-    assert f"has {count} experts, but their router {block}.router.layer.weight" in message
-    assert f"[4, 128]; config.json has num_experts {count}" in message
+    assert f"config.json's num_experts is stale: it is {count}, but the MoE" in message
+    typed = {"model_type": "dbrx", "num_experts": None, "moe_intermediate_size": None}
+    assert_has(opened(tmp_path, tensors, **typed), random_weights(HIDDEN, INNER))
 
 
 def test_tensors_beside_the_experts(tmp_path: Path) -> None:
@@ -307,6 +310,57 @@ def test_identity_experts(tmp_path: Path) -> None:
     assert_has(opened(tmp_path, tensors, **zero), weights)
     del tensors[f"{source}.3.up_proj.weight"]
     assert "experts.3.up_proj.weight is missing" in refusal(tmp_path, tensors, **zero)
+
+
+def test_stacks_with_identity_experts(tmp_path: Path) -> None:
+    """transformers stacks a gate and up of those, too, behind the others, and no down."""
+    weights = random_weights(HIDDEN, INNER)
+    spare = random_weights(HIDDEN, INNER, experts=2, seed=7)
+    source = "model.layers.2.mlp.experts"
+    both = [np.concatenate([one.gate, one.up], axis=1) for one in (weights, spare)]
+    for turned in (False, True):
+        gate_up, down = np.concatenate(both), weights.down
+        if turned:
+            gate_up, down = gate_up.swapaxes(1, 2), down.swapaxes(1, 2)
+        tensors: dict[str, Tensor] = {
+            f"{source}.gate_up_proj": bf16(np.ascontiguousarray(gate_up)),
+            f"{source}.down_proj": bf16(np.ascontiguousarray(down)),
+            "model.layers.2.mlp.router.classifier.weight": bf16(np.ones((6, HIDDEN), np.float32)),
+        }
+        zero = {"model_type": "longcat_flash", "num_layers": 3, "zero_expert_num": 2}
+        checkpoint = opened(tmp_path, tensors, **zero)
+        assert_has(checkpoint, weights)
+        assert [one.name for one in checkpoint.other_tensors] == [list(tensors)[2]]
+        message = refusal(tmp_path, tensors, **{**zero, "zero_expert_num": 1})
+        assert "gate_up_proj" in message and "fit neither" in message
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "new_moe", None])
+def test_gpt_oss_as_lists_of_modules(model_type: str | None, tmp_path: Path) -> None:
+    """As Unsloth saves it: gate_up_projs.3.weight with outputs in turns, down_projs.3.weight."""
+    source, weights = "model.layers.2.mlp.experts", random_weights(HIDDEN, INNER)
+    tensors: dict[str, Tensor] = {}
+    for expert in range(4):
+        both = np.stack([weights.gate[expert], weights.up[expert]], axis=1).reshape(-1, HIDDEN)
+        tensors |= {
+            f"{source}.gate_up_projs.{expert}.weight": bf16(both),
+            f"{source}.gate_up_projs.{expert}.bias": np.arange(2 * INNER, dtype=np.float32),
+            f"{source}.down_projs.{expert}.weight": bf16(weights.down[expert]),
+            f"{source}.down_projs.{expert}.bias": np.ones(HIDDEN, np.float32),
+        }
+    if model_type != "gpt_oss":  # whose files have no such names: the order is not known
+        assert "interleaved" in refusal(tmp_path, tensors, model_type=model_type)
+        return
+    checkpoint = opened(tmp_path, tensors, model_type=model_type)
+    assert_has(checkpoint, weights)
+    reader = SourceReader(checkpoint.files, checkpoint.sources)
+    for first, projection in enumerate(PROJECTIONS[:2]):
+        matrix = checkpoint.layers[0].experts[3][projection]
+        bias = MatrixReader(reader, matrix).load_bias()
+        np.testing.assert_array_equal(bias, np.arange(first, 2 * INNER, 2))
+    del tensors[f"{source}.gate_up_projs.1.weight"], tensors[f"{source}.gate_up_projs.1.bias"]
+    message = refusal(tmp_path, tensors, model_type=model_type)
+    assert f"{source}.gate_up_projs.1.weight is missing" in message
 
 
 # ---- the width of experts ------------------------------------------------------------------

@@ -398,6 +398,16 @@ FORMULAS: dict[str, tuple[dict[str, Any], Callable[[Array, Array], Choice]]] = {
         lambda z, b: deepseek(z, b, 4, 2, 2.5),
     ),
     "beam": (GROUPS, lambda z, b: deepseek(z, b, 4, 2, 2.5)),
+    "deepseek_vl_v2": (
+        {
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "norm_topk_prob": True,
+            **GROUPS,
+            "routed_scaling_factor": 2.0,
+        },
+        lambda z, b: deepseek(z, b, 4, 2, 2.0),
+    ),
     "dots3_note": ({}, lambda z, b: deepseek(z, b, 1, 1, 1.0)),
     "step3p5": ({"moe_router_scaling_factor": 3}, lambda z, b: deepseek(z, b, 1, 1, 3.0)),
     "inkling2": ({}, lambda z, b: deepseek(z, b, 1, 1, 8.0)),
@@ -626,7 +636,8 @@ def test_settings_of_single_layers() -> None:
         ({"scoring_func": "softmax", "num_experts": 1}, "2 experts per token"),
         ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, "contradicts itself"),
         ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob"),
-        ({"model_type": "deepseek_v2", "topk_method": "noaux_tc"}, "noaux_tc"),
+        ({"model_type": "deepseek_v2", "topk_method": "dice"}, "top-k method 'dice'"),
+        ({"model_type": "deepseek_v2", "scoring_func": "sigmoid"}, "softmax, not sigmoid"),
         ({"model_type": "phimoe", "num_experts_per_tok": 3}, "sparsemixer chooses 2 experts"),
         ({"model_type": "zaya"}, "router of zaya is not supported: it adds up states"),
         (

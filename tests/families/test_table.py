@@ -28,10 +28,11 @@ from ktconv.checkpoint import PROJECTIONS, open_checkpoint
 from ktconv.checkpoint.config import interpret_config
 from ktconv.errors import CheckpointError
 from ktconv.families import table
-from ktconv.families.config import top_k_of
+from ktconv.families.activations import assumed_activation
+from ktconv.families.config import family_of, top_k_of
 from ktconv.families.family import ExpertActivation, Family, Matrices, Router, RouterSpec
 from ktconv.families.names import ExpertModule, expert_module, norm_tensors, router_tensors
-from ktconv.families.routers import router_of
+from ktconv.families.routers import find_router, router_of
 from ktconv.families.table import KEYS, Families
 from ktconv.moe import experts_per_token, open_experts
 from ktconv.moe.load import activation_of
@@ -356,3 +357,18 @@ def test_experts_narrower_than_the_model(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(table, "FAMILIES", Families((*table.FAMILIES.rows, row)))
     [layer] = open_checkpoint(tmp_path).layers
     assert layer.hidden_size == HIDDEN
+
+
+@pytest.mark.parametrize("section", ["language_config", "text_config"])
+def test_a_text_section_without_a_type(section: str) -> None:
+    """DeepSeek-OCR's, which leaves it to the whole model; one of its own goes first."""
+    said = {"n_routed_experts": 64, "num_experts_per_tok": 6, "topk_method": "greedy"}
+    config = {"model_type": "deepseek_vl_v2", section: said}
+    row = family_of(config)
+    assert row is not None and "deepseek_vl_v2" in row.types
+    assert assumed_activation(config) == ""
+    found = find_router(config, 1)
+    assert (found.inferred, found.spec.scoring, found.spec.top_k) == ("", "softmax", 6)
+    assert not found.spec.renormalise
+    other = family_of({**config, section: {**said, "model_type": "qwen3_moe"}})
+    assert other is not None and "qwen3_moe" in other.types

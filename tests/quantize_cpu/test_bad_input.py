@@ -143,7 +143,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ".. in the index": (point_index_at("../model/x.safetensors"), "'../model/x.safetensors'"),
     "config.json missing": (lambda m: (m / "config.json").unlink(), "config.json"),
     "config.json not JSON": (lambda m: (m / "config.json").write_text("{"), "config.json"),
-    "config: other number of experts": (change_config(num_experts=5), "no expert 4 of 0-4"),
+    "config: other number of experts": (
+        change_config(num_experts=5),
+        "num_experts is stale: it is 5",
+    ),
     "config: other hidden size": (change_config(hidden_size=256), "256"),
     "config: other intermediate size": (change_config(moe_intermediate_size=256), "256"),
     "missing expert": (without(".experts.3."), "3"),

@@ -63,7 +63,7 @@ def test_answers_and_errors_come_through() -> None:
 
 def test_the_same_wait_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     told: list[Wait] = []
     waiting.tell(Wait("a", "nobody listens"))
     with waiting.told_to(told.append):

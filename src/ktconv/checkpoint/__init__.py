@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.checkpoint.adapters import adapter_notes
+from ktconv.checkpoint.agreement import check_agreement
 from ktconv.checkpoint.config import (
     CONFIG_NAME,
     ConfigFile,
@@ -41,7 +42,7 @@ from ktconv.checkpoint.shards import (
     select_shards,
 )
 from ktconv.checkpoint.stacks import split_tensors
-from ktconv.checkpoint.towers import choose_tower
+from ktconv.checkpoint.towers import MODALITIES, choose_tower
 from ktconv.checkpoint.types import (
     BlockGrid,
     Checkpoint,
@@ -95,7 +96,11 @@ def open_checkpoint(
         chosen = choose_tower(split, content, tower)
         if chosen is not None:
             split, content = chosen.split, chosen.config
-        layers, notes = build_layers(split, interpret_config(content, described))
+        apart = chosen is None or chosen.name not in MODALITIES[1:]  # has routers of its own names
+        settings = interpret_config(content, described)
+        layers, notes = build_layers(split, settings, apart)
+        if apart:
+            notes = [*notes, *check_agreement(content, settings, layers, split.others)]
         if chosen is not None:
             layers = [replace(one, first_expert=chosen.first_expert) for one in layers]
             notes = [*chosen.notes, *notes]

@@ -23,6 +23,7 @@ from ktconv.families.config_values import (
 )
 from ktconv.families.config_values import CONFIG_NAME as CONFIG_NAME
 from ktconv.families.layer_kinds import DenseLayers, dense_layers
+from ktconv.families.routers import rows_beside_experts
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
 from ktconv.system.units import counted
 
@@ -47,10 +48,20 @@ class ListSetting:
 
     key: str
     values: Sequence[int]
+    by_layer: bool = False  # and never for text and vision
+
+    @property
+    def of_towers(self) -> bool:
+        """Whether it can be for text and vision."""
+        return len(self.values) == 2 and not self.by_layer
+
+    def of_layer(self, layer: int) -> int | None:
+        """The value for decoder layer `layer`; None where there is none, or it may mean towers."""
+        return self.values[layer] if layer < len(self.values) and not self.of_towers else None
 
     def most(self, layer: int | None) -> int:
         """The largest value that `layer`, or any layer, can have."""
-        if layer is None or len(self.values) == 2:
+        if layer is None or self.of_towers:
             return max(self.values)
         return self.values[layer] if layer < len(self.values) else 0
 
@@ -58,7 +69,7 @@ class ListSetting:
         """Whether decoder layer `layer` can have `value` by one of the two readings."""
         if layer < len(self.values) and self.values[layer] == value:
             return True
-        return len(self.values) == 2 and value in (*self.values, sum(self.values))
+        return self.of_towers and value in (*self.values, sum(self.values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +84,12 @@ class ModelConfig:
     listed_experts: Sequence[ListSetting]
     top_k: Sequence[Setting | ListSetting]  # experts per token, from every key that is present
     zero_experts: int  # that a router can choose too, and that have no weights
+    rows_beside_experts: int | None  # of routers, for no expert with weights; None: not known
+    turned_router: bool | None  # whether routers are stored [in, out]; None: not known
+    shared_sizes: Sequence[
+        int
+    ]  # intermediate sizes that a shared expert may have; empty: not given
+    vocabulary: int | None  # tokens
     gated: bool | None  # whether experts have a gate; None: nothing says it
     num_layers: Setting | None  # without MTP layers
     num_mtp_layers: int
@@ -85,6 +102,7 @@ class ModelConfig:
     group_sizes: frozenset[int]  # inputs that share a scale, by every group_size of weights
     asymmetric: bool  # all of these groups say that weights have zero points
     data_types: frozenset[str]  # of AutoRound: of all modules, and of those that differ
+    left_alone: Sequence[str]  # names and patterns of modules that quantization_config excludes
     online_rotation: bool  # weights are of inputs that compressed-tensors rotates
     described: Mapping[str, str]  # msModelSlim's type of each tensor; empty for others
 
@@ -177,10 +195,10 @@ def interpret_config(
 
     Raises CheckpointError where a known key has an impossible or contradictory value.
     """
-    keys, sections = table.FAMILIES.keys, sections_of(content)
+    keys, sections, row = table.FAMILIES.keys, sections_of(content), family_of(content)
     text = sections[0]
     check_values(sections)
-    num_layers = _first_size(sections, keys("layers", family_of(content))) or _counted(text)
+    num_layers = _first_size(sections, keys("layers", row)) or _counted(text)
     num_mtp = _mtp_layers(sections)
     quantization = _quantization(sections)
     size_keys = _expert_size_keys(sections)
@@ -192,9 +210,16 @@ def interpret_config(
         intermediate_size=_not_zero(_one_size(sections, size_keys, or_lists=True)),
         num_experts=_one_size(sections, keys("experts"), or_lists=True),
         listed_sizes=_lists(text, size_keys, num_layers, num_mtp),
-        listed_experts=_lists(text, keys("experts"), num_layers, num_mtp),
+        listed_experts=[
+            *_lists(text, keys("experts"), num_layers, num_mtp),
+            *_lists(text, keys("experts of each layer"), num_layers, num_mtp, by_layer=True),
+        ],
         top_k=_top_k(sections, num_layers, num_mtp),
         zero_experts=sum(setting.value for setting in _scalars(sections, keys("zero experts"))),
+        rows_beside_experts=rows_beside_experts(content),
+        turned_router=row.router_is_transposed if row is not None else None,
+        shared_sizes=_shared_sizes(sections, size_keys),
+        vocabulary=_whole_number(text, keys("vocabulary")),
         gated=experts_have_gate(content),
         num_layers=num_layers,
         num_mtp_layers=num_mtp,
@@ -207,6 +232,7 @@ def interpret_config(
         group_sizes=_group_sizes(quantization),
         asymmetric=_asymmetric(quantization),
         data_types=_data_types(quantization),
+        left_alone=_left_alone(quantization),
         online_rotation=_online_rotation(quantization),
         described=described,
     )
@@ -300,6 +326,26 @@ def _expert_size_keys(sections: Sequence[Mapping[str, Any]]) -> Sequence[str]:
     return keys if own else table.FAMILIES.keys("plain intermediate size")
 
 
+def _shared_sizes(sections: Sequence[Mapping[str, Any]], size_keys: Sequence[str]) -> Sequence[int]:
+    """What config.json may mean: families disagree on whether a size is of one shared expert or of
+    all of them together."""
+    keys = table.FAMILIES.keys
+    counts = (*keys("shared experts"), *keys("further numbers of shared experts"))
+    count = _whole_number(sections[0], counts)
+    own = _whole_number(sections[0], keys("shared size"))
+    size = _whole_number(sections[0], size_keys)
+    found = [] if not own else [own, own * (count or 1)]
+    if count and size and not found:
+        found = [size * count]
+    return tuple(dict.fromkeys(found))
+
+
+def _whole_number(section: Mapping[str, Any], keys: Sequence[str]) -> int | None:
+    """The first that is one."""
+    given = (section.get(key) for key in keys)
+    return next((value for value in given if is_whole(value)), None)
+
+
 def _scalars(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[Setting]:
     """The numbers in the first section that has any of `keys`."""
     found = ([Setting(k, s[k]) for k in keys if type(s.get(k)) is int] for s in sections)
@@ -307,19 +353,25 @@ def _scalars(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list
 
 
 def _lists(
-    text: Mapping[str, Any], keys: Sequence[str], num_layers: Setting | None, num_mtp: int
+    text: Mapping[str, Any],
+    keys: Sequence[str],
+    num_layers: Setting | None,
+    num_mtp: int,
+    by_layer: bool = False,
 ) -> list[ListSetting]:
     """The lists under `keys` in the text section.
 
-    CheckpointError for one that has neither a number for each layer nor two, for the text and
-    the vision model.
+    CheckpointError for one that has neither a number for each layer nor, unless `by_layer`, two,
+    for the text and the vision model.
     """
-    found = [ListSetting(key, text[key]) for key in keys if isinstance(text.get(key), list)]
+    found = [
+        ListSetting(key, text[key], by_layer) for key in keys if isinstance(text.get(key), list)
+    ]
     for listed in found:
         sizes = all(is_whole(value) and value <= MAX_SIZE for value in listed.values)
         if not listed.values or not sizes:
             raise wrong_value(listed.key, listed.values, "a number or a list of one for each layer")
-        if len(listed.values) != 2:
+        if not listed.of_towers:
             _check_length(listed.key, listed.values, num_layers, num_mtp)
     return found
 
@@ -365,6 +417,24 @@ def _data_types(quantization: Mapping[str, Any]) -> frozenset[str]:
     modules = extra.values() if isinstance(extra, dict) else ()
     found = [quantization, *(one for one in modules if isinstance(one, dict))]
     return frozenset(str(one["data_type"]) for one in found if one.get("data_type"))
+
+
+# Of modules that stay as they are, or of those alone that do not, by the tools' names for them.
+_EXCLUDED = (
+    "ignore", "ignored_layers", "modules_to_not_convert", "llm_int8_skip_modules",
+    "exclude_modules", "exclude", "modules_to_not_quantize",
+)  # fmt: skip
+_CHOSEN = (
+    "dynamic", "extra_config", "modules_in_block_to_quantize", "inside_layer_modules",
+    "block_name_to_quantize", "to_quant_block_names", "layer_quant_config", "quantized_layers",
+)  # fmt: skip
+
+
+def _left_alone(quantization: Mapping[str, Any]) -> Sequence[str]:
+    """`*` where a tool chose modules in another way than by excluding some."""
+    lists = (quantization.get(key) for key in _EXCLUDED)
+    found = [str(one) for some in lists if isinstance(some, list) for one in some]
+    return [*found, "*"] if any(quantization.get(key) for key in _CHOSEN) else found
 
 
 def _online_rotation(quantization: Mapping[str, Any]) -> bool:

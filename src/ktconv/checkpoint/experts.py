@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 from ktconv.checkpoint.config import ModelConfig, Setting
+from ktconv.checkpoint.counts import CONTRADICTION, Counts
 from ktconv.checkpoint.encodings import Candidate, candidates, stored_matrix
 from ktconv.checkpoint.encodings.base import BIAS, Encoding, Parts
 from ktconv.checkpoint.encodings.refusals import check_described, check_rotation
@@ -27,7 +28,6 @@ _NUMBER = re.compile("[0-9]{1,6}")
 _SHOWN = 8  # experts that an error lists
 _INCOMPLETE = "Download the checkpoint again; incomplete layers are not converted."
 _NO_GATE = 'If they have none by design, give a map with like = "nomic_bert" (docs/maps.md).'
-_CONTRADICTION = "Check that config.json and the weights belong to one checkpoint."
 
 # Expert id -> projection -> part name -> tensor.
 _Found = dict[int, dict[Projection, dict[str, TensorRef]]]
@@ -40,14 +40,14 @@ _Contents = tuple[
 ]
 
 
-def build_layer(stack: Stack, index: int, is_mtp: bool, config: ModelConfig) -> MoELayer:
-    """The MoE layer in `stack`.
+def build_layer(stack: Stack, index: int, is_mtp: bool, counts: Counts) -> MoELayer:
+    """The MoE layer in `stack`, with as many experts as `counts` confirms.
 
     Raises CheckpointError naming the tensor for anything missing, left over, of an
     unsupported encoding, or of a shape that the config or the other experts contradict.
     """
-    numbered = any(_is_numbered(rest) for rest in stack.tensors)
-    count, parts, views = (_numbered if numbered else _fused)(stack, config)
+    config, numbered = counts.config, any(_is_numbered(rest) for rest in stack.tensors)
+    count, parts, views = (_numbered if numbered else _fused)(stack, index, counts)
     encodings = _EncodingsOfLayer(config)
     experts = []
     for expert in range(count):
@@ -85,9 +85,9 @@ def _is_numbered(rest: str) -> bool:
     return rest[:1].isdecimal() or rest.partition(".")[2][:1].isdecimal()
 
 
-def _numbered(stack: Stack, config: ModelConfig) -> _Contents:
-    found = _group_by_expert(stack)
-    _check_complete(stack, found, config)
+def _numbered(stack: Stack, index: int, counts: Counts) -> _Contents:
+    found, config = _group_by_expert(stack), counts.config
+    _check_complete(stack, found, index, counts)
     inner, hidden = _sizes(stack, found[0], config)
     shapes: Mapping[Projection, tuple[int, int]] = {
         "gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)
@@ -185,14 +185,15 @@ def _twice(one: TensorRef, other: TensorRef) -> CheckpointError:
     )
 
 
-def _check_complete(stack: Stack, found: _Found, config: ModelConfig) -> None:
+def _check_complete(stack: Stack, found: _Found, index: int, counts: Counts) -> None:
     """Experts 0 .. count-1 are there, each with its two or three projections, and no other."""
-    highest, count = max(found), config.num_experts
+    highest, config = max(found), counts.config
+    count = counts.expected(stack.source, index, highest + 1)
     if count is not None and highest >= count.value:
         surplus = next(iter(next(iter(found[highest].values())).values()))
         raise CheckpointError(
             f"{surplus.name} is expert {highest}, but config.json has {count.key} {count.value}",
-            _CONTRADICTION,
+            CONTRADICTION,
         )
     expected = count.value if count is not None else highest + 1
     gated = config.gated or any("gate" in projections for projections in found.values())
@@ -222,10 +223,11 @@ def _name_of(stack: Stack, expert: int, projection: Projection) -> str:
     words = [rest.split(".")[:2] for rest in stack.tensors]
     names = {word for pair in words for word in pair}
     spelt = next(one for one in table.FAMILIES.matrices if names & one.projections.keys())
-    usual = matrix_name(stack.source, expert, spelt.of(projection))
+    word = spelt.of(projection) or spelt.gate_up or ""
+    usual = matrix_name(stack.source, expert, word)
     if words[0][0].isdecimal() or not usual.startswith(f"{stack.source}.{expert}."):
         return usual
-    return f"{stack.source}.{spelt.of(projection)}.{expert}.weight"
+    return f"{stack.source}.{word}.{expert}.weight"
 
 
 def _sizes(
@@ -258,10 +260,11 @@ def _whole_views(rows: int, cols: int) -> _Views:
     return StoredView(rows, cols, rows, cols), StoredView(cols, rows, rows, cols, transposed=True)
 
 
-def _fused(stack: Stack, config: ModelConfig) -> _Contents:
-    layout, parts = fused_experts(stack, config)
-    name = layout.gate
-    _check_size(name, "expert count", layout.experts, config.num_experts)
+def _fused(stack: Stack, index: int, counts: Counts) -> _Contents:
+    config = counts.config
+    layout, parts = fused_experts(stack, config, counts.rows_of(stack.source, index))
+    name, expected = layout.gate, counts.expected(stack.source, index, layout.experts)
+    _check_size(name, "expert count", layout.experts, expected)
     if layout.hidden not in stack.latent:
         _check_size(name, "hidden size", layout.hidden, config.width_of(layout.hidden))
     _check_size(name, "intermediate size", layout.intermediate, config.intermediate_size)
@@ -276,7 +279,7 @@ def _check_size(name: str, what: str, found: int, setting: Setting | None) -> No
     if setting is not None and setting.value != found:
         raise CheckpointError(
             f"{name} has {what} {found}, but config.json has {setting.key} {setting.value}",
-            _CONTRADICTION,
+            CONTRADICTION,
         )
 
 
@@ -287,7 +290,7 @@ def _bias(tensor: TensorRef, view: StoredView) -> BlockGrid:
             f"{tensor.name} ({tensor.dtype} {list(tensor.shape)}) is no bias of its weight: "
             f"expected is one number for each output ({view.rows} of this expert) in F32, BF16 "
             "or F16",
-            _CONTRADICTION,
+            CONTRADICTION,
         )
     return found
 
@@ -351,7 +354,7 @@ class _EncodingsOfLayer:
                 raise CheckpointError(
                     f"{weight.name} is {weight.dtype} ({encoding.name}), but "
                     f"quantization_config.{key} in config.json is {value!r:.80}",
-                    _CONTRADICTION,
+                    CONTRADICTION,
                 )
 
     def _wrong_shape(self, weight: TensorRef, expected: str) -> CheckpointError:
@@ -363,5 +366,5 @@ class _EncodingsOfLayer:
         reason = f"config.json has {' and '.join(known)}" if known else "as in the other experts"
         return CheckpointError(
             f"{weight.name} has shape {list(weight.shape)}, expected {expected}: {reason}",
-            _CONTRADICTION,
+            CONTRADICTION,
         )

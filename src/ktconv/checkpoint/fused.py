@@ -18,6 +18,9 @@ in scales and biases. Shapes do not show it: MXFP4 blocks are gpt-oss's own, oth
 type decides, for the name that its row gives the tensor: Inkling's w13_weight is interleaved, but
 Hy4's is not, nor Inkling's gate_up_proj.
 
+LongCat's gate_up_proj, as transformers stacks it, has also the experts that return their input,
+behind the others; down_proj has not.
+
 DBRX and, without a gate, Nomic have the rows of all experts in one axis, [E * I, H] in all tensors:
 gate and up are stored [out, in], down [in, out]. config.json has E.
 """
@@ -29,7 +32,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ktconv.checkpoint.config import ModelConfig
+from ktconv.checkpoint.config import ModelConfig, Setting
 from ktconv.checkpoint.encodings import candidates
 from ktconv.checkpoint.encodings.base import BIAS, BLOCKS, WEIGHT, Parts
 from ktconv.checkpoint.naming_map import Order
@@ -58,6 +61,7 @@ class FusedLayout:
     transposed: bool  # stored [in, out]
     order: Order | None  # of gate and up in one tensor; None: they are apart
     down_turned: bool = False  # down is stored the other way round
+    spare: int = 0  # further experts of the tensor with gate and up, which have no down (LongCat)
 
     def views(self, expert: int) -> Mapping[Projection, StoredView]:
         """The positions of the three matrices of `expert`."""
@@ -75,21 +79,27 @@ class FusedLayout:
         inner = self.intermediate
         if self.order is None:
             return self._view(expert, inner, self.hidden, inner)
-        return self._view(
-            expert, inner, self.hidden, 2 * inner, *first_output(self.order, half, inner)
-        )
+        first, step = first_output(self.order, half, inner)
+        return self._view(expert, inner, self.hidden, 2 * inner, first, step, self.spare)
 
     def _view(
-        self, expert: int, rows: int, cols: int, outputs: int, output: int = 0, step: int = 1
+        self,
+        expert: int,
+        rows: int,
+        cols: int,
+        outputs: int,
+        output: int = 0,
+        step: int = 1,
+        spare: int = 0,
     ) -> StoredView:
         """`rows` outputs, every `step`-th from `output` on, of the `outputs` that the tensor
-        has."""
+        has for each expert; behind those it has `spare` ones."""
         return StoredView(
             stored_rows=cols if self.transposed else outputs,
             stored_cols=outputs if self.transposed else cols,
             rows=rows,
             cols=cols,
-            experts=self.experts,
+            experts=self.experts + spare,
             expert=expert,
             row=0 if self.transposed else output,
             col=output if self.transposed else 0,
@@ -101,14 +111,17 @@ class FusedLayout:
 _Parts = Mapping[Projection, Parts]  # gate and up have the same ones where they are together
 
 
-def fused_experts(stack: Stack, config: ModelConfig) -> tuple[FusedLayout, _Parts]:
-    """Sizes and layout of a fused stack, and its tensors by the names of their parts.
+def fused_experts(
+    stack: Stack, config: ModelConfig, count: Setting | None
+) -> tuple[FusedLayout, _Parts]:
+    """Sizes and layout of a fused stack, and its tensors by the names of their parts. `count`: how
+    many experts it has, for tensors that do not show it.
 
     Raises CheckpointError naming the tensor that is missing, unknown, or of a shape that fits none.
     """
     way, parts = _found_parts(stack, config.gated)
     if not table.FAMILIES.rows_of_all.isdisjoint(way.values()):
-        return _rows_of_all(parts, config)
+        return _rows_of_all(parts, count)
     if "gate" in way and way["gate"] == way["up"]:
         order = order_of(stack, way["up"], parts["up"], config)
         return _together(stack, parts, order, config), parts
@@ -221,7 +234,7 @@ def _is_interleaved(word: str, parts: Parts, config: ModelConfig) -> bool:
         return False
     tensor = next(iter(parts.values()))
     rows = [row for kind in config.model_types if (row := table.FAMILIES.of(kind)) is not None]
-    spelt = [row for row in table.FAMILIES.rows if row.matrices.gate_up == word]
+    spelt = [row for row in table.FAMILIES.rows if word in row.gate_up]
     if not rows and spelt and all(row.interleaved for row in spelt if row.types):
         raise CheckpointError(
             f"{tensor.name} has gate and up together, and nothing says whether they are "
@@ -235,7 +248,7 @@ def _is_interleaved(word: str, parts: Parts, config: ModelConfig) -> bool:
             "Known are gpt_oss and openai_privacy_filter as model_type in config.json; correct it "
             "there if the model is a copy of one of them.",
         )
-    return any(row.interleaved for row in rows if row.matrices.gate_up == word)
+    return any(row.interleaved for row in rows if word in row.gate_up)
 
 
 def _together(stack: Stack, parts: _Parts, order: Order, config: ModelConfig) -> FusedLayout:
@@ -246,13 +259,15 @@ def _together(stack: Stack, parts: _Parts, order: Order, config: ModelConfig) ->
         if any(len(shape) != 3 or min(shape) == 0 for shape in shapes):
             continue
         for transposed in _ways_stored(stack):
-            experts, *wide = gate_up.encoding.sizes(gate_up.weight, transposed)
-            same, *narrow = down.encoding.sizes(down.weight, transposed)
+            every, *wide = gate_up.encoding.sizes(gate_up.weight, transposed)
+            experts, *narrow = down.encoding.sizes(down.weight, transposed)
             if transposed:
                 wide, narrow = wide[::-1], narrow[::-1]
             hidden, inner = narrow
-            if experts == same and wide == [2 * inner, hidden]:
-                return FusedLayout(gate_up.weight.name, experts, hidden, inner, transposed, order)
+            spare = every - experts
+            if spare in (0, config.zero_experts) and wide == [2 * inner, hidden]:
+                name = gate_up.weight.name
+                return FusedLayout(name, experts, hidden, inner, transposed, order, spare=spare)
     found = (f"{one.weight.name} {list(one.weight.shape)}" for one in (gate_ups[0], downs[0]))
     raise CheckpointError(
         f"{' and '.join(found)} fit neither "
@@ -290,10 +305,10 @@ def _apart(stack: Stack, parts: _Parts, config: ModelConfig) -> FusedLayout:
     )
 
 
-def _rows_of_all(parts: _Parts, config: ModelConfig) -> tuple[FusedLayout, _Parts]:
+def _rows_of_all(parts: _Parts, count: Setting | None) -> tuple[FusedLayout, _Parts]:
     """The layout of DBRX, and the tensors as [E, I, H], which they are."""
     weights = [one.get(WEIGHT, one[min(one)]) for one in parts.values()]
-    first, count = weights[0], config.num_experts
+    first = weights[0]
     if count is None:
         raise CheckpointError(
             f"{first.name} {list(first.shape)} has the rows of all experts, but config.json does "
@@ -306,8 +321,8 @@ def _rows_of_all(parts: _Parts, config: ModelConfig) -> tuple[FusedLayout, _Part
         raise CheckpointError(f"{shapes} are not [E * I, H] each", _DAMAGED)
     if not count.value or shape[0] % count.value:
         raise CheckpointError(
-            f"{first.name} has {shape[0]} rows, which are no equal parts of the "
-            f"{count.key} {count.value} experts of config.json",
+            f"{first.name} has {shape[0]} rows, which are no equal parts of {count.value} experts, "
+            f"as {count.key} has them",
             "Check that config.json and the weights belong to one checkpoint.",
         )
     experts, inner = count.value, shape[0] // count.value

@@ -6,21 +6,24 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ktconv.checkpoint.config import ModelConfig
+from ktconv.checkpoint.counts import CONTRADICTION, Counts
 from ktconv.checkpoint.experts import build_layer
 from ktconv.checkpoint.map_guess import guess_map
 from ktconv.checkpoint.stacks import MAP_HINT, Split, Stack, nearest_keys
 from ktconv.checkpoint.types import MoELayer
 from ktconv.errors import CheckpointError, PackedExpertsError, UnknownNamesError
 from ktconv.families import table
-from ktconv.families.names import MTP_MARKS, dense_mlp, looked_for, router_tensors
+from ktconv.families.names import MTP_MARKS, dense_mlp, looked_for
 from ktconv.system.units import counted, format_ranges
 
 _SHOWN = 3  # patterns that an error shows
-_CONTRADICTION = "Check that config.json and the weights belong to one checkpoint."
 
 
-def build_layers(split: Split, config: ModelConfig) -> tuple[list[MoELayer], list[str]]:
+def build_layers(
+    split: Split, config: ModelConfig, with_routers: bool = True
+) -> tuple[list[MoELayer], list[str]]:
     """All MoE layers, ascending, compared with config.json; and notes about them for the user.
+    `with_routers`: whether routers beside the experts are theirs.
 
     Raises CheckpointError naming the layer or tensor for every contradiction.
     """
@@ -30,21 +33,18 @@ def build_layers(split: Split, config: ModelConfig) -> tuple[list[MoELayer], lis
     left = sum(_without_identity(split, stack, config) for stack in stacks.values())
     _check_layers_present(split, stacks, config)
     _check_not_dense(stacks, config)
+    counts = Counts(config, split.others, with_routers)
     layers = [
-        build_layer(stack, index, _is_mtp(index, stack, config), config)
+        build_layer(stack, index, _is_mtp(index, stack, config), counts)
         for index, stack in sorted(stacks.items())
     ]
-    if not any(len(listed.values) != 2 for listed in config.listed_experts):
-        _check_equal_counts(layers)
     _check_gates(layers, config)
     _check_biases(layers, config)
-    _check_routers(split, layers, config)
-    for layer in layers:
-        _check_lists(layer, config)
+    odd = counts.check(layers)
     for layer in layers:
         if fault := config.top_k_fault(len(layer.experts), layer.index):
-            raise CheckpointError(fault, _CONTRADICTION)
-    notes = _notes(split, layers, config)
+            raise CheckpointError(fault, CONTRADICTION)
+    notes = [*_notes(split, layers, config), *odd]
     if left:
         notes.append(
             f"{left} tensors are of experts that have no down projection, because they give their "
@@ -56,15 +56,18 @@ def build_layers(split: Split, config: ModelConfig) -> tuple[list[MoELayer], lis
 def _without_identity(split: Split, stack: Stack, config: ModelConfig) -> int:
     """Makes other tensors of those of LongCat's identity experts, which follow the numbered ones
     and have no weights that are used; returns how many there are."""
-    if not config.zero_experts or config.num_experts is None:
+    if not config.zero_experts:
         return 0
-    first = config.num_experts.value
     names: dict[int, list[str]] = {}
     for rest in stack.tensors:
         number = rest.partition(".")[0]
-        if number.isdecimal() and first <= int(number) < first + config.zero_experts:
+        if number.isdecimal() and len(number) < 7:
             names.setdefault(int(number), []).append(rest)
-    gone = [rest for own in names.values() for rest in own if not any(map(_is_down, own))]
+    whole = max((number for number, own in names.items() if any(map(_is_down, own))), default=-1)
+    spare = [number for number in names if number > whole]
+    if whole < 0 or len(spare) > config.zero_experts:
+        return 0
+    gone = [rest for number in spare for rest in names[number]]
     split.others.extend(stack.tensors.pop(rest) for rest in gone)
     return len(gone)
 
@@ -142,7 +145,7 @@ def _check_within_config(split: Split, index: int, stack: Stack, config: ModelCo
             f"{stack.source} is layer {index}, but config.json has "
             f"{config.num_layers.key} {config.num_layers.value} and does not declare "
             "it as an MTP layer",
-            _CONTRADICTION,
+            CONTRADICTION,
         )
 
 
@@ -181,7 +184,7 @@ def _check_not_dense(stacks: Mapping[int, Stack], config: ModelConfig) -> None:
             raise CheckpointError(
                 f"layer {index} has experts ({stack.source}), but {key} in config.json "
                 "declares it as a dense layer",
-                f"{_CONTRADICTION} If the weights are right, correct {key}.",
+                f"{CONTRADICTION} If the weights are right, correct {key}.",
             )
 
 
@@ -191,18 +194,6 @@ def _seen_dense(split: Split, stacks: Mapping[int, Stack]) -> set[int]:
     pattern = dense_mlp({path.layer.rpartition(".")[0] + "." for path in decoders})
     found = (pattern.match(tensor.name) for tensor in split.others)
     return {int(match[1]) for match in found if match}
-
-
-def _check_equal_counts(layers: Sequence[MoELayer]) -> None:
-    """CheckpointError unless all layers have the same number of experts."""
-    first = layers[0]
-    for layer in layers:
-        if len(layer.experts) != len(first.experts):
-            raise CheckpointError(
-                f"{layer.source} has {len(layer.experts)} experts, but {first.source} has "
-                f"{len(first.experts)}",
-                "Download the checkpoint again.",
-            )
 
 
 def _check_gates(layers: Sequence[MoELayer], config: ModelConfig) -> None:
@@ -222,7 +213,7 @@ def _check_gates(layers: Sequence[MoELayer], config: ModelConfig) -> None:
     if config.gated is False:
         raise CheckpointError(
             f"{name} is the gate of an expert, but experts of this model have none by config.json",
-            _CONTRADICTION,
+            CONTRADICTION,
         )
     bare = next((layer for layer in layers if not layer.gated), None)
     if bare is not None:
@@ -245,50 +236,6 @@ def _check_biases(layers: Sequence[MoELayer], config: ModelConfig) -> None:
             f"{bare.tensor.name} has no bias, but all experts of {kind} have",
             "Download the checkpoint again.",
         )
-
-
-def _check_routers(split: Split, layers: Sequence[MoELayer], config: ModelConfig) -> None:
-    """CheckpointError if a router is for another number of experts than there are, where tensors
-    do not show how many there should be: config.json does not say it, or their rows are those of
-    all experts, cut by what config.json says."""
-    unsure = {layer.source: layer for layer in layers if _is_count_unsure(layer, config)}
-    routers = {name: one for one in unsure.values() for name in router_tensors(one.source).weight}
-    for tensor in split.others if routers else ():
-        layer = routers.get(tensor.name)
-        if layer is None or len(tensor.shape) != 2 or len(layer.experts) in tensor.shape:
-            continue
-        count = config.num_experts
-        said = f"; config.json has {count.key} {count.value}" if count else ""
-        raise CheckpointError(
-            f"{layer.source} has {len(layer.experts)} experts, but their router "
-            f"{tensor.name} has the shape {list(tensor.shape)}{said}",
-            "Download the checkpoint again if experts are missing; if the router has rows that "
-            "are no experts, say in config.json how many there are, as num_experts.",
-        )
-
-
-def _is_count_unsure(layer: MoELayer, config: ModelConfig) -> bool:
-    if config.num_experts is None and not config.listed_experts:
-        return True
-    last = layer.experts[0]["up"].tensor.name.removeprefix(f"{layer.source}.")
-    return last in table.FAMILIES.rows_of_all
-
-
-def _check_lists(layer: MoELayer, config: ModelConfig) -> None:
-    """CheckpointError unless the sizes that config.json lists by layer are those of the tensors."""
-    if layer.is_mtp:
-        return
-    found = [("experts", len(layer.experts), setting) for setting in config.listed_experts]
-    found += [
-        ("intermediate size", layer.intermediate_size, setting) for setting in config.listed_sizes
-    ]
-    for what, size, setting in found:
-        if not setting.allows(layer.index, size):
-            raise CheckpointError(
-                f"{layer.source} has {what} {size}, but config.json has {setting.key} "
-                f"{list(setting.values)!r:.80}",
-                _CONTRADICTION,
-            )
 
 
 def _notes(split: Split, layers: Sequence[MoELayer], config: ModelConfig) -> list[str]:

@@ -26,6 +26,7 @@ from ktconv.errors import (
 )
 from ktconv.system.machine import MAX_THREADS
 from ktconv.system.units import counted, format_duration, format_ranges, format_rate, format_size
+from ktconv.targets.consumers import uneven
 
 if TYPE_CHECKING:
     from ktconv.conversion.plan import Unit
@@ -349,7 +350,9 @@ def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
         yield f"warning: {lost_line(report.lost, report.lost_names)}."
     if report.complete:
         yield f"{output} is complete."
-        if flags := report.preflight.plan.target.serving():
+        plan = report.preflight.plan
+        flags = None if uneven(plan.checkpoint.layers) else plan.target.serving()
+        if flags:
             yield f"Serve it with sglang-kt: {flags} {output}"
         yield from _upload_lines(output)
     elif report.missing:

@@ -40,9 +40,17 @@ def value_of(section: Mapping[str, Any], setting: str, family: Family | None = N
     return next((value for value in given if value is not None), None)
 
 
+def type_of(config: Mapping[str, Any]) -> str:
+    """The model_type of this config.json's text section, which may leave it to the whole model
+    (DeepSeek-VL); without "_text", and empty where there is none."""
+    kinds = (value_of(section, "model type") for section in sections_of(config))
+    found = next((kind for kind in kinds if kind), "")
+    return str(found).removesuffix("_text")
+
+
 def family_of(config: Mapping[str, Any]) -> Family | None:
     """The row of the table for this config.json's text section."""
-    return table.FAMILIES.of(value_of(text_section(config), "model type"))
+    return table.FAMILIES.of(type_of(config))
 
 
 def top_k_of(config: Mapping[str, Any], layer: int | None = None) -> int | None:

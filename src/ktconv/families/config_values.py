@@ -1,6 +1,7 @@
 """Types and ranges of the values of config.json that decide what a model computes.
 
-Only values that no model can have are refused, such as a text instead of a number, or a NaN:
+Only values that no model can have are refused, such as a text instead of a number, a NaN, or a
+factor of -1e30:
 readers differ in how they interpret them, and the converted model would keep them. A null always
 means "not given".
 """
@@ -64,13 +65,24 @@ _WORDS = _Rule(
     lambda value: isinstance(value, list) and all(isinstance(word, str) for word in value),
     "a list of names",
 )
-_EPSILON = _Rule(lambda value: _is_number(value) and value >= 0, "a number of at least 0")
+# Far beyond what any model has, and still far from where float32 ends.
+_MOST = 1e4
+_EPSILON = _Rule(
+    lambda value: _is_number(value) and 0 <= value <= 1, "a number of at least 0 and at most 1"
+)
+_SOFTCAP = _Rule(
+    lambda value: _is_number(value) and 0 <= value <= _MOST, f"a number from 0 to {_MOST:g}"
+)
 _NORM = _Rule(
-    lambda value: value is False or (_is_number(value) and value > 0), "a number above 0 or false"
+    lambda value: value is False or (_is_number(value) and 0 < value <= 100),
+    "a number above 0 and up to 100, or false",
 )
 _SHARED = _Rule(_each(lambda value: value is False or is_whole(value)), "a number of experts")
 _FACTOR = _Rule(
-    _each(lambda value: value is None or value is False or _is_number(value)), "a finite number"
+    _each(
+        lambda value: value is None or value is False or (_is_number(value) and 0 <= value <= _MOST)
+    ),
+    f"a finite number from 0 to {_MOST:g}",
 )
 _LIMIT = _Rule(
     _each(lambda value: value is None or (_is_number(value) and value >= 0)),
@@ -87,8 +99,10 @@ _FREQUENCY = _Rule(
     "an integer or a list of 0 and 1",
 )
 _ROPE = _Rule(
-    lambda value: isinstance(value, dict) or _each(lambda one: _is_number(one) and one > 0)(value),
-    "a number above 0",
+    lambda value: (
+        isinstance(value, dict) or _each(lambda one: _is_number(one) and 0 < one <= 1e15)(value)
+    ),
+    "a number above 0 and up to 1e15",
 )
 _KINDS = _Rule(
     lambda value: isinstance(value, str) or _WORDS.allows(value), "a list of names or a text"
@@ -116,7 +130,8 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("model type", "activation", "scoring", "method"), _NAME),
     **dict.fromkeys(("renormalise", "correction", "weight on input", "experts choose"), _FLAG),
     **dict.fromkeys(("scale", "activation alpha", "logit scale"), _FACTOR),
-    **dict.fromkeys(("norm epsilon", "least sum", "logit softcap", "router jitter"), _EPSILON),
+    **dict.fromkeys(("norm epsilon", "least sum", "router jitter"), _EPSILON),
+    "logit softcap": _SOFTCAP,
     "p-norm": _NORM,
     "top_k": _TOP_K,
     **dict.fromkeys(("n_group", "topk_group", "leading dense layers", "sparse step"), _INTEGER),

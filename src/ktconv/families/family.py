@@ -90,6 +90,7 @@ class Router:
     reads: frozenset[str] = frozenset()  # keys of routers.SETTINGS; groups, hash layers
     methods: tuple[str, ...] | None = None  # values of topk_method; None: nothing is checked
     never: tuple[str, ...] = ()  # settings that must not be switched on
+    by_method: Mapping[str, Router] = field(default_factory=dict)  # for other values of topk_method
 
 
 # What kernels compute of the gate's outputs, and of up's where there is no gate.
@@ -240,7 +241,8 @@ class Family:
     block: str = "mlp"
     experts: str = "experts"
     matrices: Matrices = USUAL
-    before_number: Matrices | None = None  # whose expert's number comes last: ffn_gate.5.weight
+    # whose expert's number comes last: ffn_gate.5.weight, down_projs.5.weight
+    before_number: Matrices | None = None
     expert_biases: bool = False
     # Of the outputs of `matrices.gate_up` the even ones are gate, the odd ones up.
     interleaved: bool = False
@@ -279,6 +281,12 @@ class Family:
 
     # further names of settings in config.json, by the keys of table.KEYS
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def gate_up(self) -> tuple[str, ...]:
+        """The family's own names for gate and up together."""
+        spelt = (self.matrices, self.before_number)
+        return tuple(one.gate_up for one in spelt if one is not None and one.gate_up)
 
     def activation_of(self, released: Released) -> ExpertActivation:
         """What the experts compute with the released config.json."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from ktconv.errors import CheckpointError
 from ktconv.families import table
-from ktconv.families.config import family_of, text_section, top_k_of, value_of
+from ktconv.families.config import family_of, text_section, top_k_of, type_of, value_of
 from ktconv.families.family import SCORINGS, Family, GroupScore, Router, RouterSpec
 
 
@@ -59,23 +59,69 @@ def find_router(
     `corrected`: whether the checkpoint has a correction bias for this layer, where that is known.
     For such a family it decides what config.json leaves open.
     """
+    found, text = _found(config, layer, corrected), text_section(config)
+    top_k = top_k_of(config, layer)
+    if top_k is None:
+        raise CheckpointError("config.json does not say how many experts are chosen for a token")
+    spec = replace(found.spec, top_k=top_k)
+    return replace(found, spec=_checked(spec, value_of(text, "experts")))
+
+
+def stated_router(
+    config: Mapping[str, Any], layer: int, experts: int, corrected: bool
+) -> RouterSpec | None:
+    """The router of a layer with so many experts, as far as family and config.json tell it; its
+    `top_k` is 0 where they do not. None for one that is not known.
+
+    Raises CheckpointError where config.json contradicts the family, or the number of experts.
+    """
+    try:
+        found = _found(config, layer, corrected)
+    except UnknownRouter:
+        return None
+    spec, top_k = found.spec, top_k_of(config, layer)
+    grouped = value_of(text_section(config), "n_group", family_of(config)) is not None
+    if found.inferred or spec.n_group == 1 or not grouped:
+        return replace(spec, top_k=top_k or 0)
+    try:
+        _checked(replace(spec, top_k=top_k or min(spec.topk_group, experts)), experts)
+    except UnknownRouter:
+        return None
+    return replace(spec, top_k=top_k or 0)
+
+
+def _found(config: Mapping[str, Any], layer: int, corrected: bool | None) -> FoundRouter:
+    """Without the number of experts per token."""
     text, row = text_section(config), family_of(config)
-    name = str(value_of(text, "model type") or "").removesuffix("_text")
+    name = type_of(config)
     routing, inferred = row.routing if row is not None else None, ""
     if isinstance(routing, str):
         raise UnknownRouter(f"the router of {name} is not supported: it {routing}", _HINT)
     if routing is None:
         routing, inferred = _inferred(name, text, corrected)
+    routing = routing.by_method.get(str(value_of(text, "method")), routing)
     _check_stated(name, text, routing, row)
-    top_k = top_k_of(config, layer)
-    if top_k is None:
-        raise CheckpointError("config.json does not say how many experts are chosen for a token")
-    spec = replace(_read(routing, text, row, layer), top_k=top_k)
+    spec = _read(routing, text, row, layer)
     if "hash layers" in routing.reads and _is_hashed(text, layer, corrected):
         spec = replace(spec, by_token=True, correction=False)
-    return FoundRouter(_checked(spec, value_of(text, "experts")), inferred)
+    return FoundRouter(spec, inferred)
 
 
+def rows_beside_experts(config: Mapping[str, Any]) -> int | None:
+    """How many rows of a router belong to no expert with weights: those of experts that return
+    their input, and of shared experts. None where neither family nor config.json say it."""
+    text, row = text_section(config), family_of(config)
+    routing = row.routing if row is not None else None
+    if row is None or not isinstance(routing, Router):
+        return None
+    for setting, field in (("zero experts", "identity_experts"), ("shared experts", "sinks")):
+        if getattr(routing.spec, field) and value_of(text, setting, row) is None:
+            return None
+    spec = _read(routing, text, row, 0)
+    return spec.identity_experts + spec.sinks
+
+
+_BELONGS = "check that config.json belongs to this checkpoint"
 _HINT = "load the model with transformers, which implements its router"
 
 
@@ -123,7 +169,7 @@ def _check_stated(name: str, text: Mapping[str, Any], router: Router, row: Famil
     elif stated in SCORINGS and stated != scoring:
         raise CheckpointError(
             f"config.json contradicts itself: {name} scores by {scoring}, not {stated}",
-            "check that config.json belongs to this checkpoint",
+            _BELONGS,
         )
     method = value_of(text, "method")
     if router.methods is not None and method not in (None, *router.methods):
@@ -197,8 +243,12 @@ def check_experts(spec: RouterSpec, experts: int) -> None:
     choosable = experts + spec.identity_experts
     if choosable % spec.n_group or spec.topk_group > spec.n_group:
         raise CheckpointError(
-            f"{choosable} experts cannot be routed to by {spec.topk_group} of {spec.n_group} groups"
+            f"{choosable} experts cannot be routed to by {spec.topk_group} of {spec.n_group} "
+            "groups",
+            _BELONGS,
         )
     usable = choosable // spec.n_group * spec.topk_group
     if not spec.top_k <= usable:
-        raise CheckpointError(f"{spec.top_k} experts per token are more than the {usable} there")
+        raise CheckpointError(
+            f"{spec.top_k} experts per token are more than the {usable} there", _BELONGS
+        )

@@ -60,12 +60,14 @@ _GPT_OSS: dict[str, Any] = {
     "activation": _OAI,
 }  # fmt: skip
 
-# As DeepSeek-V2 has it. Implementations do not agree on what it is to renormalise.
+# As DeepSeek-V2 has it. Implementations do not agree on what it is to renormalise. DeepSeek-VL2 has
+# layers of V2 and the router of V3.
 _GREEDY = Router(
     replace(_PLAIN, group_score="max"),
     frozenset(("groups", "scale")),
     methods=("greedy", "group_limited_greedy"),
     never=("renormalise",),
+    by_method={"noaux_tc": _noaux()},
 )
 
 _ERNIE = _router(replace(_SOFTMAX, correction=True, epsilon=0.0, least_sum=1e-12), "least sum")
@@ -165,7 +167,9 @@ ROWS = (
     Family(("deepseek_v2",),
            routing=_GREEDY,
            released=(Released("deepseek_v2", "DeepSeek-V2, -Lite", shared=True),)),
-    Family(("deepseek_ocr2",),
+    # deepseek_vl_v2 is what releases say, of DeepSeek-OCR and DeepSeek-VL2 too; their text sections
+    # need not have a model_type
+    Family(("deepseek_ocr2", "deepseek_vl_v2"),
            routing=_GREEDY,
            released=(Released("deepseek_ocr2", "DeepSeek-OCR-2", shared=True),)),
     Family(("deepseek_v3", "deepseek_v32", "kimi_k2"),
@@ -215,7 +219,9 @@ ROWS = (
                         shared=True),)),
 
     # ---- gpt-oss ----
+    # with a list of modules for each matrix as Unsloth saves it, which takes the stacks apart
     Family(("gpt_oss",), fused_only=True, **_GPT_OSS, interleaved=True,
+           before_number=Matrices("", "", "down_projs", "gate_up_projs"),
            routing=_router(replace(_LOGITS, bias=True)),
            released=(
                Released("gpt_oss", "gpt-oss-20b, 120b", "F4", "mxfp4"),

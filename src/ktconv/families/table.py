@@ -24,6 +24,13 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     # where it is not the hidden size
     "width of experts": ("moe_latent_size", "routed_expert_hidden_size", "moe_hidden_size"),
     "experts": ("n_routed_experts", "num_experts", "num_local_experts", "num_routed_experts"),
+    # one number for each layer, beside the largest of them
+    "experts of each layer": (
+        "n_routed_experts_per_layer",
+        "num_experts_per_layer",
+        "num_local_experts_per_layer",
+        "num_routed_experts_per_layer",
+    ),
     "zero experts": (),
     "intermediate size": ("moe_intermediate_size", "moe_ffn_hidden_size"),
     # of an expert only where none of the names above is there
@@ -48,6 +55,17 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "topk_group": ("topk_group",),
     "hash layers": ("num_hash_layers",),
     "shared experts": ("n_shared_experts",),
+    "further numbers of shared experts": (
+        "num_shared_experts",
+        "moe_num_shared_experts",
+        "num_shared_expert",
+    ),
+    "shared size": (
+        "shared_expert_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+        "share_expert_dim",
+    ),
+    "vocabulary": ("vocab_size",),
     "norm epsilon": ("rms_norm_eps",),
     "least sum": ("moe_norm_min",),
     "p-norm": ("moe_normalize_expert_weights",),

@@ -98,6 +98,11 @@ class SourceWeights:
                 self.weights |= _experts(layer)
         self.weights |= self.others()
 
+    @property
+    def counts(self) -> Mapping[int, int]:
+        """The number of experts of each layer; empty where all have the same."""
+        return different_counts(self._checkpoint.layers)
+
     def others(self) -> dict[str, Weight]:
         """Those of them that are no expert's."""
         checkpoint, others = self._checkpoint, OtherWeights(self._checkpoint)
@@ -271,12 +276,20 @@ def _under_hub_names(checkpoint: Checkpoint, weights: Mapping[str, Weight]) -> d
 
 
 def encoded_weights(checkpoint: Checkpoint) -> SourceWeights | None:
-    """The weights of a safetensors checkpoint that has encoded ones, or tensors that transformers,
-    which disregards the index, would take from other shards; else None."""
+    """The weights of a safetensors checkpoint that has encoded ones, layers with different numbers
+    of experts, or tensors that transformers, which disregards the index, would take from other
+    shards; else None."""
     if checkpoint.is_gguf:
         return None
     weights = SourceWeights(checkpoint)
-    return weights if weights.encoded or checkpoint.index_decides else None
+    needed = weights.encoded or weights.counts or checkpoint.index_decides
+    return weights if needed else None
+
+
+def different_counts(layers: Sequence[MoELayer]) -> Mapping[int, int]:
+    """The number of experts of each layer; empty where all have the same."""
+    counts = {layer.index: len(layer.experts) for layer in layers}
+    return counts if len(set(counts.values())) > 1 else {}
 
 
 def open_encoded(directory: Path) -> SourceWeights | None:

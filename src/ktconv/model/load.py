@@ -18,7 +18,7 @@ How a checkpoint could have code run or a pickle read, and what prevents it:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from logging import LogRecord, getLogRecordFactory, setLogRecordFactory
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,10 +157,15 @@ def load_language_model(
 
 
 def build_empty(
-    directory: Path, name: Path, dtype: Any, mode: AbstractContextManager[Any]
+    directory: Path,
+    name: Path,
+    dtype: Any,
+    mode: AbstractContextManager[Any],
+    counts: Mapping[int, int],
 ) -> tuple[Any, Any]:
     """The language model of a local config.json, made within `mode`, without weights but for those
-    that `mode` leaves, and the dtype that it is in. Raises as `check_language_model`."""
+    that `mode` leaves, and the dtype that it is in. `counts`: numbers of experts by layer, where
+    they differ. Raises as `check_language_model`."""
     import torch
 
     config = _language_config(load_config(directory, name))
@@ -170,6 +175,9 @@ def build_empty(
     config._experts_implementation = "eager"  # as transformers sums up where it has no kernels
     with no_progress(), mode:
         model = kind.from_config(config, trust_remote_code=False, dtype=found)
+        if counts:
+            with _built_with(model, counts):
+                model = kind.from_config(config, trust_remote_code=False, dtype=found)
     assert isinstance(found, torch.dtype)
     return model.eval(), found
 
@@ -346,13 +354,19 @@ def _load_decoded(
     config = _unquantized(config)
     with torch.device("meta"):  # of the Auto classes only this works without a directory of weights
         empty = kind.from_config(config, trust_remote_code=False)
+    building: AbstractContextManager[Any] = nullcontext()
+    if decoded.counts:
+        building = _built_with(empty, decoded.counts)
+        with torch.device("meta"), _built_with(empty, decoded.counts):
+            empty = kind.from_config(config, trust_remote_code=False)
     weights = decoded.state_dict(_dtype_of(config, dtype), layers, empty)
     try:
-        loaded: Any = type(empty).from_pretrained(
-            None, config=empty.config, dtype=weights.dtype, state_dict=weights,
-            generation_config=read_generation_config(directory),
-            **_REPORTING, **_SAFE, **placement,
-        )  # fmt: skip
+        with building:
+            loaded: Any = type(empty).from_pretrained(
+                None, config=empty.config, dtype=weights.dtype, state_dict=weights,
+                generation_config=read_generation_config(directory),
+                **_REPORTING, **_SAFE, **placement,
+            )  # fmt: skip
     except Exception as error:
         if weights.error is not None:  # of which transformers may have kept only the words
             raise weights.error from error
@@ -362,6 +376,12 @@ def _load_decoded(
         directory
     )  # as if it were loaded from there
     return model, report
+
+
+def _built_with(model: Any, counts: Mapping[int, int]) -> AbstractContextManager[None]:
+    from ktconv.model.counts import built_with
+
+    return built_with(model, counts)
 
 
 def _unquantized(config: Any) -> Any:

@@ -33,7 +33,15 @@ from ktconv.repack.tasks import check_sum
 from ktconv.repack.tree import Tree, TreeLayer
 from ktconv.system import machine
 from ktconv.system.checksums import Checksum, checksum_for
-from ktconv.targets.card import card, errors_line, header, mismatch_paragraph, runtime, tags
+from ktconv.targets.card import (
+    card,
+    errors_line,
+    header,
+    mismatch_paragraph,
+    runtime,
+    tags,
+    uneven_paragraph,
+)
 from ktconv.targets.ktransformers import KTransformersTarget, Options, Plan, target_for
 from ktconv.writer.journal import Record
 from ktconv.writer.manifest import Manifest
@@ -90,7 +98,7 @@ class Derived(Conversion, ABC):
     def card(self) -> str:
         preflight, name = self.preflight, self.plan.target.name
         library, whose = runtime(self.plan)
-        why = mismatch_paragraph(self.plan)
+        why = uneven_paragraph(self.plan.checkpoint.layers) or mismatch_paragraph(self.plan)
         return card(
             self.plan,
             header(self.source_card, library, tags(self.plan)),

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ktconv import __version__
+from ktconv.checkpoint import MoELayer
 from ktconv.checkpoint.activations import in_words
 from ktconv.checkpoint.gguf.parts import model_stem
 from ktconv.checkpoint.source_card import NOT_STRINGS, SourceCard
 from ktconv.conversion.records import ErrorSummary, zero_scales_in_words
 from ktconv.system.text import path_text, printable
 from ktconv.system.units import counted, format_ranges, format_size
+from ktconv.targets.consumers import uneven
 from ktconv.targets.ktransformers import BY_WEIGHTS, NO_KTRANSFORMERS, Options, Plan
 
 
@@ -134,6 +136,8 @@ def errors_line(errors: ErrorSummary) -> str:
 
 def _use(plan: Plan) -> str:
     """The paragraph about what can load the output."""
+    if own := uneven_paragraph(plan.checkpoint.layers):
+        return own
     why = mismatch_paragraph(plan)
     if plan.target.options.exclude_experts:
         why = why and f"\n{why}"
@@ -150,6 +154,12 @@ def _use(plan: Plan) -> str:
     )
 
 
+def uneven_paragraph(layers: Sequence[MoELayer]) -> str:
+    """Why no engine loads layers with different numbers of experts; empty where they have not."""
+    sentence = uneven(layers)
+    return f"{sentence[0].upper()}{sentence[1:]}." if sentence else ""
+
+
 def mismatch_paragraph(plan: Plan) -> str:
     """Why KTransformers computes something else from the output; empty where it does not."""
     if plan.target.mismatch is None:
@@ -160,7 +170,8 @@ def mismatch_paragraph(plan: Plan) -> str:
 
 def runtime(plan: Plan) -> tuple[str, str]:
     """The library that runs the output, and whose kernels those are."""
-    if plan.target.options.exclude_experts or plan.target.mismatch is not None:
+    own = plan.target.options.exclude_experts or plan.target.mismatch is not None
+    if own or uneven(plan.checkpoint.layers):
         return "ktconv", "ktconv's"
     return "ktransformers", "KTransformers'"
 

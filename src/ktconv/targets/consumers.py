@@ -147,6 +147,18 @@ _INSTEAD = {
 }
 
 
+def uneven(layers: Iterable[MoELayer]) -> str | None:
+    """A sentence about what loads layers with different numbers of experts; None where all have
+    the same. `local-inference-lab/vllm`, pull request 249, is a branch of vLLM that can."""
+    if len({len(layer.experts) for layer in layers}) < 2:
+        return None
+    return (
+        "layers have different numbers of experts: KTransformers, vLLM, SGLang and transformers "
+        "build all layers with the one number of config.json and cannot load them; this output is "
+        "for ktconv's own runtime, and for engines changed to take a number for each layer"
+    )
+
+
 def model_types(checkpoint: Checkpoint) -> list[str]:
     """Of the text section and of the whole config.json."""
     sections = sections_of(checkpoint.config)

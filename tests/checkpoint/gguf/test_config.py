@@ -87,6 +87,44 @@ def test_one_architecture_of_three_families(
     assert router_of(config, 0).n_group == 1  # llama.cpp has groups only where they are given
 
 
+@pytest.mark.parametrize(
+    ("architecture", "scoring", "shares"),
+    [
+        ("arctic", "softmax", True), ("bailingmoe", "softmax", False),
+        ("deepseek", "softmax", False), ("deepseek2", "softmax", False),
+        ("deepseek2-ocr", "softmax", False), ("grok", "softmax", True),
+        ("llada-moe", "softmax", False), ("mimo2", "sigmoid", True),
+        ("glm4moe", "sigmoid", True), ("glm-dsa", "sigmoid", True),
+        ("qwen3moe", "softmax", False), ("afmoe", "sigmoid", True), ("step35", "sigmoid", True),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("function", [None, 0])
+def test_a_file_that_does_not_say_how_its_router_scores(
+    function: int | None, architecture: str, scoring: str, shares: bool, tmp_path: Path
+) -> None:
+    """llama.cpp has a default for each architecture; 0 is the same as no number."""
+    checkpoint = opened(
+        tmp_path, architecture, expert_gating_func=function, expert_weights_scale=0.0
+    )
+    spec = router_of(checkpoint.config, 0)
+    assert (spec.scoring, spec.renormalise) == (scoring, shares)
+    assert spec.routed_scaling_factor > 0  # 0 is no factor
+
+
+@pytest.mark.parametrize(("blocks", "tokens"), [(1, 154_880), (47, 4), (47, 154_880)])
+def test_glm_4_7_flash_is_told_from_deepseek_v2(blocks: int, tokens: int, tmp_path: Path) -> None:
+    """By its sizes, as llama.cpp does it, where the file has no expert_gating_func."""
+    tensors = dict[str, Any]()
+    for layer in range(blocks):
+        tensors |= experts(layer) if layer == blocks - 1 else {}
+    pairs = metadata(blocks, vocab_size=tokens, leading_dense_block_count=blocks - 1)
+    path = write_gguf(tmp_path / "m.gguf", tensors, pairs, architecture="deepseek2")
+    kind = "glm4_moe_lite" if (blocks, tokens) == (47, 154_880) else "deepseek_v2"
+    config = open_checkpoint(path).config
+    assert config["model_type"] == kind
+    assert router_of(config, 46).scoring == ("sigmoid" if kind == "glm4_moe_lite" else "softmax")
+
+
 def test_activations(tmp_path: Path) -> None:
     assert expert_activation(opened(tmp_path, "gpt-oss").config).alpha == 1.702
     assert expert_activation(opened(tmp_path, "gemma4").config).function == "gelu_tanh"
@@ -138,7 +176,7 @@ def test_dense_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pairs", "reason"),
     [
-        ({"expert_count": 8}, "metadata of m.gguf has num_experts 8"),
+        ({"expert_count": 8}, "the metadata of m.gguf's num_experts is stale: it is 8"),
         ({"embedding_length": 64}, "has hidden size 128, but the metadata of m.gguf"),
         ({"expert_used_count": 5}, "metadata of m.gguf: num_experts_per_tok is 5, but a layer has"),
         ({"expert_count": "four"}, "num_experts"),
@@ -184,7 +222,7 @@ def test_a_config_of_another_directory(tmp_path: Path) -> None:
     assert [source.name for source in checkpoint.sources] == [CONFIG_NAME, "m.gguf"]
     assert not checkpoint.made_files
     (tmp_path / "c" / CONFIG_NAME).write_text(json.dumps(config | {"num_local_experts": 5}))
-    with pytest.raises(CheckpointError, match=r"config\.json has num_local_experts 5"):
+    with pytest.raises(CheckpointError, match=r"config\.json's num_local_experts is stale: it is"):
         open_checkpoint(path, tmp_path / "c")
 
 

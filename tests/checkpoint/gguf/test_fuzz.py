@@ -30,7 +30,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     weights = {name: rng.random((2, 32, 32), np.float32) for name in experts()}
     pairs = metadata(
         expert_count=2, expert_feed_forward_length=32, embedding_length=32,
-        leading_dense_block_count=0, expert_gating_func=2, expert_weights_scale=1.5,
+        leading_dense_block_count=0, expert_gating_func=1, expert_weights_scale=1.5,
         expert_weights_norm=True, swiglu_clamp_exp=[0.0], rope=[1, 2, 3], title="a text",
     )  # fmt: skip
     path = tmp_path_factory.mktemp("fuzz") / "m.gguf"

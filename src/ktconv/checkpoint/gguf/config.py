@@ -16,9 +16,11 @@ from typing import Any
 from ktconv.checkpoint.config import ConfigFile
 from ktconv.checkpoint.gguf.architectures import (
     ARCHITECTURES,
+    GLM_4_7_FLASH_LAYERS,
+    GLM_4_7_FLASH_TOKENS,
+    SAID_BY_FAMILY,
     SCORING,
     SETTINGS,
-    SOFTMAX_OF_CHOSEN,
     Architecture,
 )
 from ktconv.checkpoint.safetensors_file import Header
@@ -98,8 +100,10 @@ def _content(header: Header, name: str, known: Architecture) -> dict[str, Any]:
         content["num_hidden_layers"] = blocks - extra
     content |= _scoring(given) | _dense(given)
     content |= _clamp(name, given, content.get("num_hidden_layers", 1))
+    if content.get("routed_scaling_factor") == 0:
+        del content["routed_scaling_factor"]  # which llama.cpp reads as none
     if name == "deepseek2":
-        content |= _deepseek(content)
+        content |= _deepseek(content, blocks, _tokens(header, given))
     if name == "nemotron_h_moe":
         content |= _hybrid(given)
     return content
@@ -112,7 +116,7 @@ def _finite(value: Any) -> Any:
 
 def _scoring(given: Mapping[str, Any]) -> dict[str, Any]:
     function = given.get("expert_gating_func")
-    if function is None or function == SOFTMAX_OF_CHOSEN:
+    if function is None or function in SAID_BY_FAMILY:
         return {}
     return {"scoring_func": SCORING.get(function, f"expert_gating_func {function}")}
 
@@ -153,10 +157,21 @@ def _hybrid(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"moe_layers": [layer for layer, width in enumerate(widths) if width]}
 
 
-def _deepseek(content: Mapping[str, Any]) -> dict[str, Any]:
-    """llama.cpp has one architecture for V2, V3 and Kimi K2, and no groups where none are given."""
+def _tokens(header: Header, given: Mapping[str, Any]) -> Any:
+    """How many tokens the vocabulary has; None where the file does not say."""
+    embedding = (one.shape[0] for one in header.tensors if one.name == "token_embd.weight")
+    return next(embedding, given.get("vocab_size"))
+
+
+def _deepseek(content: Mapping[str, Any], blocks: Any, tokens: Any) -> dict[str, Any]:
+    """llama.cpp has one architecture for V2, V3, Kimi K2 and GLM-4.7-Flash, and no groups where
+    none are given. Files of V2 and the last need not say how their routers score."""
     groups = {"n_group": content.get("n_group", 1), "topk_group": content.get("topk_group", 1)}
     if content.get("scoring_func") == "sigmoid":
         return groups
+    if "scoring_func" not in content and (
+        blocks in GLM_4_7_FLASH_LAYERS and tokens == GLM_4_7_FLASH_TOKENS
+    ):
+        return {"model_type": "glm4_moe_lite", "scoring_func": "sigmoid", **groups}
     method = "group_limited_greedy" if groups["n_group"] != 1 else "greedy"
     return {"model_type": "deepseek_v2", "topk_method": method, **groups}

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ktconv.checkpoint import Checkpoint, MoELayer, TensorRef
 from ktconv.errors import CheckpointError
-from ktconv.model.decoded import SourceWeights, StateDict
+from ktconv.model.decoded import SourceWeights, StateDict, different_counts
 from ktconv.model.load import build_empty, check_complete, loading, no_progress
 from ktconv.model.sites import OTHER_PARTS, Site, find_experts
 from ktconv.model.streamed.calls import ExpertLayer
@@ -61,7 +61,8 @@ class PartedModel:
         self.checkpoint, self.name, self.device = checkpoint, checkpoint.path, device
         directory = checkpoint.side_directory or checkpoint.path
         with loading(directory, f"{self.name} as a language model", self.name):
-            self.model, self.dtype = build_empty(directory, self.name, dtype, _OnMeta())
+            counts = different_counts(checkpoint.layers)
+            self.model, self.dtype = build_empty(directory, self.name, dtype, _OnMeta(), counts)
         for module in self.model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.device.type != "meta":

@@ -11,7 +11,7 @@ from ktconv.checkpoint.activations import in_words
 from ktconv.checkpoint.source_card import SourceCard
 from ktconv.conversion.records import ErrorSummary
 from ktconv.system.units import format_ranges, format_size
-from ktconv.targets.card import errors_line, header, model_name
+from ktconv.targets.card import errors_line, header, model_name, uneven_paragraph
 from ktconv.targets.consumers import mismatch_of, model_types
 from ktconv.targets.encoded.engines import ENGINES, engine_lines, why_not
 from ktconv.targets.encoded.ignored import Stored, ignored_modules
@@ -156,6 +156,8 @@ def _methods(plan: Plan) -> list[str]:
 
 def _library(plan: Plan) -> str:
     """What the hub shows as a model's library."""
+    if uneven_paragraph(plan.checkpoint.layers):
+        return "ktconv"
     recipe, row = plan.target.recipe, plan.target.row
     if recipe is not None:  # transformers would read a mix wrongly
         alone = why_not("vllm", recipe, _chosen(plan)) is not None
@@ -185,6 +187,8 @@ def _chosen(plan: Plan) -> list[Chosen]:
 
 def _use(plan: Plan, chosen: bool) -> str:
     """The paragraph about what loads the output."""
+    if own := uneven_paragraph(plan.checkpoint.layers):
+        return own
     if chosen:
         return (
             "No engine loads it by itself: sglang-kt chooses GPU experts by a placement strategy\n"

@@ -139,7 +139,7 @@ class SecondReader:
         config = self._checkpoint.config
         sections = [config, *(one for one in config.values() if isinstance(one, dict))]
         rows = (table.FAMILIES.of(section.get("model_type")) for section in sections)
-        spelt = (row for row in rows if row is not None and row.matrices.gate_up == word)
+        spelt = (row for row in rows if row is not None and word in row.gate_up)
         return "interleaved" if any(row.interleaved for row in spelt) else "gate first"
 
 
@@ -225,7 +225,11 @@ def _stacked(
     they are together."""
     hidden, inner, experts = layer.hidden_size, layer.intermediate_size, len(layer.experts)
     shapes = {what: _shape(parts) for what, parts in stacks.items()}
-    if any(len(shape) < 3 or shape[0] != experts for shape in shapes.values()):
+    if any(len(shape) < 3 for shape in shapes.values()) or shapes["down"][0] != experts:
+        return None
+    # Only where gate and up are together there may be more of them, which have no down.
+    every = shapes["up"][0]
+    if every < experts or (order is None and any(one[0] != experts for one in shapes.values())):
         return None
     down, wide = shapes["down"], [shape for what, shape in shapes.items() if what != "down"]
     outs = inner if order is None else 2 * inner
@@ -240,4 +244,4 @@ def _stacked(
     if proj == "down":
         return Place(hidden, inner, hidden, inner, 0, 1, experts, expert, turned)
     first, step = (0, 1) if order is None else _rows_of_half(proj, order, inner)
-    return Place(inner, hidden, outs, hidden, first, step, experts, expert, turned)
+    return Place(inner, hidden, outs, hidden, first, step, every, expert, turned)
