@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.convert import convert, ktconv
+from helpers.cli import ktconv
+from helpers.convert import convert
 from helpers.families import Tensor, bf16, numbered, random_weights, simple_config, write_checkpoint
 
 from ktconv.merge import Request as MergeRequest
@@ -49,7 +50,7 @@ def test_every_method(method: str, source: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     done = ktconv("quantize-cpu", source, output, "--method", method, "--threads", 1,
                   *(("--numa", 1) if method in ("int4", "int8") else ()))  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert "Serve it" not in done.stdout + done.stderr
     proven(output, source, "layers")
     card = (output / "README.md").read_text()
@@ -68,7 +69,7 @@ def test_runtime_and_repacking(source: Path, tmp_path: Path) -> None:
     proven(tmp_path / "merged", source)
     assert ENGINES in (tmp_path / "merged" / "README.md").read_text()
     cut = ktconv("reshard", tmp_path / "merged", tmp_path / "cut", "--numa", 2, "--source", source)
-    assert cut.returncode == 0, cut.stderr
+    assert cut.exit_code == 0, cut.stderr
     proven(tmp_path / "cut", source)
     assert inspect_path(str(tmp_path / "merged"))["experts"] == sorted(COUNTS)
 
@@ -96,17 +97,17 @@ def test_a_config_with_other_numbers_is_found(source: Path, tmp_path: Path) -> N
 def test_hot_experts(source: Path, tmp_path: Path) -> None:
     """A plan counts each layer's own, and its file is what a conversion takes."""
     done = ktconv("plan", source, "--hot", 3, "--per-layer", "--write", tmp_path / "hot.json")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert "layers 0-1 of 4 or 6 experts, 10 in all" in done.stdout
     assert "GPU: 6 of 10 experts" in done.stdout
     done = ktconv("quantize-cpu", source, tmp_path / "out", "--method", "int4", "--numa", 1,
                   "--exclude-experts", tmp_path / "hot.json", "--allow-partial")  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     proven(tmp_path / "out", source)
 
 
 def test_gpu_formats(source: Path, tmp_path: Path) -> None:
     done = ktconv("quantize-gpu", source, tmp_path / "out", "--scheme", "W4A16")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     proven(tmp_path / "out", source)
     assert ENGINES in (tmp_path / "out" / "README.md").read_text()
