@@ -38,15 +38,15 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30
 
 # Every room has some; none needs torch or waits for processes that are killed.
-FAST := tests/checkpoint tests/formats tests/fuzz tests/placement tests/system tests/targets tests/writer \
-	tests/moe tests/route tests/families/test_document.py tests/families/test_table.py tests/families/test_which_method.py tests/test_adding.py tests/test_docs.py tests/test_site.py \
+FAST := tests/source tests/formats tests/fuzz tests/plan/placement tests/system tests/targets tests/writer \
+	tests/runtime/layers tests/runtime/route tests/families/test_document.py tests/families/test_table.py tests/families/test_which_method.py tests/test_adding.py tests/test_docs.py tests/test_site.py \
 	tests/test_structure.py tests/cli/test_map.py tests/cli/test_progress.py \
 	tests/conversion/test_pipeline.py tests/native/test_audit.py tests/native/test_golden.py \
-	tests/quantize_cpu/test_exclude_experts.py \
-	tests/quantize_cpu/test_manifest.py tests/repack/test_refusals.py tests/repack/test_reshard.py \
+	tests/quantize/packed/test_exclude_experts.py \
+	tests/quantize/packed/test_manifest.py tests/repack/test_refusals.py tests/repack/test_reshard.py \
 	tests/verify/test_compare.py tests/verify/test_faults.py tests/verify/test_structure.py \
 	tests/bench/test_compare.py tests/bench/test_presets.py tests/bench/test_routing.py
-SLOW := --ignore=tests/checkpoint/test_mutations.py --ignore=tests/moe/test_online.py
+SLOW := --ignore=tests/source/remote --ignore=tests/source/test_mutations.py --ignore=tests/runtime/layers/test_online.py
 
 check: $(VENV)/.check
 	$(BIN)/ruff check .

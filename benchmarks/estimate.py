@@ -22,11 +22,11 @@ import measure
 import numpy as np
 import numpy.typing as npt
 
-from ktconv.checkpoint import ExpertMatrix
-from ktconv.checkpoint.encodings.grids import scale_span
-from ktconv.quantize_cpu.run import Request, prepare
-from ktconv.quantize_cpu.sampling import Limits, Sample, draw
-from ktconv.targets.ktransformers import Options
+from ktconv.quantize.estimate.sampling import Limits, Sample, draw
+from ktconv.quantize.packed.run import Request, prepare
+from ktconv.source import ExpertMatrix
+from ktconv.source.encodings.grids import scale_span
+from ktconv.targets.packed.target import Options
 
 POOL_ELEMENTS = 4 << 20
 SHARD_BYTES = 4 * 10**9

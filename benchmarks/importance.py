@@ -23,13 +23,13 @@ from pathlib import Path
 import numpy as np
 
 from ktconv import native
-from ktconv.checkpoint import ExpertMatrix, Projection, open_checkpoint
 from ktconv.formats import FORMATS, reference
-from ktconv.quantize_cpu.channel_weights import FLOOR, channel_weights
-from ktconv.reading.buffers import Buffers
-from ktconv.reading.decoded import source_buffer
-from ktconv.reading.matrices import MatrixReader
-from ktconv.reading.reader import SourceReader
+from ktconv.quantize.packed.importance.channel_weights import FLOOR, channel_weights
+from ktconv.source import ExpertMatrix, Projection, open_checkpoint
+from ktconv.source.reading.buffers import Buffers
+from ktconv.source.reading.decoded import source_buffer
+from ktconv.source.reading.matrices import MatrixReader
+from ktconv.source.reading.reader import SourceReader
 from ktconv.stats import Recorder, Wanted, read_importance
 from ktconv.stats.importance_file import LayerImportance
 from ktconv.system.arrays import F32, I64

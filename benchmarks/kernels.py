@@ -28,7 +28,7 @@ def answer_forever() -> None:
     from ktconv.bench.weights import RandomWeights
     from ktconv.formats import FORMATS
     from ktconv.formats.decode import f32_to_bf16
-    from ktconv.moe import pack_experts
+    from ktconv.runtime.layers import pack_experts
 
     pool, known = native.Pool(1), {}
     source = RandomWeights(0, HIDDEN, INTERMEDIATE)

@@ -29,9 +29,9 @@ TOKENS, TOP_K = 8, 2
 
 def values(directory: Path) -> tuple[int, list[dict[str, Any]]]:
     """Layer number and matrices of the experts, as ktconv's reader decodes them."""
-    from ktconv.checkpoint import open_checkpoint
-    from ktconv.reading.matrices import MatrixReader, buffer_bytes
-    from ktconv.reading.reader import BOUNCE_BYTES, SourceReader
+    from ktconv.source import open_checkpoint
+    from ktconv.source.reading.matrices import MatrixReader, buffer_bytes
+    from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
 
     checkpoint = open_checkpoint(str(directory))
     reader = SourceReader(checkpoint.files, checkpoint.sources)

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from kt_wrapper_files import CONVERTED, METHODS, Shape, write_files
 
-from ktconv.moe import open_experts
+from ktconv.runtime.layers import open_experts
 
 # Of results against float32 arithmetic on the same weights: int8 activations, or bf16 ones; Q8_0 is
 # packed as INT8 here, and has int8 activations by 32 there.

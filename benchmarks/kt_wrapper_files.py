@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from ktconv.formats import FORMATS, reference
-from ktconv.quantize_cpu.run import Request, quantize_cpu
-from ktconv.targets.ktransformers import Options
+from ktconv.quantize.packed.run import Request, quantize_cpu
+from ktconv.targets.packed.target import Options
 
 PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 GROUP = 32

@@ -18,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from ktconv.checkpoint import Checkpoint, MoELayer, open_checkpoint
-from ktconv.moe import native_experts
-from ktconv.reading.matrices import experts_bytes, span_of
-from ktconv.reading.reader import Span
+from ktconv.runtime.layers import native_experts
+from ktconv.source import Checkpoint, MoELayer, open_checkpoint
+from ktconv.source.reading.matrices import experts_bytes, span_of
+from ktconv.source.reading.reader import Span
 
 BUFFER = 4 << 20
 

@@ -33,7 +33,7 @@ def main(layers: int = 1000, nodes: int = 2) -> None:
     from ktconv.distributed.conversion import Distribution, quantize_cpu_on
     from ktconv.distributed.driver import Listener, run_jobs
     from ktconv.distributed.jobs import Job
-    from ktconv.quantize_cpu.run import quantize_cpu
+    from ktconv.quantize.packed.run import quantize_cpu
 
     store: dict[str, Any] = {"object_store_memory": 80 << 20, "memory": 2 << 30}
     folder = Path(tempfile.mkdtemp())

@@ -21,12 +21,13 @@ import measure
 import numpy as np
 import torch
 
-from ktconv import native, route
+from ktconv import native
 from ktconv.bench.presets import PRESETS
 from ktconv.bench.weights import RandomWeights
 from ktconv.formats import FORMATS
 from ktconv.formats.decode import f32_to_bf16
-from ktconv.moe import pack_experts
+from ktconv.runtime import route
+from ktconv.runtime.layers import pack_experts
 from ktconv.system import machine
 from ktconv.system.pool import Pool
 

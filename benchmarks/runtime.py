@@ -29,8 +29,8 @@ import numpy as np
 
 from ktconv.formats import FORMATS
 from ktconv.formats.decode import f32_to_bf16
-from ktconv.moe import pack_experts
 from ktconv.runtime import MoELayer, Pool
+from ktconv.runtime.layers import pack_experts
 from ktconv.system import machine
 
 # hidden, intermediate, experts, top-k: Qwen3-30B-A3B with 32 of 128 experts, and one so small that

@@ -19,9 +19,9 @@ from typing import Any
 
 from ktconv import native
 from ktconv.cli.entry import main
-from ktconv.packed.matrix_check import MatrixCheck
-from ktconv.quantize_cpu import task
-from ktconv.reading.matrices import MatrixReader
+from ktconv.quantize.packed import task
+from ktconv.source.reading.matrices import MatrixReader
+from ktconv.targets.packed.matrix_check import MatrixCheck
 from ktconv.writer.staging import ShardStaging
 
 spent: dict[str, float] = defaultdict(float)

@@ -30,7 +30,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ktconv.checkpoint import Checkpoint, open_checkpoint
 from ktconv.model import load_model
 from ktconv.model.streamed.calls import ExpertRunner
 from ktconv.model.streamed.experts import SourceExperts
@@ -38,6 +37,7 @@ from ktconv.model.streamed.packed import BothExperts
 from ktconv.model.streamed.parts import PartedModel
 from ktconv.model.streamed.run import StreamedPass
 from ktconv.model.streamed.states import Scratch, States
+from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.system.arrays import Array
 
 SAMPLE_SECONDS = 0.004

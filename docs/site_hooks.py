@@ -34,7 +34,7 @@ API = {
         "to do, `prepare` plans it and writes nothing, the function does it and returns a report.",
         [
             "ktconv.quantize_cpu",
-            "ktconv.targets.ktransformers.Options",
+            "ktconv.targets.packed.target.Options",
             "ktconv.conversion.run.BaseRequest",
             "ktconv.conversion.pipeline.Observer",
             "ktconv.conversion.run.Report",
@@ -51,9 +51,9 @@ API = {
     "moe": (
         "Experts of a layer",
         "What `ktconv.runtime` is made of: weights in any format, the forward, and the reference.",
-        ["ktconv.moe"],
+        ["ktconv.runtime.layers"],
     ),
-    "route": ("Routers", "With examples: [routers.md](../routers.md).", ["ktconv.route"]),
+    "route": ("Routers", "With examples: [routers.md](../routers.md).", ["ktconv.runtime.route"]),
     "model": ("Models", "With examples: [models.md](../models.md).", ["ktconv.model"]),
     "train": (
         "Fine-tuning",

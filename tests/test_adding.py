@@ -12,7 +12,7 @@ PAGE = (ROOT / "docs/adding.md").read_text(encoding="utf-8")
 # Heading, what an addition is called in code, and where that is looked for.
 OWN = (
     "native/src/gint8/",
-    "src/ktconv/system/doctor.py",
+    "src/ktconv/inspect/doctor.py",
     "src/ktconv/cli/doctor.py",
 )  # what was added
 TOO_WIDE = ("native/src/", "src/ktconv/", "tests/")
@@ -62,4 +62,4 @@ def test_every_file_of_an_earlier_addition_is_named(heading: str) -> None:
 
 def test_a_file_that_is_not_named_is_found() -> None:
     assert "src/ktconv/formats/table.py" in named("a weight format")
-    assert "src/ktconv/checkpoint/elements.py" not in named("a weight format")
+    assert "src/ktconv/source/elements.py" not in named("a weight format")

@@ -83,14 +83,14 @@ import sys
 for name in ("torch", "llmcompressor", "compressed_tensors", "transformers"):
     sys.modules[name] = None  # importing it raises ImportError
 from pathlib import Path
-from ktconv.checkpoint import open_checkpoint
+from ktconv.source import open_checkpoint
 from ktconv.conversion.plan import plan_checkpoint
 from ktconv.targets.encoded import config
 from ktconv.targets.encoded.target import Options, EncodedTarget
 checkpoint = open_checkpoint(sys.argv[1])
 plan = plan_checkpoint(checkpoint, EncodedTarget(Options(group_size=32), checkpoint))
 assert plan.output_bytes and b"pack-quantized" in config.config_json(plan)
-assert not [name for name in sys.modules if name.startswith("ktconv.quantize_gpu")]
+assert not [name for name in sys.modules if name.startswith("ktconv.quantize.llm_compressor")]
 """
     from helpers.paths import EXAMPLE
 
@@ -101,9 +101,9 @@ assert not [name for name in sys.modules if name.startswith("ktconv.quantize_gpu
 
 # What the second reader of `verify` may use: positions of tensors, raw bytes, families' names.
 OF_SECOND_READER = {
-    *(f"checkpoint.{name}" for name in ("PROJECTIONS", "Checkpoint", "MoELayer", "Projection")),
-    "checkpoint.TensorRef", "checkpoint.shards.read_shards", "checkpoint.shards.select_shards",
-    "families.table", "reading.reader.SourceReader", "system.collector.collector_paused",
+    *(f"source.{name}" for name in ("PROJECTIONS", "Checkpoint", "MoELayer", "Projection")),
+    "source.TensorRef", "source.shards.read_shards", "source.shards.select_shards",
+    "families.table", "source.reading.reader.SourceReader", "system.collector.collector_paused",
     *(f"system.arrays.{name}" for name in ("Array", "F32", "I64", "U8")),
 }  # fmt: skip
 

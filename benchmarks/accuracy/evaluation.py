@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.accuracy.texts import WINDOW, Text
-from ktconv.checkpoint import Projection
 from ktconv.model import load_model, replace_experts
 from ktconv.model.evaluate import windows
 from ktconv.model.sites import Site, find_experts
 from ktconv.model.streamed.compare import Predictions
+from ktconv.source import Projection
 from ktconv.system.arrays import F32
 
 LAYER_WINDOWS = 4  # whose tokens the experts of each layer are compared on

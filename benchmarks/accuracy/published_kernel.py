@@ -18,8 +18,8 @@ from torch import Tensor
 
 from benchmarks.accuracy.evaluation import LAYER_WINDOWS, Evaluation
 from benchmarks.accuracy.texts import cut_in_halves
-from ktconv.packed.weights import open_packed
 from ktconv.system import machine
+from ktconv.targets.packed.weights import open_packed
 
 _CLASSES = {"int4": "AMXInt4_MOE", "int8": "AMXInt8_MOE"}
 _PROJECTIONS = ("gate", "up", "down")

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.accuracy.evaluation import Matrices, Values
 from ktconv.formats import PROJECTIONS, Format, folding, parse_tensor_name
 from ktconv.model.matching import open_layers
-from ktconv.moe.experts import quantized
+from ktconv.runtime.layers.experts import quantized
 from ktconv.system.arrays import F32
 from ktconv.writer.manifest import read_manifest
 

@@ -32,8 +32,8 @@ from benchmarks.accuracy.weights import (
     weight_errors,
 )
 from ktconv.formats import FORMATS
-from ktconv.quantize_cpu.run import Request, quantize_cpu
-from ktconv.targets.ktransformers import Options
+from ktconv.quantize.packed.run import Request, quantize_cpu
+from ktconv.targets.packed.target import Options
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ from ktconv.cli.bench import BenchFormat
 from ktconv.cli.process import OutputStream
 from ktconv.errors import ResourceError, UsageError
 from ktconv.formats import FORMATS as WEIGHT_FORMATS
-from ktconv.moe import Experts
+from ktconv.runtime.layers import Experts
 from ktconv.system.units import parse_size
 
 SMALL = ("--shape", "128,128,3,2", "--tokens", "1,5", "--iters", "1", "--threads", "1")

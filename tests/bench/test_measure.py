@@ -27,7 +27,7 @@ from ktconv.bench.weights import RandomWeights
 from ktconv.errors import VerificationError
 from ktconv.formats import FORMATS
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.moe import KERNEL_BOUND, Experts, pack_experts
+from ktconv.runtime.layers import KERNEL_BOUND, Experts, pack_experts
 from ktconv.system.pool import Pool
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 128, 256, 6, 2

@@ -29,7 +29,7 @@ from ktconv.bench.run import bench
 from ktconv.bench.weights import RandomWeights
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import FORMATS, format_named
-from ktconv.moe import pack_experts
+from ktconv.runtime.layers import pack_experts
 from ktconv.system.pool import Pool
 
 pytestmark = pytest.mark.usefixtures("quick")

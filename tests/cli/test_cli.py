@@ -29,7 +29,7 @@ from ktconv.cli.encode import EncodedMethod
 from ktconv.cli.quantize_cpu import Layout, Method, ScaleRule
 from ktconv.conversion.run import DISK_MARGIN
 from ktconv.formats import output_formats
-from ktconv.targets.ktransformers import ScaleRule as OfLibrary
+from ktconv.targets.packed.target import ScaleRule as OfLibrary
 
 EXAMPLE = ROOT / "docs" / "example" / "tiny-moe"
 SITE = module("site_commands")  # knows where the options of a command are documented
@@ -390,8 +390,8 @@ def test_choices_of_quantize_cpu_are_those_of_the_library() -> None:
 
 def test_defaults_are_those_of_the_library(tmp_path: Path) -> None:
     """MODEL and OUTPUT alone."""
-    from ktconv.quantize_cpu.run import Request, prepare
-    from ktconv.targets.ktransformers import Options
+    from ktconv.quantize.packed.run import Request, prepare
+    from ktconv.targets.packed.target import Options
 
     facts = json.loads(quantize(tmp_path / "out", "--dry-run", "--json").stdout)
     request = Request(str(EXAMPLE), tmp_path / "out", Options(numa=0))

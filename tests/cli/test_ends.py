@@ -210,7 +210,9 @@ def python(code: str, *words: object, **more: Any) -> subprocess.CompletedProces
 
 
 @pytest.mark.parametrize("number", INTERRUPTS)
-@pytest.mark.parametrize("module", ["ktconv.cli.app", "typer", "ktconv.packed.inspection", "numpy"])
+@pytest.mark.parametrize(
+    "module", ["ktconv.cli.app", "typer", "ktconv.inspect.inspection", "numpy"]
+)
 def test_a_signal_during_imports(module: str, number: int, model: Path) -> None:
     ended = python(AT_IMPORT, module, int(number), "inspect", model)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
@@ -450,7 +452,7 @@ def test_too_little_memory(
     monkeypatch.setattr("ktconv.bench.command.bench", ended)
     monkeypatch.setattr("ktconv.verify.command.verify", ended)
     monkeypatch.setattr("ktconv.conversion.pipeline.Pipeline.run", ended)
-    monkeypatch.setattr("ktconv.packed.inspection.inspect_path", ended)
+    monkeypatch.setattr("ktconv.inspect.inspection.inspect_path", ended)
     assert "--threads" in hint_of(run(model, tmp_path / "new"), 3)
     assert "--experts" in hint_of(invoke("bench", "--shape", "128,128,4,2"), 3)
     assert "--tokens" in hint_of(invoke("verify", output), 3)
@@ -522,7 +524,7 @@ def test_a_source_that_changes_while_it_is_verified(
     def changed(*_: object) -> None:
         raise SourceChangedError("model.safetensors changed while it was read", "--overwrite")
 
-    monkeypatch.setattr("ktconv.reading.reader.SourceReader._refuse_changed", changed)
+    monkeypatch.setattr("ktconv.source.reading.reader.SourceReader._refuse_changed", changed)
     hint = hint_of(invoke("verify", output, "--source", model, "--level", "weights"), 2)
     assert "--overwrite" not in hint
 

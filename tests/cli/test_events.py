@@ -18,7 +18,7 @@ from ktconv.cli.events import Events, shown_as
 from ktconv.cli.events import events as shown_events
 from ktconv.cli.options import progress_mode
 from ktconv.cli.progress import EventObserver
-from ktconv.quantize_cpu import run as quantize_cpu_run
+from ktconv.quantize.packed import run as quantize_cpu_run
 
 SCHEMA = json.loads((ROOT / "docs/progress.schema.json").read_text())
 

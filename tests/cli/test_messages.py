@@ -14,12 +14,12 @@ from helpers.paths import EXAMPLE
 from helpers.web_server import serving
 from rich.console import Console
 
-from ktconv.checkpoint.gguf import file as gguf_file
 from ktconv.cli.app import COMMANDS
 from ktconv.cli.bar import FleetBar
 from ktconv.cli.fleet import _line
 from ktconv.cli.output import folded
 from ktconv.distributed.cluster import _refused
+from ktconv.source.gguf import file as gguf_file
 from ktconv.system.units import counted, format_rate, listed
 
 

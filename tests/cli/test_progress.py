@@ -13,10 +13,10 @@ from rich.console import Console
 from ktconv.cli import progress
 from ktconv.cli.bar import BarObserver
 from ktconv.cli.progress import LineObserver, Rate
-from ktconv.quantize_cpu.run import Request, quantize_cpu
+from ktconv.quantize.packed.run import Request, quantize_cpu
 from ktconv.system.elsewhere import Transfer
 from ktconv.system.units import format_duration
-from ktconv.targets.ktransformers import Options
+from ktconv.targets.packed.target import Options
 
 
 class Clock:
@@ -85,7 +85,7 @@ def test_all_bytes_are_counted(layout: str, numa: int, tmp_path: Path) -> None:
         request = Request(str(EXAMPLE), tmp_path / output, options, threads=2)
         said: list[str] = []
         observer = LineObserver({}, said.append)
-        from ktconv.quantize_cpu.run import prepare
+        from ktconv.quantize.packed.run import prepare
 
         preflight = prepare(request)
         observer.sizes = {unit.key: unit.source_bytes for unit in preflight.plan.units}

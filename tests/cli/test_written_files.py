@@ -17,7 +17,7 @@ from helpers.cli import contents, edit_json, ktconv, ktconv_done, refused, write
 from helpers.paths import ROOT
 
 from ktconv.cli.app import app
-from ktconv.placement.expert_sets import expert_set, write_expert_set
+from ktconv.targets.expert_sets import expert_set, write_expert_set
 
 COMMANDS: dict[str, Any] = dict(cast("Any", typer.main.get_command(app)).commands)
 # Files and directories that commands read.

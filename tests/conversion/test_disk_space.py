@@ -30,8 +30,8 @@ from helpers.cli import (
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.run import DISK_MARGIN
 from ktconv.errors import ResourceError
-from ktconv.quantize_cpu.run import Request, quantize_cpu
-from ktconv.targets.ktransformers import Options
+from ktconv.quantize.packed.run import Request, quantize_cpu
+from ktconv.targets.packed.target import Options
 
 
 @pytest.fixture(scope="module")

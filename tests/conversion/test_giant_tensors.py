@@ -12,7 +12,7 @@ import pytest
 from helpers.convert import read_header, read_json
 from helpers.families import file_bytes, numbered, random_weights, raw, simple_config
 
-from ktconv.checkpoint import open_checkpoint
+from ktconv.source import open_checkpoint
 
 GIANT = 320 << 20
 LIMIT = 160 << 20  # of a process, which takes about 65 MiB for the smallest model

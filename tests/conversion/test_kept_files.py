@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ktconv.checkpoint import SourceFile
 from ktconv.errors import ResourceError, SourceChangedError
-from ktconv.reading.reader import KEPT_FILES, KeptReader, SourceReader
+from ktconv.source import SourceFile
+from ktconv.source.reading.reader import KEPT_FILES, KeptReader, SourceReader
 
 
 def reader_of(directory: Path, count: int) -> tuple[KeptReader, list[Path]]:

@@ -29,8 +29,8 @@ from helpers.cli import (
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.run import Report
 from ktconv.errors import OutputError
-from ktconv.quantize_cpu.run import Request, quantize_cpu
-from ktconv.targets.ktransformers import Options
+from ktconv.quantize.packed.run import Request, quantize_cpu
+from ktconv.targets.packed.target import Options
 from ktconv.writer.journal import Journal, OutputLock
 
 LAYERS = 12

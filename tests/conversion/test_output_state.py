@@ -9,10 +9,10 @@ import pytest
 from helpers.convert import convert
 from plan.models import write_model
 
-from ktconv.checkpoint import open_checkpoint
 from ktconv.conversion.output import OutputState
 from ktconv.errors import OutputError
-from ktconv.targets.ktransformers import Options, Plan, make_plan
+from ktconv.source import open_checkpoint
+from ktconv.targets.packed.target import Options, Plan, make_plan
 from ktconv.writer.journal import Journal
 
 SHARD = "model-00001-of-00003.safetensors"

@@ -14,9 +14,9 @@ import pytest
 
 from ktconv.conversion.pipeline import Observer, Pipeline
 from ktconv.conversion.plan import Unit
-from ktconv.reading.buffers import Buffers, BufferSizes
-from ktconv.reading.reader import Span
-from ktconv.targets.ktransformers import KTransformersTarget, Options
+from ktconv.source.reading.buffers import Buffers, BufferSizes
+from ktconv.source.reading.reader import Span
+from ktconv.targets.packed.target import KTransformersTarget, Options
 
 
 class Staged:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from plan.models import HIDDEN, OTHER_BYTES, uneven, write_model
 
-from ktconv.checkpoint import open_checkpoint
 from ktconv.conversion.plan import LayerUnit
 from ktconv.conversion.records import chosen_record, run_record
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.placement.expert_sets import ExpertSet
-from ktconv.targets.ktransformers import (
+from ktconv.source import open_checkpoint
+from ktconv.targets.expert_sets import ExpertSet
+from ktconv.targets.packed.target import (
     BY_WEIGHTS,
     CalibrationRecord,
     ImportanceRecord,

@@ -16,9 +16,9 @@ from ktconv.distributed.cluster import Node
 from ktconv.distributed.driver import JobsFailedError, Listener, Scheduler, raise_failures, run_jobs
 from ktconv.distributed.jobs import Cancelled, Failure, Job, Message, Reporter, failed, perform
 from ktconv.errors import CheckpointError, DiskFullError, VerificationError
-from ktconv.quantize_cpu.run import Request
+from ktconv.quantize.packed.run import Request
 from ktconv.system import waiting
-from ktconv.targets.ktransformers import Options
+from ktconv.targets.packed.target import Options
 from ktconv.writer.journal import Record
 
 

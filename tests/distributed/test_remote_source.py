@@ -10,7 +10,7 @@ from helpers.cli import run
 from helpers.web_server import serving
 
 from ktconv.distributed.cluster import Cluster
-from ktconv.remote import mirror
+from ktconv.source.remote import mirror
 
 
 def test_nodes_read_a_signed_url(

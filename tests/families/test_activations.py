@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from helpers.families import numbered, random_weights, simple_config, write_checkpoint
 
-from ktconv.checkpoint import open_checkpoint
 from ktconv.errors import CheckpointError
 from ktconv.families import table
 from ktconv.families.activations import (
@@ -22,10 +21,11 @@ from ktconv.families.activations import (
     shared_activation,
 )
 from ktconv.families.family import PLAIN, ExpertActivation, activation_of_record
-from ktconv.moe.experts import OutputNorm, expert_output
-from ktconv.moe.load import activation_of, expert_activation_of, kernel_activation
 from ktconv.native import Activation
-from ktconv.reading.streamed import whole
+from ktconv.runtime.layers.experts import OutputNorm, expert_output
+from ktconv.runtime.layers.load import activation_of, expert_activation_of, kernel_activation
+from ktconv.source import open_checkpoint
+from ktconv.source.reading.streamed import whole
 
 HIDDEN, INNER, EXPERTS, TOKENS = 32, 48, 2, 24
 CLAMP10, OAI = ExpertActivation(limit=10.0), ExpertActivation(alpha=1.702, limit=7.0)

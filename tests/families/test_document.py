@@ -9,8 +9,8 @@ import pytest
 from helpers.family_list import MODELS
 from helpers.paths import ROOT
 
-from ktconv.checkpoint.encodings import ENCODINGS
 from ktconv.families.table import FAMILIES
+from ktconv.source.encodings import ENCODINGS
 
 
 @pytest.fixture(scope="module")

@@ -17,12 +17,12 @@ from helpers.family_models import Model, Written, write
 from helpers.gpu import dequantize, modules, quantize
 from helpers.layouts import LAYOUTS, Numbered
 
-from ktconv.checkpoint import Projection
 from ktconv.errors import CheckpointError
 from ktconv.formats import tensor_name
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.moe.load import open_layer
-from ktconv.packed.inspection import inspect_path
+from ktconv.inspect.inspection import inspect_path
+from ktconv.runtime.layers.load import open_layer
+from ktconv.source import Projection
 from ktconv.system.pool import Pool
 from ktconv.system.units import format_ranges
 from ktconv.verify import VerifyRequest, hidden_states, verify

@@ -24,8 +24,6 @@ from helpers.families import (
     write_checkpoint,
 )
 
-from ktconv.checkpoint import PROJECTIONS, open_checkpoint
-from ktconv.checkpoint.config import interpret_config
 from ktconv.errors import CheckpointError
 from ktconv.families import table
 from ktconv.families.activations import assumed_activation
@@ -34,9 +32,11 @@ from ktconv.families.family import ExpertActivation, Family, Matrices, Router, R
 from ktconv.families.names import ExpertModule, expert_module, norm_tensors, router_tensors
 from ktconv.families.routers import find_router, router_of
 from ktconv.families.table import KEYS, Families
-from ktconv.moe import experts_per_token, open_experts
-from ktconv.moe.load import activation_of
 from ktconv.native import Activation
+from ktconv.runtime.layers import experts_per_token, open_experts
+from ktconv.runtime.layers.load import activation_of
+from ktconv.source import PROJECTIONS, open_checkpoint
+from ktconv.source.config import interpret_config
 from ktconv.targets.encoded.module_classes import class_of
 from ktconv.targets.encoded.names import fits, module_name, target_pattern
 from ktconv.verify import VerifyRequest, hidden_states, verify
@@ -69,7 +69,7 @@ def test_a_key_means_one_setting() -> None:
 def test_families_are_data_only() -> None:
     """Whoever opens a checkpoint imports the table: neither torch nor numpy comes with it."""
     code = (
-        "import sys, ktconv.families.config, ktconv.families.names, ktconv.checkpoint\n"
+        "import sys, ktconv.families.config, ktconv.families.names, ktconv.source\n"
         "sys.exit(bool({'numpy', 'torch'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

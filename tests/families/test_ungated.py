@@ -32,21 +32,21 @@ from safetensors import deserialize
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
-from ktconv.checkpoint import open_checkpoint
 from ktconv.cli.app import app
 from ktconv.errors import CheckpointError
+from ktconv.inspect.inspection import inspect_path
 from ktconv.merge import Request as MergeRequest
 from ktconv.merge import merge
-from ktconv.moe.experts import expert_output
-from ktconv.moe.load import kernel_activation, open_experts
-from ktconv.packed.inspection import inspect_path
-from ktconv.packed.weights import open_packed
-from ktconv.placement.expert_sets import expert_set, write_expert_set
-from ktconv.quantize_cpu.run import Request, prepare, quantize_cpu
-from ktconv.reading.tensors import SourceTensors
+from ktconv.quantize.packed.run import Request, prepare, quantize_cpu
 from ktconv.reshard import Request as ReshardRequest
 from ktconv.reshard import reshard
-from ktconv.targets.ktransformers import Options
+from ktconv.runtime.layers.experts import expert_output
+from ktconv.runtime.layers.load import kernel_activation, open_experts
+from ktconv.source import open_checkpoint
+from ktconv.source.reading.tensors import SourceTensors
+from ktconv.targets.expert_sets import expert_set, write_expert_set
+from ktconv.targets.packed.target import Options
+from ktconv.targets.packed.weights import open_packed
 from ktconv.verify import Request as VerifyRequest
 from ktconv.verify import verify
 from ktconv.verify.compare import compare
@@ -606,8 +606,8 @@ def test_every_level_on_the_model(saved: Path, tmp_path: Path) -> None:
 
 def test_gptq(saved: Path, tmp_path: Path) -> None:
     pytest.importorskip("llmcompressor")
-    from ktconv.encode.request import Request as GpuRequest
-    from ktconv.quantize_gpu.run import quantize_gpu
+    from ktconv.quantize.encoded.request import Request as GpuRequest
+    from ktconv.quantize.llm_compressor.run import quantize_gpu
     from ktconv.targets.encoded.target import Calibration
     from ktconv.targets.encoded.target import Options as GpuOptions
 

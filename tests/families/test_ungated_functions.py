@@ -19,17 +19,17 @@ from numpy.typing import NDArray
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.routers import UnknownRouter, router_of
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
+from ktconv.inspect.inspection import inspect_path
 from ktconv.merge import Request as MergeRequest
 from ktconv.merge import merge
-from ktconv.moe.experts import KERNEL_BOUND
-from ktconv.moe.load import open_experts
-from ktconv.moe.native_load import native_experts
-from ktconv.moe.online import pack_online
 from ktconv.native import Activation
-from ktconv.packed.inspection import inspect_path
-from ktconv.quantize_cpu.run import Request, quantize_cpu
+from ktconv.quantize.packed.run import Request, quantize_cpu
+from ktconv.runtime.layers.experts import KERNEL_BOUND
+from ktconv.runtime.layers.load import open_experts
+from ktconv.runtime.layers.native_load import native_experts
+from ktconv.runtime.layers.online import pack_online
 from ktconv.system.pool import Pool
-from ktconv.targets.ktransformers import Options
+from ktconv.targets.packed.target import Options
 from ktconv.verify import VerifyRequest, verify
 
 pytestmark = pytest.mark.usefixtures("tiles")  # the AMX level runs too, where it is emulated

@@ -20,8 +20,6 @@ from helpers.layouts import LAYOUTS, Stacked, draw
 from helpers.paths import ROOT
 from typer.testing import CliRunner
 
-from ktconv.checkpoint import Checkpoint, open_checkpoint
-from ktconv.checkpoint.encodings import ENCODINGS
 from ktconv.cli.app import app, application
 from ktconv.cli.quantize_cpu import Method
 from ktconv.errors import CheckpointError
@@ -29,12 +27,14 @@ from ktconv.families.family import Released
 from ktconv.families.sizes import SIZES
 from ktconv.families.table import FAMILIES
 from ktconv.formats import output_formats
+from ktconv.source import Checkpoint, open_checkpoint
+from ktconv.source.encodings import ENCODINGS
 from ktconv.targets.consumers import METHODS, SGLANG, SGLANG_KT, VLLM
 from ktconv.targets.encoded.kept import is_kept
 from ktconv.targets.encoded.scheme import SCHEMES, Scheme
 from ktconv.targets.encoded.target import EncodedTarget
 from ktconv.targets.encoded.target import Options as EncodedOptions
-from ktconv.targets.ktransformers import Options, make_plan
+from ktconv.targets.packed.target import Options, make_plan
 
 SCRIPT = runpy.run_path(str(ROOT / "docs" / "write_which_method.py"))
 LINES = list(SCRIPT["lines"]())

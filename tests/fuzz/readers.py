@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.bench.routing import parse_routing
-from ktconv.checkpoint import open_checkpoint
-from ktconv.checkpoint.config import interpret_config, read_config
-from ktconv.checkpoint.gguf.file import read_gguf_header
-from ktconv.checkpoint.naming_map import read_map
-from ktconv.checkpoint.safetensors_file import read_header
-from ktconv.checkpoint.shards import read_shards, select_shards
 from ktconv.errors import KtconvError
-from ktconv.placement.expert_sets import read_expert_set
+from ktconv.source import open_checkpoint
+from ktconv.source.config import interpret_config, read_config
+from ktconv.source.gguf.file import read_gguf_header
+from ktconv.source.naming_map import read_map
+from ktconv.source.safetensors_file import read_header
+from ktconv.source.shards import read_shards, select_shards
 from ktconv.stats.files import read_statistics
 from ktconv.stats.importance import read_importance
 from ktconv.targets.encoded.recipe import read_recipe
+from ktconv.targets.expert_sets import read_expert_set
 from ktconv.writer.journal import Journal, is_unit_record, parse_record
 from ktconv.writer.manifest import read_manifest
 

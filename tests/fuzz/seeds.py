@@ -24,7 +24,7 @@ from helpers.importance_files import importance_of, write_importance
 from helpers.paths import DOCS, EXAMPLE
 
 from fuzz.readers import CORPUS
-from ktconv.checkpoint import open_checkpoint
+from ktconv.source import open_checkpoint
 from ktconv.stats.files import write_trace
 
 CONFIGS = ("fp8 block, Qwen", "mxfp4, DeepSeek-V4", "int4 packed by activation", "awq")

@@ -25,7 +25,7 @@ from typer.testing import CliRunner, Result
 from helpers import disk_calls
 from helpers.families import Tensor, bf16, numbered, random_weights, simple_config, write_checkpoint
 from ktconv.cli.app import app
-from ktconv.quantize_cpu.gptq.streaming import PASS
+from ktconv.quantize.packed.gptq.streaming import PASS
 
 STATE = ".ktconv"
 

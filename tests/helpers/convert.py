@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from safetensors import deserialize
 
 from helpers.families import Raw, Weights, read_matrix
-from ktconv.checkpoint import PROJECTIONS, Projection, open_checkpoint
 from ktconv.conversion.run import Report
 from ktconv.formats import (
     FORMATS,
@@ -32,8 +31,9 @@ from ktconv.formats import (
 from ktconv.formats.decode import round_to_bf16
 from ktconv.formats.kt_layout import pack_codes
 from ktconv.formats.search import Choice
-from ktconv.quantize_cpu.run import Request, quantize_cpu
-from ktconv.targets.ktransformers import Options
+from ktconv.quantize.packed.run import Request, quantize_cpu
+from ktconv.source import PROJECTIONS, Projection, open_checkpoint
+from ktconv.targets.packed.target import Options
 
 # (layer, expert, projection) -> the whole forward matrix [out, in]
 Matrices = Mapping[tuple[int, int, Projection], NDArray[np.float32]]

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint import TensorRef
-from ktconv.checkpoint.side_files import record_of
-from ktconv.packed.weights import open_packed
+from ktconv.source import TensorRef
+from ktconv.source.side_files import record_of
+from ktconv.targets.packed.weights import open_packed
 from ktconv.verify import Request, Result, verify
 
 

@@ -187,7 +187,7 @@ _PDEATHSIG = 1
 def _serve(modules: list[str]) -> None:
     _end_with_parent()  # has that ended, the orders do, too
     server = os.getpid()
-    for module in ("ktconv.cli", "ktconv.quantize_cpu.run", *modules):
+    for module in ("ktconv.cli", "ktconv.quantize.packed.run", *modules):
         importlib.import_module(module)
     for line in sys.stdin:
         order = json.loads(line)

@@ -1,6 +1,6 @@
 """Expert weights as quantized checkpoints store them, and the values that they stand for.
 
-Everything here is written from the formats' descriptions with plain NumPy; tests/checkpoint/
+Everything here is written from the formats' descriptions with plain NumPy; tests/source/
 test_oracles.py holds it against the libraries that define them.
 """
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ktconv.checkpoint import ExpertMatrix
-from ktconv.checkpoint.encodings.grids import load_block_scale, scale_span
+from ktconv.source import ExpertMatrix
+from ktconv.source.encodings.grids import load_block_scale, scale_span
 
 HIDDEN = 128
 EXPERTS = 4

@@ -21,7 +21,7 @@ from helpers.convert import read_model
 from helpers.encoded import Rng, Stored
 from helpers.families import Raw, Tensor, bf16, write_checkpoint
 from helpers.layouts import Encode, Weights, biases_of, draw, experts_of
-from ktconv.checkpoint import Projection
+from ktconv.source import Projection
 
 VOCAB, HIDDEN, INNER, EXPERTS, TOP_K = 64, 128, 256, 4, 2
 F32 = NDArray[np.float32]

@@ -19,8 +19,8 @@ REQUEST_OPTIONS = {
 
 def quantize(model: Path, output: Path, **options: Any) -> Any:
     """`quantize_gpu` with fields of Request and Options by name, on one thread."""
-    from ktconv.encode.request import Request
-    from ktconv.quantize_gpu.run import quantize_gpu
+    from ktconv.quantize.encoded.request import Request
+    from ktconv.quantize.llm_compressor.run import quantize_gpu
     from ktconv.targets.encoded.target import Options
 
     request = {key: options.pop(key) for key in REQUEST_OPTIONS & options.keys()}

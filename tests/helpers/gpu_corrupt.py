@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ktconv.checkpoint import TensorRef, read_header
+from ktconv.source import TensorRef, read_header
 
 U8 = NDArray[np.uint8]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ktconv.checkpoint import Checkpoint
+from ktconv.source import Checkpoint
 from ktconv.stats.importance import KIND
 from ktconv.stats.importance_file import LayerImportance
 from ktconv.stats.origin import Origin, Sizes, source_sha256

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from helpers.encoded import Rng, Stored
 from helpers.families import Raw, Tensor, raw
-from ktconv.checkpoint import Projection
+from ktconv.source import Projection
 
 F32 = NDArray[np.float32]
 Shape = tuple[int, int]

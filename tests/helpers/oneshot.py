@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from ktconv.quantize_gpu.llm_compressor import quiet
+from ktconv.quantize.llm_compressor.library import quiet
 
 
 def oneshot_experts(

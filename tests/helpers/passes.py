@@ -47,9 +47,9 @@ class Passed:
     ) -> None:
         import torch
 
-        from ktconv.checkpoint import open_checkpoint
         from ktconv.model.streamed.experts import SourceExperts
         from ktconv.model.streamed.parts import PartedModel
+        from ktconv.source import open_checkpoint
 
         kind = getattr(torch, dtype) if dtype != "auto" else "auto"
         checkpoint = open_checkpoint(source) if config is None else open_checkpoint(source, config)

@@ -14,8 +14,8 @@ from ktconv.distributed.cluster import connected
 from ktconv.distributed.conversion import Distribution, quantize_cpu_on
 from ktconv.distributed.jobs import KINDS, Reporter
 from ktconv.errors import CheckpointError, ResourceError
-from ktconv.quantize_cpu.run import Request
-from ktconv.targets.ktransformers import Options
+from ktconv.quantize.packed.run import Request
+from ktconv.targets.packed.target import Options
 
 KINDS["gated"] = "helpers.ray_jobs:gated"
 KINDS["failing"] = "helpers.ray_jobs:failing"

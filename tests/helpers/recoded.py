@@ -22,8 +22,8 @@ _REQUEST = {"layers", "threads", "verify", "overwrite", "experts", "exclude_expe
 
 def encode(model: Path, output: Path, scheme: str, **options: Any) -> Any:
     """`encode` with fields of Request and Options by name, on two threads."""
-    from ktconv.encode import run
-    from ktconv.encode.request import Request
+    from ktconv.quantize.encoded import run
+    from ktconv.quantize.encoded.request import Request
     from ktconv.targets.encoded.scheme import group_size_of
     from ktconv.targets.encoded.target import Options
 

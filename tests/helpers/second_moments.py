@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ktconv.checkpoint import Checkpoint, MoELayer
-from ktconv.quantize_cpu.gptq.inputs import FEWEST_TOKENS
+from ktconv.quantize.packed.gptq.inputs import FEWEST_TOKENS
+from ktconv.source import Checkpoint, MoELayer
 from ktconv.stats.hessian import HessianTap
 from ktconv.stats.origin import Origin, Sizes, source_sha256
 from ktconv.stats.router_sample import router_sample

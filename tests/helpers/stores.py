@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ktconv.errors import CheckpointError, KtconvError
-from ktconv.remote.store import RemoteFile, Store
-from ktconv.remote.urls import Url
+from ktconv.source.remote.store import RemoteFile, Store
+from ktconv.source.remote.urls import Url
 
 
 class ResetError(OSError):

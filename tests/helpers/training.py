@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ktconv.formats import FORMATS
 from ktconv.formats.decode import round_to_bf16
-from ktconv.moe import Experts, pack_experts
 from ktconv.native import Activation
 from ktconv.runtime import MoELayer, Pool
+from ktconv.runtime.layers import Experts, pack_experts
 from ktconv.system.arrays import F32
 from ktconv.train import LoRAExperts
 from ktconv.train.reference import Base, Lora, as_kernels, reference, relative

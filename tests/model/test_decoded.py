@@ -22,10 +22,10 @@ from helpers.gpt_oss import EXPERTS, HIDDEN, INNER, SOURCE, Blocks
 from helpers.paths import EXAMPLE
 from typer.testing import CliRunner
 
-from ktconv.checkpoint import open_checkpoint
 from ktconv.cli.app import app
 from ktconv.errors import CheckpointError, ResourceError
 from ktconv.model import decoded, load_model
+from ktconv.source import open_checkpoint
 from ktconv.system import machine
 
 EXPERT_WORDS = {

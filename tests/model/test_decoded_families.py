@@ -17,12 +17,12 @@ from helpers.family_models import write
 from helpers.layouts import Encode, Weights, draw, experts_of
 from typer.testing import CliRunner
 
-from ktconv.checkpoint import open_checkpoint
 from ktconv.cli.app import app
 from ktconv.errors import CheckpointError
 from ktconv.model.decoded import open_encoded
 from ktconv.model.load import load_language_model
 from ktconv.model.sites import find_experts
+from ktconv.source import open_checkpoint
 from ktconv.verify import VerifyRequest, verify
 
 

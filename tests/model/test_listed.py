@@ -16,7 +16,7 @@ from ktconv.model.forms import EachExperts
 from ktconv.model.listed import listed_in
 from ktconv.model.module import PackedExperts
 from ktconv.model.sites import find_experts
-from ktconv.placement.expert_sets import expert_set
+from ktconv.targets.expert_sets import expert_set
 
 
 def logits(model: Any, torch: Any, seed: int = 0) -> Any:

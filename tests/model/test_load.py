@@ -300,7 +300,7 @@ WAYS_OUT = {
 @pytest.fixture(scope="module")
 def commands(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     """Processes with what takes long to import."""
-    slow = ("ktconv.quantize_gpu.llm_compressor", "llmcompressor")
+    slow = ("ktconv.quantize.llm_compressor.library", "llmcompressor")
     modules = slow if find_spec("llmcompressor") else ()
     server = Commands(tmp_path_factory.mktemp("streams"), "transformers", *modules)
     yield server

@@ -12,9 +12,9 @@ from helpers.paths import EXAMPLE
 from ktconv.model import replace_experts
 from ktconv.model.evaluate import predictions_of_both, windows
 from ktconv.model.sites import find_experts
-from ktconv.moe import Experts
-from ktconv.moe.load import open_experts
-from ktconv.placement.expert_sets import expert_set
+from ktconv.runtime.layers import Experts
+from ktconv.runtime.layers.load import open_experts
+from ktconv.targets.expert_sets import expert_set
 
 CHOSEN = {0: [0, 3], 1: [7]}  # of 8
 

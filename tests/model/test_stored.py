@@ -12,8 +12,8 @@ from ktconv.model.forms import packed_class
 from ktconv.model.module import PackedExperts
 from ktconv.model.sites import find_experts
 from ktconv.model.stored import StoredExperts, stored_in
-from ktconv.moe.experts import pack_experts
 from ktconv.native import Activation
+from ktconv.runtime.layers.experts import pack_experts
 
 HIDDEN, INNER, COUNT, TOKENS, TOP_K = 64, 128, 4, 9, 2
 

@@ -24,8 +24,8 @@ def pruned(name: str, directory: Path) -> tuple[Path, dict[int, int]]:
     experts each layer has."""
     from safetensors.torch import load_file, save_file
 
-    from ktconv.checkpoint import open_checkpoint
     from ktconv.families.names import router_tensors
+    from ktconv.source import open_checkpoint
 
     source = written(name, directory)
     layers = open_checkpoint(source).layers

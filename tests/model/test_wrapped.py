@@ -13,8 +13,8 @@ from helpers.paths import EXAMPLE
 from ktconv.errors import MemoryShortError, UsageError
 from ktconv.model import expert_device, load_model, move_non_experts, replace_experts
 from ktconv.model.sites import find_experts
-from ktconv.placement.expert_sets import expert_set
 from ktconv.system import machine
+from ktconv.targets.expert_sets import expert_set
 
 
 def logits(model: Any, torch: Any) -> Any:

@@ -22,17 +22,18 @@ AUDIT = (
     "tests/native/test_audit_groups.py",
 )  # fmt: skip
 OUTPUT = (
-    "tests/writer", "tests/conversion/test_plan.py", "tests/quantize_cpu/test_manifest.py",
+    "tests/writer", "tests/conversion/test_plan.py", "tests/quantize/packed/test_manifest.py",
     "tests/conversion/test_disk_space.py",
-    "tests/quantize_cpu/test_golden.py", "tests/conversion/test_kept_files.py",
+    "tests/quantize/packed/test_golden.py", "tests/conversion/test_kept_files.py",
 )  # fmt: skip
 RESUMED = (
     "tests/writer", "tests/conversion/test_restart.py", "tests/conversion/test_locks.py",
-    "tests/quantize_cpu/test_manifest.py", "tests/conversion/test_crash_points.py",
+    "tests/quantize/packed/test_manifest.py", "tests/conversion/test_crash_points.py",
 )  # fmt: skip
 METHODS = (
-    "tests/encode/test_plan.py", "tests/encode/test_golden_layouts.py", "tests/targets",
-    "tests/encode/test_methods.py",
+    "tests/quantize/encoded/test_plan.py", "tests/quantize/encoded/test_golden_layouts.py",
+    "tests/targets",
+    "tests/quantize/encoded/test_methods.py",
 )  # fmt: skip
 
 
@@ -97,7 +98,8 @@ SUBJECTS = {
             "targets/ktransformers.py", "targets/renaming.py", "targets/biases.py",
         ),
         (
-            *OUTPUT, "tests/encode/test_plan.py", "tests/targets", "tests/repack/test_reshard.py",
+            *OUTPUT, "tests/quantize/encoded/test_plan.py", "tests/targets",
+            "tests/repack/test_reshard.py",
         ),
     ),
     "plan of encodings": Subject(

@@ -12,7 +12,7 @@ from ktconv import native
 from ktconv.formats.decode import f32_to_bf16
 from ktconv.native import Encoding, audit_encoded, encode
 from ktconv.system.arrays import F32, U8, Array
-from ktconv.verify.gpu.nearest import LEVELS, codes_of, compare, expected_scales
+from ktconv.verify.encoded.nearest import LEVELS, codes_of, compare, expected_scales
 
 ROWS, COLS = 256, 384
 KINDS = ("ordinary", "zeros", "denormals", "largest", "any exponent", "tiny", "one magnitude")

@@ -19,9 +19,9 @@ from ktconv import native
 from ktconv.errors import UsageError
 from ktconv.formats import FORMATS
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.moe import KERNEL_BOUND, Experts, pack_experts
-from ktconv.moe.experts import check_shape, gated, round_activations
 from ktconv.native import Activation, Layer, Layout, PackedMatrix, Pool
+from ktconv.runtime.layers import KERNEL_BOUND, Experts, pack_experts
+from ktconv.runtime.layers.experts import check_shape, gated, round_activations
 
 Array = NDArray[Any]
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from ktconv import native
 from ktconv.formats import FORMATS
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.moe import Experts, pack_experts
 from ktconv.native import Pool
+from ktconv.runtime.layers import Experts, pack_experts
 
 Array = NDArray[Any]
 HIDDEN, INNER, EXPERTS, TOP_K = 192, 128, 6, 3

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ktconv import native
-from ktconv.checkpoint.elements import BLOCKS
 from ktconv.formats.decode import round_to_bf16
+from ktconv.source.elements import BLOCKS
 
 pytest.importorskip("gguf")
 

@@ -14,8 +14,8 @@ import pytest
 from ktconv import native
 from ktconv.formats import FORMATS
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.moe import KERNEL_BOUND, Experts, pack_experts
 from ktconv.native import Pool
+from ktconv.runtime.layers import KERNEL_BOUND, Experts, pack_experts
 from ktconv.system.arrays import Array
 
 PARTS = ("avx512-base", "avx512-vnni", "avx512-bf16", "avx512-vbmi", "avx512-zen")

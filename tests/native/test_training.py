@@ -15,9 +15,9 @@ from native.test_forward import Array, weights_of
 from ktconv import native
 from ktconv.formats import FORMATS
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.moe import Experts, pack_experts
 from ktconv.native import Activation, Pool
 from ktconv.native.pool import open_pool
+from ktconv.runtime.layers import Experts, pack_experts
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, INNER, RANK, PARTS = 6, 2, 3, 128, 256, 4, 2
 SCALE = 1.5

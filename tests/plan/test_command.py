@@ -19,11 +19,11 @@ from plan.models import OTHER_BYTES, write_counts
 
 from ktconv.errors import UsageError
 from ktconv.formats import FORMATS
-from ktconv.placement.expert_sets import expert_set, read_expert_set
 from ktconv.plan import balance, expert_map, hot_experts
 from ktconv.plan.command import make_plan, run
 from ktconv.plan.request import Hot, PlanRequest, parse_hot
 from ktconv.plan.sizes import open_model
+from ktconv.targets.expert_sets import expert_set, read_expert_set
 
 EXPERT = 2 * 3 * 128 * 128  # bytes of one of `model`'s
 Facts = dict[str, Any]
@@ -433,7 +433,7 @@ def test_names_of_placements_are_those_of_the_library() -> None:
     from typing import get_args
 
     from ktconv.cli.plan import PlacementName as OfCommand
-    from ktconv.placement.parallel import PLACEMENTS
+    from ktconv.plan.placement.parallel import PLACEMENTS
     from ktconv.plan.request import PlacementName
 
     assert get_args(OfCommand) == get_args(PlacementName) == (*PLACEMENTS, "balanced")

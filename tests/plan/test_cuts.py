@@ -14,10 +14,10 @@ from helpers.gpt_oss import SIZES as GPT_OSS
 from helpers.gpt_oss import Blocks
 from helpers.nemotron import write_nemotron
 
-from ktconv.checkpoint import ExpertMatrix, open_checkpoint
-from ktconv.placement.parallel import why_not_cut
 from ktconv.plan.cuts import Expert, cut_bytes, grains, grids_of, shard_of, slices
-from ktconv.reading.matrices import source_bytes
+from ktconv.plan.placement.parallel import why_not_cut
+from ktconv.source import ExpertMatrix, open_checkpoint
+from ktconv.source.reading.matrices import source_bytes
 
 Array = np.ndarray[Any, Any]
 SIZES = (1, 2, 3, 4, 6, 12)

@@ -18,7 +18,7 @@ for name in ("torch", "transformers", "safetensors", "typer", "ktconv._native"):
 from ktconv.plan import expert_map, tp_slice
 assert expert_map(8, 2, 1).tolist() == [-1] * 4 + [0, 1, 2, 3]
 assert tp_slice((4, 2), "w1", 2, 1).source[0] == slice(2, 4)
-assert not [name for name in sys.modules if name.startswith(("ktconv.checkpoint", "ktconv.native"))]
+assert not [name for name in sys.modules if name.startswith(("ktconv.source", "ktconv.native"))]
 """
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

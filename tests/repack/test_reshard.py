@@ -23,7 +23,7 @@ from ktconv.formats import FORMATS, reference
 from ktconv.formats.kt_layout import unpack_codes
 from ktconv.repack.recut import Share, UnequalScales, joined_scales, shares
 from ktconv.repack.reshard import Request, prepare, reshard
-from ktconv.targets.ktransformers import Options
+from ktconv.targets.packed.target import Options
 
 Made = Callable[[str, int], Path]
 Backward = Callable[[Path, str, int], dict[str, bytes]]
@@ -301,7 +301,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from ktconv.repack.reshard import Request, reshard
-from ktconv.quantize_cpu.run import Observer
+from ktconv.quantize.packed.run import Observer
 
 class Killer(Observer):
     left = int(sys.argv[3])

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ktconv.formats import FORMATS
-from ktconv.moe import pack_experts
 from ktconv.runtime import MoELayer, Pool
+from ktconv.runtime.layers import pack_experts
 from ktconv.system.arrays import F32, I64
 
 HIDDEN, INNER, EXPERTS, TOP_K = 256, 128, 6, 3

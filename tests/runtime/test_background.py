@@ -234,7 +234,7 @@ from ktconv.runtime import MoELayer, Pool
 E, I, H = 4, 64, 64
 rng = np.random.default_rng(0)
 shapes = (E, I, H), (E, I, H), (E, H, I)
-from ktconv.moe import pack_online
+from ktconv.runtime.layers import pack_online
 packed = pack_online(*(rng.standard_normal(s, np.float32) for s in shapes), "int8")
 x = rng.standard_normal((3, H), np.float32)
 ids, weights = np.array([[0, 1], [2, 3], [1, 3]]), np.ones((3, 2), np.float32)

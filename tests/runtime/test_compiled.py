@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from ktconv import route
-from ktconv.runtime import MoELayer, split_deferred
+from ktconv.runtime import MoELayer, route, split_deferred
 
 from .conftest import EXPERTS, HIDDEN, batch
 

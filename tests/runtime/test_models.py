@@ -17,9 +17,9 @@ from helpers.saved import written
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats.decode import round_to_bf16
-from ktconv.placement.expert_sets import expert_set
 from ktconv.runtime import DeferredExperts, MoELayer, Pool
 from ktconv.system.arrays import F32, I64
+from ktconv.targets.expert_sets import expert_set
 
 TOKENS = 9
 DAMAGED = b"blk.0.ffn_down_exps.2.numa.0.scale"

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from helpers.paths import EXAMPLE
 
-from ktconv.checkpoint import read_header
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.moe import load
-from ktconv.packed import weights
-from ktconv.quantize_cpu.run import Request, quantize_cpu
+from ktconv.quantize.packed.run import Request, quantize_cpu
 from ktconv.runtime import MoELayer, Pool
-from ktconv.targets.ktransformers import Options
+from ktconv.runtime.layers import load
+from ktconv.source import read_header
+from ktconv.targets.packed import weights
+from ktconv.targets.packed.target import Options
 
 RNG = np.random.default_rng(5)
 X = RNG.standard_normal((7, 128), np.float32)

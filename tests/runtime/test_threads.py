@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from ktconv.formats import FORMATS
-from ktconv.moe import pack_experts
 from ktconv.runtime import Handle, MoELayer, Pool, free_workspaces
+from ktconv.runtime.layers import pack_experts
 from ktconv.system.arrays import F32
 
 from .conftest import EXPERTS, HIDDEN, TOP_K, batch

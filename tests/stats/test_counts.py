@@ -11,10 +11,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from ktconv.errors import KtconvError, UsageError
-from ktconv.placement.expert_sets import read_expert_set
 from ktconv.stats.command import StatsRequest, run
 from ktconv.stats.counts import LayerCounts, Statistics
 from ktconv.stats.files import read_trace, write_trace
+from ktconv.targets.expert_sets import read_expert_set
 
 # 10 tokens, two experts each.
 LAYER = LayerCounts(3, 10, np.array([1, 9, 0, 5, 5]))

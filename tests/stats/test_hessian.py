@@ -12,8 +12,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from ktconv.checkpoint import PROJECTIONS
 from ktconv.errors import CheckpointError, DiskFullError, OutputError, UsageError
+from ktconv.source import PROJECTIONS
 from ktconv.stats import hessian
 from ktconv.stats.hessian import HessianTap, nbytes, open_hessians, unpacked
 from ktconv.stats.origin import Origin, Sizes

@@ -16,16 +16,16 @@ from helpers.paths import EVAL, EXAMPLE
 from helpers.paths import MODELS as TRAINED
 from typer.testing import CliRunner
 
-from ktconv.checkpoint import PROJECTIONS
 from ktconv.cli.app import app
 from ktconv.conversion.pipeline import Observer
 from ktconv.errors import CheckpointError, KtconvError, OutputError, ResourceError, UsageError
 from ktconv.model.text import text_pieces
-from ktconv.placement.expert_sets import read_expert_set
+from ktconv.source import PROJECTIONS
 from ktconv.stats import Recorder, Statistics, Wanted, open_hessians, read_importance
 from ktconv.stats.command import StatsRequest, run
 from ktconv.stats.record import token_windows
 from ktconv.system import machine
+from ktconv.targets.expert_sets import read_expert_set
 
 
 @pytest.fixture(scope="module")
@@ -568,8 +568,8 @@ def test_recorded_importance_is_that_of_its_model(
     recorder: Recorder, cache: Path, tmp_path: Path
 ) -> None:
     """As a conversion checks it: of this model, without a word about another version."""
-    from ktconv.checkpoint import open_checkpoint
-    from ktconv.quantize_cpu.importance import open_weights
+    from ktconv.quantize.packed.importance.load import open_weights
+    from ktconv.source import open_checkpoint
 
     path, checkpoint = tmp_path / "importance.safetensors", open_checkpoint(EXAMPLE)
     with recorder.prepare([EVAL.read_text()], 300, Wanted(importance=path)) as recording:

@@ -19,8 +19,8 @@ from helpers.families import (
     write_checkpoint,
 )
 
-from ktconv.checkpoint import Checkpoint, open_checkpoint
 from ktconv.errors import UsageError
+from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.stats.origin import Origin, source_sha256
 from ktconv.stats.router_sample import notes_on_origin, router_sample
 

@@ -14,7 +14,8 @@ from helpers.cli import process
 
 import ktconv as package
 from ktconv import native
-from ktconv.system import doctor, machine
+from ktconv.inspect import doctor
+from ktconv.system import machine
 
 
 def facts(**changes: str) -> dict[str, object]:

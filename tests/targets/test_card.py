@@ -11,13 +11,13 @@ import pytest
 from helpers.cli import write_model
 from helpers.convert import all_files, convert
 
-from ktconv.checkpoint.source_card import SourceCard, front_matter, hub_id
 from ktconv.conversion.records import ErrorSummary
 from ktconv.errors import ResourceError
 from ktconv.merge import Request as MergeRequest
 from ktconv.merge import merge
 from ktconv.repack.reshard import Request as ReshardRequest
 from ktconv.repack.reshard import reshard
+from ktconv.source.source_card import SourceCard, front_matter, hub_id
 from ktconv.targets.card import header, yaml_string
 
 yaml = pytest.importorskip("yaml")
@@ -158,7 +158,7 @@ def test_a_card_that_cannot_be_read_is_named_at_once(
     def refuse(directory: Path, name: str, limit: int) -> bytes:
         raise ResourceError(f"{directory / name} cannot be read: Input/output error")
 
-    monkeypatch.setattr("ktconv.checkpoint.source_card.read_small", refuse)
+    monkeypatch.setattr("ktconv.source.source_card.read_small", refuse)
     with pytest.raises(ResourceError, match=r"README\.md cannot be read"):
         convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -21,15 +21,15 @@ from helpers.families import (
 )
 from typer.testing import CliRunner
 
-from ktconv.checkpoint import open_checkpoint
-from ktconv.checkpoint.source_card import SourceCard
 from ktconv.cli.app import app
 from ktconv.conversion.plan import plan_checkpoint
 from ktconv.conversion.records import ErrorSummary
 from ktconv.families.family import PLAIN, ExpertActivation
-from ktconv.moe import open_experts
+from ktconv.inspect.inspection import inspect_path
 from ktconv.native import Activation
-from ktconv.packed.inspection import inspect_path
+from ktconv.runtime.layers import open_experts
+from ktconv.source import open_checkpoint
+from ktconv.source.source_card import SourceCard
 from ktconv.targets.consumers import METHODS, left_out, right_methods
 from ktconv.targets.encoded.config import card
 from ktconv.targets.encoded.target import EncodedTarget

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ktconv.checkpoint import MoELayer
 from ktconv.errors import UsageError
+from ktconv.source import MoELayer
 from ktconv.targets.encoded.scheme import Scheme
 
 

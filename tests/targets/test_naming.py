@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ktconv.checkpoint import MoELayer, Projection
-from ktconv.checkpoint.gguf.hub_names import ExpertNames
 from ktconv.families.family import NUMBERED_W, USUAL, Matrices
+from ktconv.source import MoELayer, Projection
+from ktconv.source.gguf.hub_names import ExpertNames
 from ktconv.targets.encoded import naming
 from ktconv.targets.encoded.naming import Naming
 

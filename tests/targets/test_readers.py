@@ -15,7 +15,7 @@ from helpers.families import (
     write_checkpoint,
 )
 
-from ktconv.packed.inspection import inspect_path
+from ktconv.inspect.inspection import inspect_path
 from ktconv.targets.encoded import readers
 from ktconv.targets.encoded.scheme import SCHEMES
 

@@ -8,10 +8,10 @@ from unittest.mock import Mock
 import pytest
 from helpers.paths import EXAMPLE
 
-from ktconv.checkpoint import TensorRef, open_checkpoint
 from ktconv.errors import CheckpointError
+from ktconv.source import TensorRef, open_checkpoint
 from ktconv.targets import renaming
-from ktconv.targets.ktransformers import KTransformersTarget, Options, make_plan
+from ktconv.targets.packed.target import KTransformersTarget, Options, make_plan
 from ktconv.targets.renaming import output_name, rename_tensors
 
 

@@ -23,9 +23,11 @@ from helpers.web_server import serving
 MODULES = (
     "torch", "transformers.models.qwen3_moe.modeling_qwen3_moe", "ktconv.model.load",
     "transformers.models.auto.modeling_auto",
-    "ktconv.encode.run", "ktconv.quantize_gpu.run", "ktconv.repack.merge", "ktconv.repack.reshard",
-    "ktconv.verify.run", "ktconv.fit.run", "gguf", "fsspec", "aiohttp",
-    "ktconv.cli.progress", "ktconv.encode.mix", "ktconv.remote.ahead", "typer._adapters",
+    "ktconv.quantize.encoded.run", "ktconv.quantize.llm_compressor.run", "ktconv.repack.merge",
+    "ktconv.repack.reshard",
+    "ktconv.verify.run", "ktconv.quantize.recipes.run", "gguf", "fsspec", "aiohttp",
+    "ktconv.cli.progress", "ktconv.quantize.encoded.mix", "ktconv.source.remote.ahead",
+    "typer._adapters",
 )  # fmt: skip
 
 

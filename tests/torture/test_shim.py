@@ -25,7 +25,7 @@ NAME = "int4"
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     room = tmp_path_factory.mktemp("torture")
     kept = tmp_path_factory.mktemp("kept")
-    with opened_bench(room, kept, seed=1, modules=("ktconv.quantize_cpu.run",)) as found:
+    with opened_bench(room, kept, seed=1, modules=("ktconv.quantize.packed.run",)) as found:
         yield found
 
 

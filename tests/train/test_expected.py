@@ -14,10 +14,10 @@ import torch
 
 from ktconv.bench.weights import RandomWeights
 from ktconv.formats import format_named
-from ktconv.moe import Experts, pack_experts
-from ktconv.moe.experts import OutputNorm
 from ktconv.native import Activation
-from ktconv.reading.streamed import whole
+from ktconv.runtime.layers import Experts, pack_experts
+from ktconv.runtime.layers.experts import OutputNorm
+from ktconv.source.reading.streamed import whole
 from ktconv.train.gradients import (
     BOUND,
     BOUND_OF_DX,

@@ -19,9 +19,9 @@ from helpers.paths import ROOT  # noqa: E402
 from helpers.training import MATRICES, Batch, batch, called, gradients, lora_experts, packed, same  # noqa: E402
 
 from ktconv.errors import UsageError  # noqa: E402
-from ktconv.moe.experts import OutputNorm  # noqa: E402
 from ktconv.native import Activation  # noqa: E402
 from ktconv.runtime import MoELayer, Pool  # noqa: E402
+from ktconv.runtime.layers.experts import OutputNorm  # noqa: E402
 from ktconv.train import LoRAExperts  # noqa: E402
 from ktconv.train.reference import relative  # noqa: E402
 

@@ -24,8 +24,8 @@ from helpers.listed import Enumerated, Indexed, Whole, with_lists
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.model import load_model, move_non_experts, replace_experts
 from ktconv.model.sites import find_experts
-from ktconv.placement.expert_sets import expert_set
 from ktconv.runtime import Pool
+from ktconv.targets.expert_sets import expert_set
 from ktconv.train import merge, prepare, save
 
 NAMES = ("gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")

@@ -15,9 +15,9 @@ from helpers.paths import ROOT
 from ktconv.errors import UsageError
 from ktconv.formats import FORMATS
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.moe import pack_experts
-from ktconv.moe.experts import gated
 from ktconv.native import GATE_FUNCTIONS, Activation
+from ktconv.runtime.layers import pack_experts
+from ktconv.runtime.layers.experts import gated
 
 torch: Any = pytest.importorskip("torch")
 from ktconv.train.reference import (  # noqa: E402

@@ -14,12 +14,12 @@ from helpers.families import Tensor, bf16, numbered, random_weights, simple_conf
 from ktconv.errors import CheckpointError
 from ktconv.formats import FORMATS
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.moe import KERNEL_BOUND, load, pack_experts
-from ktconv.moe.experts import OutputNorm
 from ktconv.native import Activation
+from ktconv.runtime.layers import KERNEL_BOUND, load, pack_experts
+from ktconv.runtime.layers.experts import OutputNorm
 from ktconv.system.pool import Pool
 from ktconv.verify import Request, hidden_states, prepare, verify
-from ktconv.verify.cpu import layers as cpu_layers
+from ktconv.verify.packed import layers as cpu_layers
 
 HIDDEN, EXPERTS, STRONG = 128, 4, 16.0  # STRONG: so that limits matter
 LIMITS: dict[str, Any] = {"swiglu_limits": [0.0, 0.5], "swiglu_limits_shared": [0.25, 0.0]}

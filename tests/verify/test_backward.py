@@ -18,14 +18,14 @@ from helpers.paths import EXAMPLE
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import kt_path, parse_tensor_name
+from ktconv.inspect.inspection import inspect_path
 from ktconv.merge import Request as MergeRequest
 from ktconv.merge import merge
-from ktconv.packed.inspection import inspect_path
-from ktconv.packed.weights import open_packed
 from ktconv.plan.sizes import open_model
 from ktconv.repack.reshard import Request as ReshardRequest
 from ktconv.repack.reshard import reshard
 from ktconv.runtime import MoELayer
+from ktconv.targets.packed.weights import open_packed
 from ktconv.verify import Request, verify
 
 LAYERS, EXPERTS, INNER = 2, 3, 256  # hidden size 128

@@ -36,7 +36,7 @@ from ktconv.formats import (
     tensor_name,
 )
 from ktconv.formats.kt_layout import offsets, unpack_codes
-from ktconv.packed.weights import PackedWeights, open_packed
+from ktconv.targets.packed.weights import PackedWeights, open_packed
 from ktconv.verify.compare import Comparison, compare, make_plan
 from ktconv.verify.runner import sizes_by_unit
 

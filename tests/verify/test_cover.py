@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from ktconv.cli.app import app
 from ktconv.errors import UsageError
-from ktconv.placement.expert_sets import expert_set, write_expert_set
-from ktconv.quantize_cpu.run import Request, quantize_cpu
-from ktconv.targets.ktransformers import Options
+from ktconv.quantize.packed.run import Request, quantize_cpu
+from ktconv.targets.expert_sets import expert_set, write_expert_set
+from ktconv.targets.packed.target import Options
 from ktconv.verify import Result, VerifyRequest, verify
 
 EXPERTS, LAYERS = 3, 2  # of the model in conftest.py

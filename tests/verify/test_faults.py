@@ -19,9 +19,9 @@ from helpers.families import bf16, fused, numbered, random_weights, simple_confi
 from ktconv import native
 from ktconv.formats import FORMATS, reference
 from ktconv.formats.search import Choice
-from ktconv.packed.weights import open_packed
 from ktconv.repack.reshard import Request as ReshardRequest
 from ktconv.repack.reshard import reshard
+from ktconv.targets.packed.weights import open_packed
 from ktconv.verify import Request, reading, verify
 from ktconv.verify.command import in_json
 

@@ -21,8 +21,8 @@ from ktconv.errors import UsageError
 from ktconv.train.gradients import NAMES, Found
 from ktconv.train.step import Step
 from ktconv.verify import VerifyRequest, hidden_states, run, verify
-from ktconv.verify.cpu import gradients
 from ktconv.verify.memory import Budget
+from ktconv.verify.packed import gradients
 from ktconv.verify.report import render_report
 from ktconv.verify.text import lines_of
 

@@ -22,7 +22,7 @@ from helpers.families import (
 )
 
 from ktconv.errors import CheckpointError
-from ktconv.reading.reader import SourceReader
+from ktconv.source.reading.reader import SourceReader
 from ktconv.verify import Request, Result, hidden_states, prepare, verify
 
 pytestmark = pytest.mark.usefixtures("tiles")  # the AMX level runs too, where it is emulated

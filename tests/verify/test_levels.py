@@ -26,10 +26,10 @@ from helpers.paths import EXAMPLE
 from ktconv import native
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import FORMATS
-from ktconv.moe import Experts
-from ktconv.packed.weights import open_packed
 from ktconv.runtime import layer as runtime_layer
 from ktconv.runtime.compute import compute
+from ktconv.runtime.layers import Experts
+from ktconv.targets.packed.weights import open_packed
 from ktconv.verify import (
     LEVELS,
     Request,
@@ -39,9 +39,9 @@ from ktconv.verify import (
     verify,
 )
 from ktconv.verify import model as model_level
-from ktconv.verify.cpu.model import CpuModelCheck
-from ktconv.verify.cpu.output import open_cpu_output
 from ktconv.verify.findings import Findings
+from ktconv.verify.packed.model import CpuModelCheck
+from ktconv.verify.packed.output import open_cpu_output
 from ktconv.verify.run import unwatched
 
 pytestmark = pytest.mark.usefixtures("tiles")  # the AMX level runs too, where it is emulated

@@ -28,14 +28,14 @@ from helpers.paths import EXAMPLE
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_info
 
-from ktconv.checkpoint import open_checkpoint
 from ktconv.errors import MemoryLimitError, ResourceError
 from ktconv.formats import PROJECTIONS
-from ktconv.moe import experts as moe_experts
-from ktconv.moe import open_experts
-from ktconv.reading import streamed
-from ktconv.reading.streamed import Piece, Streamed
-from ktconv.reading.tensors import SourceTensors
+from ktconv.runtime.layers import experts as moe_experts
+from ktconv.runtime.layers import open_experts
+from ktconv.source import open_checkpoint
+from ktconv.source.reading import streamed
+from ktconv.source.reading.streamed import Piece, Streamed
+from ktconv.source.reading.tensors import SourceTensors
 from ktconv.system import machine
 from ktconv.verify import Request, layers, prepare, verify
 from ktconv.verify.hidden_states import Inputs
@@ -345,7 +345,9 @@ def test_groups_of_experts_give_what_the_whole_layer_gives(
 
     monkeypatch.setattr(moe_experts.Experts, "forward", counting)
     monkeypatch.setattr(memory.Budget, "experts_at_once", lambda self, size: 1)
-    monkeypatch.setattr("ktconv.moe.load._Mapped.release", lambda self: released.append(1))
+    monkeypatch.setattr(
+        "ktconv.runtime.layers.load._Mapped.release", lambda self: released.append(1)
+    )
     result = verify(request)
     (apart,) = result.facts["layers"]["layers"]
     assert result.passed and set(ran) == {1}

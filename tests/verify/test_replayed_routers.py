@@ -17,9 +17,9 @@ from helpers import gguf_files
 from helpers.families import Raw, Tensor, numbered, random_weights, simple_config, write_checkpoint
 from numpy.typing import NDArray
 
-from ktconv.checkpoint import Checkpoint, open_checkpoint
 from ktconv.errors import CheckpointError
 from ktconv.formats.decode import bf16_to_f32
+from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.system.text import silent
 from ktconv.verify import Request
 from ktconv.verify.findings import Findings

@@ -20,18 +20,18 @@ from helpers.importance_files import importance_of, write_importance
 from numpy.typing import NDArray
 
 from ktconv import native
-from ktconv.checkpoint import open_checkpoint
 from ktconv.errors import UsageError
 from ktconv.formats import FORMATS, reference, split
 from ktconv.formats.search import Choice, possible_scales
-from ktconv.packed.inspection import inspect_path
-from ktconv.packed.weights import name_of, open_packed
+from ktconv.inspect.inspection import inspect_path
 from ktconv.repack.merge import Request as MergeRequest
 from ktconv.repack.merge import merge
 from ktconv.repack.recut import carried
 from ktconv.repack.reshard import Request as ReshardRequest
 from ktconv.repack.reshard import reshard
-from ktconv.targets.ktransformers import CalibrationRecord
+from ktconv.source import open_checkpoint
+from ktconv.targets.packed.target import CalibrationRecord
+from ktconv.targets.packed.weights import name_of, open_packed
 from ktconv.verify import Request, Result, verify
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example" / "tiny-moe"
@@ -390,7 +390,7 @@ def test_parts_that_were_cut_keep_the_scale_of_the_whole_row(
 
 def importance_weights(model: Path, file: Path) -> Floats:
     """Of down of expert 1 in layer 0."""
-    from ktconv.quantize_cpu.importance import open_weights
+    from ktconv.quantize.packed.importance.load import open_weights
 
     checkpoint = open_checkpoint(model)
     found = open_weights(file, checkpoint, checkpoint.layers).of(0, 1, "down")

@@ -24,13 +24,13 @@ from helpers.families import (
 )
 from helpers.gpt_oss import SIZES, Blocks
 
-from ktconv.checkpoint import PROJECTIONS, Checkpoint, Projection, open_checkpoint
-from ktconv.checkpoint.encodings import grids
-from ktconv.checkpoint.encodings.gguf import GGUF
-from ktconv.checkpoint.fused import FusedLayout
-from ktconv.reading import matrices
-from ktconv.reading.matrices import MatrixReader, Scales, buffer_bytes
-from ktconv.reading.reader import SourceReader
+from ktconv.source import PROJECTIONS, Checkpoint, Projection, open_checkpoint
+from ktconv.source.encodings import grids
+from ktconv.source.encodings.gguf import GGUF
+from ktconv.source.fused import FusedLayout
+from ktconv.source.reading import matrices
+from ktconv.source.reading.matrices import MatrixReader, Scales, buffer_bytes
+from ktconv.source.reading.reader import SourceReader
 from ktconv.system.opened import Opened
 from ktconv.verify import Request, verify
 from ktconv.verify.findings import Findings

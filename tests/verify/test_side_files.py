@@ -12,12 +12,12 @@ import pytest
 from helpers.convert import convert, read_json
 from helpers.corrupt import check, earlier_version, forget_manifest, found, record_again
 
-from ktconv.checkpoint.side_files import record_of
 from ktconv.errors import CheckpointError, VerificationError
 from ktconv.merge import Request as MergeRequest
 from ktconv.merge import merge
 from ktconv.repack.reshard import Request as ReshardRequest
 from ktconv.repack.reshard import reshard
+from ktconv.source.side_files import record_of
 from ktconv.verify.side_content import content_differences
 
 Copy = Callable[..., Path]

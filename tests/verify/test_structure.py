@@ -17,7 +17,7 @@ from helpers.families import Raw, Tensor, numbered, random_weights, simple_confi
 from numpy.typing import NDArray
 
 from ktconv.errors import CheckpointError
-from ktconv.packed.weights import open_packed
+from ktconv.targets.packed.weights import open_packed
 from ktconv.verify import Request, prepare, verify
 
 Convert = Callable[..., Path]
@@ -233,7 +233,7 @@ def test_failures_are_told_though_a_level_cannot_be_run(
     model: Path, damaged: Convert, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ktconv.verify import hidden_states
-    from ktconv.verify.cpu.verifier import CpuVerifier
+    from ktconv.verify.packed.verifier import CpuVerifier
 
     def fails(*_: object) -> None:
         raise CheckpointError("the kernels refuse these weights")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 
 from ktconv.errors import UsageError
-from ktconv.targets.ktransformers import KTransformersTarget, Options
+from ktconv.targets.packed.target import KTransformersTarget, Options
 from ktconv.writer.shards import ALIGNMENT, Tensor, group, plan_shard
 
 ITEMS = {"F64": 8, "F32": 4, "BF16": 2, "I8": 1, "F8_E4M3": 1}

@@ -20,12 +20,12 @@ from ktconv.bench.measure import Effort, batch_bytes, kept_routings
 from ktconv.bench.presets import Shape
 from ktconv.bench.routing import Routing, check_replay, check_trace, only_here, parse_routing
 from ktconv.bench.rows import Case
-from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.errors import UsageError
 from ktconv.formats import Format
-from ktconv.moe import Experts, experts_per_token, native_experts, open_stored
-from ktconv.moe.experts import check_shape
-from ktconv.moe.load import ConvertedModel, expert_activation_of, open_layer
+from ktconv.runtime.layers import Experts, experts_per_token, native_experts, open_stored
+from ktconv.runtime.layers.experts import check_shape
+from ktconv.runtime.layers.load import ConvertedModel, expert_activation_of, open_layer
+from ktconv.source.config import CONFIG_NAME
 from ktconv.system import machine
 from ktconv.system.arrays import I64
 from ktconv.system.pool import Pool

@@ -16,8 +16,8 @@ from ktconv.bench.limits import own_seconds
 from ktconv.bench.rows import Errors, Sample
 from ktconv.errors import VerificationError
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.moe import KERNEL_BOUND, Experts
 from ktconv.native import Pool, isa
+from ktconv.runtime.layers import KERNEL_BOUND, Experts
 from ktconv.system.arrays import Array
 
 WARM_UP = 2

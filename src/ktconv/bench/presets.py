@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from ktconv.errors import UsageError
 from ktconv.families.sizes import size_named
 from ktconv.families.table import FAMILIES
-from ktconv.moe.load import kernel_activation
 from ktconv.native import Activation
+from ktconv.runtime.layers.load import kernel_activation
 
 _EXAMPLE = "hidden,intermediate,experts,top-k like 2048,768,128,8"
 _LARGEST = 1 << 20  # of any dimension: beyond it a number is a mistake

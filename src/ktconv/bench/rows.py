@@ -9,7 +9,7 @@ import numpy as np
 
 from ktconv.bench.limits import Limits
 from ktconv.bench.presets import Shape
-from ktconv.moe.load import expert_activation_of
+from ktconv.runtime.layers.load import expert_activation_of
 
 SPREAD = 1.5  # 90th percentile over median: beyond it, something else ran
 _TAKEN = 0.02  # of the CPUs' time, by other processes or other machines

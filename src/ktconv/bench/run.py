@@ -15,7 +15,7 @@ from ktconv.bench.limits import Limits, Meter, level_kept
 from ktconv.bench.measure import Batch, Reference, check, make_batch, sample
 from ktconv.bench.rows import Case, Key, Row, judge
 from ktconv.bench.weights import RandomWeights
-from ktconv.moe import Experts, pack_experts
+from ktconv.runtime.layers import Experts, pack_experts
 from ktconv.system.pool import Pool
 from ktconv.system.text import Notify
 

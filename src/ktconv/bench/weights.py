@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.moe.experts import GatedMatrices, Matrices
+from ktconv.runtime.layers.experts import GatedMatrices, Matrices
 from ktconv.system.arrays import F32
 
 _BLOCK = 1 << 20  # numbers drawn; all matrices are cut from them

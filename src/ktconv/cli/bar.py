@@ -17,7 +17,7 @@ from ktconv.system.text import printable
 from ktconv.system.units import format_size
 
 if TYPE_CHECKING:
-    from ktconv.fleet.runs import Run
+    from ktconv.distributed.models.runs import Run
 
 BAR_WIDTH = 60  # columns; lines serve narrower terminals better
 NETWORK_WIDTH, RETRIES_WIDTH = 80, 96  # columns with which the bar shows these, too

@@ -86,8 +86,8 @@ def compare(
     """
     with errors_shown(as_json, _HINTS, progress):
         from ktconv.bench.command import parse_tokens
-        from ktconv.compare.command import run
-        from ktconv.compare.request import CompareRequest
+        from ktconv.verify.side_by_side.command import run
+        from ktconv.verify.side_by_side.request import CompareRequest
 
         steps = parse_tokens(tokens, "infer")
         request = CompareRequest(

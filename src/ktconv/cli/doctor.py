@@ -14,7 +14,7 @@ def doctor(as_json: JsonOption = False) -> None:
     Example: ktconv doctor
     """
     with errors_shown(as_json):
-        from ktconv.system.doctor import examine
+        from ktconv.inspect.doctor import examine
 
         facts = examine(Path.cwd())
         print_result(as_json, facts, lambda: document_lines(facts))

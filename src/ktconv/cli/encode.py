@@ -72,9 +72,9 @@ def encode_experts(
     from functools import partial
 
     from ktconv.cli.output import notify
-    from ktconv.encode.mix import method_facts, method_lines
-    from ktconv.encode.request import Request
-    from ktconv.encode.run import encode, prepare
+    from ktconv.quantize.encoded.mix import method_facts, method_lines
+    from ktconv.quantize.encoded.request import Request
+    from ktconv.quantize.encoded.run import encode, prepare
     from ktconv.targets.encoded.module_classes import class_lines
     from ktconv.targets.encoded.scheme import MIXED, group_size_of
     from ktconv.targets.encoded.target import Options

@@ -9,7 +9,7 @@ from ktconv.cli.exits import NOTHING_WRITTEN, interruptible
 from ktconv.system.units import format_ranges, format_size
 
 if TYPE_CHECKING:
-    from ktconv.quantize_cpu.run import Preflight
+    from ktconv.quantize.packed.run import Preflight
 
 Facts = Mapping[str, Any]
 
@@ -22,7 +22,7 @@ BETTER = 0.98  # times an error: what is worth naming
 def estimated(preflight: Preflight) -> dict[str, Any]:
     """The JSON of an estimate, with progress on stderr."""
     from ktconv.cli.options import progress_over
-    from ktconv.quantize_cpu.estimate import Estimation
+    from ktconv.quantize.estimate.run import Estimation
 
     with interruptible(lambda: NOTHING_WRITTEN):
         estimation = Estimation(preflight)

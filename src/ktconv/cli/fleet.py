@@ -29,8 +29,8 @@ def convert_list(
     context: typer.Context, listed: Path, given: Sequence[object], at_once: int, as_json: bool
 ) -> None:
     """Convert every model of a list. `given`: MODEL and OUTPUT, which a list replaces."""
-    from ktconv.fleet.listing import read_list
-    from ktconv.fleet.runs import Fleet, Run
+    from ktconv.distributed.models.listing import read_list
+    from ktconv.distributed.models.runs import Fleet, Run
 
     if any(one is not None for one in given):
         raise UsageError(

@@ -31,8 +31,8 @@ def inspect(
     Example: ktconv inspect qwen3-int4
     """
     with errors_shown(as_json):
-        from ktconv.packed import explanation
-        from ktconv.packed.inspection import inspect_path
+        from ktconv.inspect import explanation
+        from ktconv.inspect.inspection import inspect_path
 
         facts = inspect_path(
             source_of(path, revision, headers_only=True), config, naming, explain, tower

@@ -13,8 +13,8 @@ from ktconv.errors import UsageError
 from ktconv.system.units import parse_size
 
 if TYPE_CHECKING:
-    from ktconv.encode.request import Request
-    from ktconv.fit.wish import Wish
+    from ktconv.quantize.encoded.request import Request
+    from ktconv.quantize.recipes.wish import Wish
     from ktconv.targets.encoded.recipe import Recipe
 
 MixEngine = Literal["vllm", "ktconv", "compressed-tensors"]  # of fit.wish; a test compares them
@@ -74,8 +74,8 @@ class Mix:
 
     def _chosen(self, request: Request) -> Recipe:
         from ktconv.cli.options import progress_over
-        from ktconv.fit.document import document, recipe_file
-        from ktconv.fit.run import Fitting
+        from ktconv.quantize.recipes.document import document, recipe_file
+        from ktconv.quantize.recipes.run import Fitting
         from ktconv.writer.option_files import check_written
 
         wish = self._wish()
@@ -96,7 +96,7 @@ class Mix:
         return fitted.recipe
 
     def _wish(self) -> Wish:
-        from ktconv.fit.wish import Wish, methods_named
+        from ktconv.quantize.recipes.wish import Wish, methods_named
 
         size = None
         if self.target_size is not None:

@@ -158,8 +158,8 @@ def preflight_facts(
     preflight: Preflight[Any], pending: Sequence[Unit] | None = None
 ) -> dict[str, Any]:
     """The JSON of a dry run. `pending`: units to write; None: those that are missing now."""
-    from ktconv.checkpoint.activations import by_ranges, in_words
     from ktconv.conversion.run import disk_needed
+    from ktconv.source.activations import by_ranges, in_words
 
     plan = preflight.plan
     chosen = [unit.layer for unit in preflight.units]
@@ -217,7 +217,7 @@ def network_facts(planned: Preflight[Any] | None = None) -> dict[str, Any]:
     if (found := elsewhere_of(planned.plan.checkpoint.files[0])) is not None:
         units = planned.pending()
         from ktconv.conversion.tasks import spans_of_unit
-        from ktconv.remote.ahead import requests_for
+        from ktconv.source.remote.ahead import requests_for
 
         kept = [min(found.kept(spans_of_unit(unit)), unit.source_bytes) for unit in units]
         left = [unit.source_bytes - here for unit, here in zip(units, kept, strict=True)]
@@ -266,7 +266,7 @@ def _encodings(facts: dict[str, Any]) -> str:
 def preflight_lines(preflight: Preflight[Any], zero_scales: int | None = 0) -> Iterator[str]:
     """The plan as readable lines. `zero_scales`: see `Preflight.zero_scales`."""
     from ktconv.conversion.records import zero_scales_in_words
-    from ktconv.remote.urls import shown_model
+    from ktconv.source.remote.urls import shown_model
 
     facts, request = preflight_facts(preflight), preflight.request
     layers = format_ranges(facts["layer_indices"])
@@ -319,7 +319,7 @@ def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
 
     output = report.preflight.request.output
     if coverage := report.more.get("coverage"):
-        from ktconv.quantize_gpu.gptq.coverage import coverage_lines
+        from ktconv.quantize.llm_compressor.gptq.coverage import coverage_lines
 
         yield from coverage_lines(coverage)
     if not report.converted and report.complete:

@@ -22,7 +22,7 @@ from ktconv.formats import output_formats
 from ktconv.system.units import parse_ranges, parse_size
 
 if TYPE_CHECKING:
-    from ktconv.quantize_cpu.run import Preflight
+    from ktconv.quantize.packed.run import Preflight
 
     Method = str
 else:
@@ -242,8 +242,8 @@ def quantize_cpu_command(
                 "use --exclude-experts with --allow-partial, or another method",
             )
         from ktconv.cli.estimate import estimate_lines, estimated
-        from ktconv.quantize_cpu.run import Request, prepare, quantize_cpu
-        from ktconv.targets.ktransformers import Options
+        from ktconv.quantize.packed.run import Request, prepare, quantize_cpu
+        from ktconv.targets.packed.target import Options
 
         options = Options(
             method=method,
@@ -290,7 +290,7 @@ def _source_of_importance(given: str | None) -> Path | Literal["weights"] | None
 def _about_inputs(preflight: Preflight) -> tuple[dict[str, Any], list[str]]:
     """The JSON and the lines of a plan and a report about statistics of inputs; empty without."""
     if preflight.calibration is not None:
-        from ktconv.quantize_cpu.gptq import coverage
+        from ktconv.quantize.packed.gptq import coverage
 
         counts, used = preflight.calibration.counts, asdict(preflight.calibration.record)
         if not counts:  # a text that was not read yet
@@ -300,7 +300,7 @@ def _about_inputs(preflight: Preflight) -> tuple[dict[str, Any], list[str]]:
         )
     if preflight.weights is None:
         return {}, []
-    from ktconv.quantize_cpu.importance_coverage import coverage_facts, coverage_lines
+    from ktconv.quantize.packed.importance.coverage import coverage_facts, coverage_lines
 
     found, record = preflight.weights.coverage, preflight.weights.record.as_dict()
     if not found:  # without a text

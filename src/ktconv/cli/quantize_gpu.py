@@ -110,8 +110,8 @@ def quantize_gpu_command(
     Example: ktconv quantize-gpu Qwen/Qwen3-30B-A3B qwen3-w4a16 --method rtn --scheme W4A16
     """
     with errors_shown(as_json, common.MODEL_HINTS, progress):
-        from ktconv.encode.request import Request
-        from ktconv.quantize_gpu.run import prepare, quantize_gpu
+        from ktconv.quantize.encoded.request import Request
+        from ktconv.quantize.llm_compressor.run import prepare, quantize_gpu
         from ktconv.targets.encoded.module_classes import class_lines
         from ktconv.targets.encoded.scheme import group_size_of
         from ktconv.targets.encoded.target import Calibration, Options

@@ -14,8 +14,8 @@ from ktconv.errors import UsageError
 
 if TYPE_CHECKING:
     from ktconv.cli.options import Job
-    from ktconv.encode.request import Request as GpuRequest
-    from ktconv.quantize_cpu.run import Request
+    from ktconv.quantize.encoded.request import Request as GpuRequest
+    from ktconv.quantize.packed.run import Request
     from ktconv.verify.request import VerifyRequest
     from ktconv.verify.run import Reading
 

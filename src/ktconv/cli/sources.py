@@ -39,11 +39,11 @@ def source_of(
     only headers are needed. UsageError for a cache in `output` or around it, and for options that
     do not belong to the model.
     """
-    from ktconv.remote.urls import is_url
+    from ktconv.source.remote.urls import is_url
 
     if is_url(model):
         return _opened(_with_revision(model, revision), cache_dir, output)
-    from ktconv.checkpoint.locate import hub_model, is_cached
+    from ktconv.source.locate import hub_model, is_cached
 
     found = None if Path(model).exists() else hub_model(model)
     if found is None:
@@ -78,7 +78,7 @@ def _is_offline() -> bool:
 
 
 def _with_revision(model: str, revision: str | None) -> str:
-    from ktconv.remote.urls import parse_url
+    from ktconv.source.remote.urls import parse_url
 
     if revision is None:
         return model
@@ -96,12 +96,12 @@ def _with_revision(model: str, revision: str | None) -> str:
 
 def _opened(url: str, cache_dir: Path | None, output: Path | None) -> str:
     """Opened now, since a model is opened without options."""
-    from ktconv.remote import open_remote
+    from ktconv.source.remote import open_remote
 
     if cache_dir is not None:
         if output is not None:
             _refuse_nested(cache_dir, output)
-        from ktconv.remote.cached import kept_bytes
+        from ktconv.source.remote.cached import kept_bytes
 
         open_remote(url, cache_dir)
         notify(f"note: {cache_dir} keeps what is read; it has {format_size(kept_bytes(cache_dir))}")

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 from ktconv.conversion.plan import Unit
 from ktconv.errors import KtconvError
-from ktconv.reading.buffers import Buffers, BufferSizes
-from ktconv.reading.reader import Span, advise
+from ktconv.source.reading.buffers import Buffers, BufferSizes
+from ktconv.source.reading.reader import Span, advise
 from ktconv.system.threads import AwaitedThread
 from ktconv.writer.staging import Staging
 

@@ -12,11 +12,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from ktconv.checkpoint import Checkpoint, MoELayer, TensorRef
 from ktconv.conversion.target import Target
 from ktconv.errors import UsageError
 from ktconv.families.names import mtp_prefix
-from ktconv.reading.matrices import experts_bytes
+from ktconv.source import Checkpoint, MoELayer, TensorRef
+from ktconv.source.reading.matrices import experts_bytes
 from ktconv.system.collector import collector_paused
 from ktconv.system.units import format_ranges, format_size
 from ktconv.writer.shards import Shard, Tensor, group, plan_shard

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ktconv import __version__
-from ktconv.checkpoint import Checkpoint, MoELayer, source_identity
-from ktconv.checkpoint.activations import usual
 from ktconv.conversion.plan import LayerUnit, Plan
 from ktconv.conversion.target import Target
 from ktconv.families.family import ExpertActivation
+from ktconv.source import Checkpoint, MoELayer, source_identity
+from ktconv.source.activations import usual
 from ktconv.system.text import valid_unicode
 from ktconv.system.units import format_ranges, listed
 from ktconv.writer.journal import Record

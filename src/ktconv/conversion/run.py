@@ -17,9 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic
 
-from ktconv.checkpoint import NamingMap, TensorRef
-from ktconv.checkpoint.side_files import RECORDS
-from ktconv.checkpoint.source_card import source_card
 from ktconv.conversion.output import OutputState
 from ktconv.conversion.pipeline import Observer, Pipeline, Task
 from ktconv.conversion.plan import LayerUnit, Plan, T_co, Unit
@@ -33,9 +30,12 @@ from ktconv.errors import (
     OutputError,
     UsageError,
 )
-from ktconv.reading.buffers import BufferSizes
-from ktconv.reading.reader import KeptReader, SourceReader
-from ktconv.reading.scale_scan import Chosen, scales_bytes, scan_scales
+from ktconv.source import NamingMap, TensorRef
+from ktconv.source.reading.buffers import BufferSizes
+from ktconv.source.reading.reader import KeptReader, SourceReader
+from ktconv.source.reading.scale_scan import Chosen, scales_bytes, scan_scales
+from ktconv.source.side_files import RECORDS
+from ktconv.source.source_card import source_card
 from ktconv.system import elsewhere, machine
 from ktconv.system.files import remove, remove_empty, sync, translated, write_durably
 from ktconv.system.units import counted, format_size, listed

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ktconv.checkpoint import MoELayer, TensorRef
+from ktconv.source import MoELayer, TensorRef
 from ktconv.writer.shards import Tensor
 
 

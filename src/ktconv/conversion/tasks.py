@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ktconv.checkpoint import ExpertMatrix, MoELayer, Projection, TensorRef
 from ktconv.conversion.plan import LayerUnit, Unit
 from ktconv.errors import VerificationError
-from ktconv.reading.buffers import COPY_BYTES, Buffers
-from ktconv.reading.matrices import source_bytes, spans_of
-from ktconv.reading.reader import SourceReader, Span
+from ktconv.source import ExpertMatrix, MoELayer, Projection, TensorRef
+from ktconv.source.reading.buffers import COPY_BYTES, Buffers
+from ktconv.source.reading.matrices import source_bytes, spans_of
+from ktconv.source.reading.reader import SourceReader, Span
 from ktconv.system.arrays import U8
 from ktconv.system.checksums import Checksum
 from ktconv.writer.journal import Record

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ktconv.distributed.units import Command, OneUnit
-from ktconv.encode.conversion import Encode
-from ktconv.encode.request import Request as GpuRequest
-from ktconv.quantize_cpu.run import QuantizeCpu, Request, prepare
-from ktconv.quantize_gpu.run import prepare as prepare_gpu
+from ktconv.quantize.encoded.conversion import Encode
+from ktconv.quantize.encoded.request import Request as GpuRequest
+from ktconv.quantize.llm_compressor.run import prepare as prepare_gpu
+from ktconv.quantize.packed.run import QuantizeCpu, Request, prepare
 from ktconv.targets.encoded.target import Options as GpuOptions
-from ktconv.targets.ktransformers import Options
+from ktconv.targets.packed.target import Options
 
 
 class CpuUnit(OneUnit, QuantizeCpu):

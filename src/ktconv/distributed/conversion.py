@@ -26,11 +26,11 @@ from ktconv.distributed.requests import (
     request_record,
 )
 from ktconv.distributed.units import not_shared
-from ktconv.encode.conversion import Encode
-from ktconv.encode.request import Preflight as GpuPreflight
-from ktconv.encode.request import Request as GpuRequest
 from ktconv.errors import KtconvError, UsageError
-from ktconv.quantize_cpu.run import Preflight, QuantizeCpu, Request
+from ktconv.quantize.encoded.conversion import Encode
+from ktconv.quantize.encoded.request import Preflight as GpuPreflight
+from ktconv.quantize.encoded.request import Request as GpuRequest
+from ktconv.quantize.packed.run import Preflight, QuantizeCpu, Request
 from ktconv.system.files import (
     make_directory,
     remove,
@@ -276,7 +276,7 @@ def quantize_cpu_on(
     preflight: Preflight | None = None,
 ) -> Report:
     """As `quantize_cpu`, with the units converted by the nodes of a cluster."""
-    from ktconv.quantize_cpu.run import prepare
+    from ktconv.quantize.packed.run import prepare
 
     refuse_on_cluster(request)
     if preflight is None:
@@ -303,7 +303,7 @@ def quantize_gpu_on(
     notify: Notify = silent,
 ) -> Report:
     """As `quantize_gpu` with rtn, with the units converted by the nodes of a cluster."""
-    from ktconv.quantize_gpu.run import prepare
+    from ktconv.quantize.llm_compressor.run import prepare
 
     refuse_on_cluster(request)
     if preflight is None:

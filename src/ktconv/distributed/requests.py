@@ -44,7 +44,7 @@ def source_name(model: str) -> str:
     """MODEL as another machine understands it: an absolute path, or a URL; of a model of the hub
     that of its commit, other URLs with their signatures."""
     if model.startswith("hf://"):
-        from ktconv.remote import pinned
+        from ktconv.source.remote import pinned
 
         return pinned(model)
     if "://" in model:

@@ -20,7 +20,7 @@ from ktconv.distributed.jobs import Failure, Job, Reporter, node_name
 from ktconv.distributed.requests import decode, encode, job_memory, source_name
 from ktconv.distributed.units import Watched
 from ktconv.errors import CheckpointError
-from ktconv.packed.matrix_check import ErrorStats
+from ktconv.targets.packed.matrix_check import ErrorStats
 from ktconv.verify.request import Thresholds, VerifyRequest
 from ktconv.verify.run import prepare
 from ktconv.verify.runner import Check, run_checks

@@ -205,7 +205,7 @@ class Released:
     type: str  # model_type
     models: str
     layout: str = "N"  # code of a layout in docs/families.md
-    encodings: str = "bf16"  # names of ktconv.checkpoint.encodings
+    encodings: str = "bf16"  # names of ktconv.source.encodings
     _: KW_ONLY
     prefix: str = "model."  # of the list of layers
     shared: bool = False  # whether there is a shared expert

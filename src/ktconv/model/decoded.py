@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ktconv.checkpoint import Checkpoint, ExpertMatrix, MoELayer, TensorRef, open_checkpoint
-from ktconv.checkpoint.config import read_config
-from ktconv.checkpoint.encodings.base import BLOCKS, WEIGHT, Parts
-from ktconv.checkpoint.fused import fused_name
-from ktconv.checkpoint.gguf.as_hub import hub_names_of
-from ktconv.checkpoint.gguf.file import float32_bytes
-from ktconv.checkpoint.others import OtherWeights, primary
 from ktconv.errors import CheckpointError
 from ktconv.families.config import sections_of
 from ktconv.families.family import Projection
 from ktconv.families.names import layer_number
-from ktconv.reading.matrices import MatrixReader, buffer_bytes, chunk_rows, source_bytes
-from ktconv.reading.reader import BOUNCE_BYTES, SourceReader
+from ktconv.source import Checkpoint, ExpertMatrix, MoELayer, TensorRef, open_checkpoint
+from ktconv.source.config import read_config
+from ktconv.source.encodings.base import BLOCKS, WEIGHT, Parts
+from ktconv.source.fused import fused_name
+from ktconv.source.gguf.as_hub import hub_names_of
+from ktconv.source.gguf.file import float32_bytes
+from ktconv.source.others import OtherWeights, primary
+from ktconv.source.reading.matrices import MatrixReader, buffer_bytes, chunk_rows, source_bytes
+from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.system.arrays import U8
 from ktconv.system.elsewhere import elsewhere_of
 

@@ -11,10 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktconv.checkpoint import Header, open_checkpoint
-from ktconv.checkpoint.gguf.file import float32_bytes
-from ktconv.checkpoint.gguf.parts import all_parts
-from ktconv.checkpoint.shards import read_shards, select_shards
 from ktconv.errors import CheckpointError, MemoryShortError, UsageError
 from ktconv.model.decoded import open_encoded
 from ktconv.model.load import load_language_model, load_tokenizer, read_generation_config
@@ -23,6 +19,10 @@ from ktconv.model.replace import ReplacedExperts
 from ktconv.model.sites import experts_watched, find_experts
 from ktconv.model.streamed.compare import Predictions
 from ktconv.model.streamed.parts import PartedModel
+from ktconv.source import Header, open_checkpoint
+from ktconv.source.gguf.file import float32_bytes
+from ktconv.source.gguf.parts import all_parts
+from ktconv.source.shards import read_shards, select_shards
 from ktconv.system import machine
 from ktconv.system.arrays import F32, I64
 from ktconv.system.elsewhere import elsewhere_of

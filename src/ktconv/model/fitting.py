@@ -22,7 +22,7 @@ from ktconv.model.matching import (
 )
 from ktconv.model.module import PackedExperts
 from ktconv.model.sites import Site
-from ktconv.moe import Experts
+from ktconv.runtime.layers import Experts
 
 
 def settings_of(model: nn.Module) -> Mapping[str, Any]:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.model.module import PackedExperts, Routing
 from ktconv.model.own import Call, OwnExperts
-from ktconv.moe import Experts
 from ktconv.runtime.compiled import uncompiled
+from ktconv.runtime.layers import Experts
 from ktconv.runtime.staging import on_device
 from ktconv.system.pool import Pool
 

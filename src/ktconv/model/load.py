@@ -23,12 +23,12 @@ from logging import LogRecord, getLogRecordFactory, setLogRecordFactory
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktconv.checkpoint.adapters import CONFIG as ADAPTER_CONFIG
-from ktconv.checkpoint.config import CONFIG_NAME, read_config
-from ktconv.checkpoint.side_files import find_side_files
-from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import CheckpointError, KtconvError, ResourceError
 from ktconv.model.guard import RefusedError, no_code_of
+from ktconv.source.adapters import CONFIG as ADAPTER_CONFIG
+from ktconv.source.config import CONFIG_NAME, read_config
+from ktconv.source.side_files import find_side_files
+from ktconv.source.strict_json import parse_object
 from ktconv.system.elsewhere import materialize
 from ktconv.system.text import printable
 

@@ -13,15 +13,15 @@ from ktconv.errors import CheckpointError
 from ktconv.families import table
 from ktconv.families.config import family_of, text_section
 from ktconv.model.own import OwnExperts
-from ktconv.moe import Experts, expert_output
-from ktconv.moe.load import (
+from ktconv.runtime.layers import Experts, expert_output
+from ktconv.runtime.layers.load import (
     ConvertedModel,
     activation_of,
     kernel_activation,
     moe_layers,
     packed_experts,
 )
-from ktconv.reading.streamed import whole
+from ktconv.source.reading.streamed import whole
 from ktconv.system.arrays import F32
 
 _LEAST_LIKENESS = 0.5  # cosine; INT4 stays above 0.9, experts of another model are near 0

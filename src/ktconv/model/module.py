@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ktconv.errors import UsageError
 from ktconv.model.own import OwnExperts
-from ktconv.moe import Experts
 from ktconv.runtime import MoELayer
 from ktconv.runtime.compiled import uncompiled
+from ktconv.runtime.layers import Experts
 from ktconv.runtime.staging import on_cpu, on_device
 from ktconv.system.pool import Pool
 

@@ -9,7 +9,7 @@ NumPy only; results are the same on every machine, of equal candidates the first
 (`ktconv.plan.command`) plans a whole model with them.
 """
 
-from ktconv.placement.balance import (
+from ktconv.plan.placement.balance import (
     Replicas,
     balance,
     evenness,
@@ -19,10 +19,10 @@ from ktconv.placement.balance import (
     replicas_of,
     replicate,
 )
-from ktconv.placement.hot import hot_experts
-from ktconv.placement.names import ExpertParam, ExpertParams, expert_params_mapping
-from ktconv.placement.parallel import RoundRobinTables, expert_map, round_robin_tables
-from ktconv.placement.slices import TensorSlice, tp_slice
+from ktconv.plan.placement.names import ExpertParam, ExpertParams, expert_params_mapping
+from ktconv.plan.placement.parallel import RoundRobinTables, expert_map, round_robin_tables
+from ktconv.plan.placement.slices import TensorSlice, tp_slice
+from ktconv.targets.hot import hot_experts
 
 __all__ = [
     "ExpertParam",

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ktconv.errors import UsageError
-from ktconv.placement.expert_sets import expert_set, expert_set_file, write_expert_set
-from ktconv.placement.parallel import expert_parallel, tensor_parallel
 from ktconv.plan.cpu import cpu_side
 from ktconv.plan.document import document
 from ktconv.plan.lines import lines_of
 from ktconv.plan.load import Load, load_of
+from ktconv.plan.placement.parallel import expert_parallel, tensor_parallel
 from ktconv.plan.planned import Planned
 from ktconv.plan.ranks import (
     LayerPlacement,
@@ -26,6 +25,7 @@ from ktconv.plan.sizes import Model, open_model
 from ktconv.plan.split import Split, check_memory, check_others
 from ktconv.system.text import Notify, silent
 from ktconv.system.units import format_ranges
+from ktconv.targets.expert_sets import expert_set, expert_set_file, write_expert_set
 from ktconv.writer.option_files import check_written
 from ktconv.writer.pictures import picture_file
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ktconv.checkpoint import BlockGrid, ExpertMatrix, Projection
-from ktconv.checkpoint.encodings.grids import NUMBERS, grid_nbytes
-from ktconv.placement.parallel import Grain
-from ktconv.placement.slices import Kind, Shard, tp_slice
-from ktconv.reading.matrices import source_bytes
+from ktconv.plan.placement.parallel import Grain
+from ktconv.plan.placement.slices import Kind, Shard, tp_slice
+from ktconv.source import BlockGrid, ExpertMatrix, Projection
+from ktconv.source.encodings.grids import NUMBERS, grid_nbytes
+from ktconv.source.reading.matrices import source_bytes
 
 Expert = Mapping[Projection, ExpertMatrix]
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ktconv.families.config import text_section, value_of
-from ktconv.placement.balance import evenness, replicas_of
-from ktconv.placement.parallel import local_places
 from ktconv.plan.cuts import slices
+from ktconv.plan.placement.balance import evenness, replicas_of
+from ktconv.plan.placement.parallel import local_places
 from ktconv.plan.planned import Planned
 from ktconv.plan.ranks import LayerPlacement
 from ktconv.plan.sizes import distinct

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ktconv.placement.balance import evenness
+from ktconv.plan.placement.balance import evenness
 from ktconv.plan.planned import Planned
 from ktconv.plan.split import hot_share
 from ktconv.system.units import format_ranges, format_size

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ktconv.errors import UsageError
-from ktconv.placement.balance import balance, even_copies
-from ktconv.placement.parallel import Placement, placed
 from ktconv.plan.load import Load
+from ktconv.plan.placement.balance import balance, even_copies
+from ktconv.plan.placement.parallel import Placement, placed
 from ktconv.plan.sizes import Layer, Model
 from ktconv.system.arrays import F64, I64
 

@@ -9,14 +9,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint import Checkpoint, MoELayer, open_checkpoint, read_map
-from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
 from ktconv.errors import CheckpointError, UsageError, shown
 from ktconv.families.routers import router_of
 from ktconv.formats import is_backward
-from ktconv.packed.weights import Geometry, PackedWeights, may_hold_packed, name_of, open_packed
-from ktconv.placement.parallel import LayerShape
 from ktconv.plan.cuts import cut_bytes, grains
+from ktconv.plan.placement.parallel import LayerShape
+from ktconv.source import Checkpoint, MoELayer, open_checkpoint, read_map
+from ktconv.source.config import CONFIG_NAME, interpret_config, read_config
+from ktconv.targets.packed.weights import (
+    Geometry,
+    PackedWeights,
+    may_hold_packed,
+    name_of,
+    open_packed,
+)
 from ktconv.writer.journal import STATE_DIRECTORY
 from ktconv.writer.manifest import read_manifest
 

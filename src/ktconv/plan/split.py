@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from ktconv.errors import UsageError
-from ktconv.placement.hot import hot_experts, padded
 from ktconv.plan.load import Load
 from ktconv.plan.ranks import Ids, LayerPlacement, Sizes, place_in_turn, rank_bytes
 from ktconv.plan.request import Hot, PlanRequest, parse_hot
 from ktconv.plan.sizes import Model
 from ktconv.system.arrays import Bools
 from ktconv.system.units import format_size
+from ktconv.targets.hot import hot_experts, padded
 
 
 class Split:

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint import TensorRef, read_header
-from ktconv.checkpoint.side_files import CARD, flaws
 from ktconv.errors import OutputError
 from ktconv.formats import parse_kt_path
-from ktconv.packed.weights import name_of
-from ktconv.reading.buffers import BufferSizes
+from ktconv.source import TensorRef, read_header
+from ktconv.source.reading.buffers import BufferSizes
+from ktconv.source.side_files import CARD, flaws
 from ktconv.system.files import io_error
 from ktconv.system.machine import usable_cpus
 from ktconv.system.pointers import refuse_pointer_at
 from ktconv.system.regular_files import opened_small
 from ktconv.system.text import path_of
+from ktconv.targets.packed.weights import name_of
 from ktconv.verify.findings import Findings
 from ktconv.verify.reading import Context, CopyCheck
 from ktconv.verify.runner import run_checks, sizes_by_unit

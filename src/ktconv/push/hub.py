@@ -17,7 +17,7 @@ from typing import Any
 from ktconv import __version__
 from ktconv.errors import KtconvError, ResourceError, UsageError
 from ktconv.push.content import Content
-from ktconv.remote.network_errors import cause, first_line, is_of_network, status_of
+from ktconv.source.remote.network_errors import cause, first_line, is_of_network, status_of
 
 MAIN = "main"
 _NO_BRANCH = re.compile(r"[^\w./-]|\.\.|\s", re.ASCII)  # git allows more, tools and URLs do not

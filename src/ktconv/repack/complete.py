@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from ktconv.checkpoint import SourceFile
 from ktconv.errors import CheckpointError
 from ktconv.formats import TensorId, is_backward, parse_tensor_name
-from ktconv.packed.weights import PackedWeights, listed_names, name_of, open_packed
-from ktconv.reading.reader import SourceReader
 from ktconv.repack.sources import check_alone, check_manifest, options_of, read_known
 from ktconv.repack.tree import Tree, TreeLayer, read_tree, refuse_mixtures, refuse_unfinished
+from ktconv.source import SourceFile
+from ktconv.source.reading.reader import SourceReader
 from ktconv.system.units import counted
-from ktconv.targets.ktransformers import Options
+from ktconv.targets.packed.target import Options
+from ktconv.targets.packed.weights import PackedWeights, listed_names, name_of, open_packed
 from ktconv.writer.journal import Record
 from ktconv.writer.manifest import Manifest
 

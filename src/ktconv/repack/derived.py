@@ -12,12 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ktconv.checkpoint import Checkpoint, MoELayer, TensorRef
-from ktconv.checkpoint.activations import of_records
-from ktconv.checkpoint.config import CONFIG_NAME, read_config
-from ktconv.checkpoint.mapped import recorded_map
-from ktconv.checkpoint.side_files import find_side_files
-from ktconv.checkpoint.towers import tower_config
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import Copy, LayerContent, lay_out
 from ktconv.conversion.records import ErrorSummary
@@ -26,11 +20,17 @@ from ktconv.conversion.run import Preflight as AnyPreflight
 from ktconv.conversion.tasks import Advance, CopyTask
 from ktconv.families.activations import expert_activation
 from ktconv.families.family import ExpertActivation
-from ktconv.reading.buffers import Buffers, BufferSizes
-from ktconv.reading.reader import SourceReader
 from ktconv.repack.sources import check_side_files, layer_alone, source_files
 from ktconv.repack.tasks import check_sum
 from ktconv.repack.tree import Tree, TreeLayer
+from ktconv.source import Checkpoint, MoELayer, TensorRef
+from ktconv.source.activations import of_records
+from ktconv.source.config import CONFIG_NAME, read_config
+from ktconv.source.mapped import recorded_map
+from ktconv.source.reading.buffers import Buffers, BufferSizes
+from ktconv.source.reading.reader import SourceReader
+from ktconv.source.side_files import find_side_files
+from ktconv.source.towers import tower_config
 from ktconv.system import machine
 from ktconv.system.checksums import Checksum, checksum_for
 from ktconv.targets.card import (
@@ -42,7 +42,7 @@ from ktconv.targets.card import (
     tags,
     uneven_paragraph,
 )
-from ktconv.targets.ktransformers import KTransformersTarget, Options, Plan, target_for
+from ktconv.targets.packed.target import KTransformersTarget, Options, Plan, target_for
 from ktconv.writer.journal import Record
 from ktconv.writer.manifest import Manifest
 from ktconv.writer.staging import Staging

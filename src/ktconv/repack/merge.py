@@ -13,15 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ktconv.checkpoint import Checkpoint, check_source_options, open_checkpoint, read_map
-from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import LayerUnit, lay_out
 from ktconv.conversion.records import ErrorSummary
 from ktconv.conversion.run import Report, check_output, refuse_nested
 from ktconv.errors import CheckpointError
 from ktconv.formats import KINDS, TensorId
-from ktconv.reading.reader import SourceReader
 from ktconv.repack import derived
 from ktconv.repack.derived import Derived, packed_content, plan_alone
 from ktconv.repack.sources import (
@@ -42,9 +39,12 @@ from ktconv.repack.tree import (
     read_tree,
     scan_layer,
 )
+from ktconv.source import Checkpoint, check_source_options, open_checkpoint, read_map
+from ktconv.source.config import CONFIG_NAME
+from ktconv.source.reading.reader import SourceReader
 from ktconv.system.units import format_ranges
 from ktconv.targets.card import model_name
-from ktconv.targets.ktransformers import Options, Plan, make_plan, target_for
+from ktconv.targets.packed.target import Options, Plan, make_plan, target_for
 from ktconv.writer.manifest import Manifest
 
 

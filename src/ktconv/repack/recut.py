@@ -18,15 +18,15 @@ from ktconv.conversion.tasks import Advance, write_tensor
 from ktconv.errors import CheckpointError, UsageError, VerificationError
 from ktconv.formats import KINDS, Kind, Matrix, TensorId, cut_by_rows, scales
 from ktconv.formats.folding import FoldError, decode, encode
-from ktconv.packed.proof import CODES, ROW_ERROR_BOUND
-from ktconv.packed.weights import name_of
-from ktconv.reading.buffers import Buffers
-from ktconv.reading.reader import SourceReader, Span
 from ktconv.repack.complete import CompleteWeights
 from ktconv.repack.tasks import check_sum, refuse_odd_scales
 from ktconv.repack.tree import TreeLayer
+from ktconv.source.reading.buffers import Buffers
+from ktconv.source.reading.reader import SourceReader, Span
 from ktconv.system.arrays import F32, I8, U8, Array, Bools
 from ktconv.system.checksums import checksum_for
+from ktconv.targets.packed.proof import CODES, ROW_ERROR_BOUND
+from ktconv.targets.packed.weights import name_of
 from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging
 

@@ -18,15 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ktconv.checkpoint import check_source_options
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import LayerUnit
 from ktconv.conversion.run import Report, check_output, refuse_nested
 from ktconv.errors import UsageError
 from ktconv.formats import TensorId, cut_by_rows
-from ktconv.packed.weights import name_of
-from ktconv.quantize_cpu import run as quantize_cpu
-from ktconv.reading.reader import SourceReader
+from ktconv.quantize.packed import run as quantize_cpu
 from ktconv.repack import derived
 from ktconv.repack.complete import CompleteWeights, open_complete
 from ktconv.repack.derived import Derived, plan_alone
@@ -38,9 +35,12 @@ from ktconv.repack.recut import (
     shares,
 )
 from ktconv.repack.tree import Tree, TreeLayer
+from ktconv.source import check_source_options
+from ktconv.source.reading.reader import SourceReader
 from ktconv.system.units import counted
 from ktconv.targets.card import command_line
-from ktconv.targets.ktransformers import BY_WEIGHTS, Options, Plan
+from ktconv.targets.packed.target import BY_WEIGHTS, Options, Plan
+from ktconv.targets.packed.weights import name_of
 from ktconv.writer.journal import Record
 
 

@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint import Checkpoint, MoELayer, SourceFile
-from ktconv.checkpoint.agreement import absent_layers, contradictions
-from ktconv.checkpoint.config import CONFIG_NAME, ModelConfig, interpret_config, read_config
-from ktconv.checkpoint.side_files import flaws
-from ktconv.checkpoint.towers import tower_config
 from ktconv.errors import CheckpointError, VerificationError
 from ktconv.formats import FORMATS, output_formats
 from ktconv.repack.tree import Tree, TreeLayer
+from ktconv.source import Checkpoint, MoELayer, SourceFile
+from ktconv.source.agreement import absent_layers, contradictions
+from ktconv.source.config import CONFIG_NAME, ModelConfig, interpret_config, read_config
+from ktconv.source.side_files import flaws
+from ktconv.source.towers import tower_config
 from ktconv.system.units import counted, listed
-from ktconv.targets.ktransformers import Options, options_of_record
+from ktconv.targets.packed.target import Options, options_of_record
 from ktconv.writer.journal import Record
 from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
 

@@ -14,14 +14,14 @@ import numpy as np
 from ktconv.conversion.tasks import Advance, pieces_of, write_tensor
 from ktconv.errors import CheckpointError, VerificationError
 from ktconv.formats import Format, output_named, scales
-from ktconv.packed.weights import name_of
-from ktconv.reading.buffers import Buffers
-from ktconv.reading.reader import Span
 from ktconv.repack.tree import KtEntry
+from ktconv.source.reading.buffers import Buffers
+from ktconv.source.reading.reader import Span
 from ktconv.system.arrays import U8
 from ktconv.system.checksums import checksum_for, of_record
 from ktconv.system.files import read_exactly, translated
 from ktconv.system.regular_files import opened_regular
+from ktconv.targets.packed.weights import name_of
 from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging
 

@@ -28,10 +28,10 @@ from ktconv.formats import (
     output_named,
     parse_kt_path,
 )
-from ktconv.packed.weights import Geometry, Recorded, recorded_of
 from ktconv.system.files import io_error
 from ktconv.system.pointers import refuse_pointer_at
 from ktconv.system.units import counted, listed
+from ktconv.targets.packed.weights import Geometry, Recorded, recorded_of
 from ktconv.writer.journal import STATE_DIRECTORY
 from ktconv.writer.manifest import MANIFEST
 

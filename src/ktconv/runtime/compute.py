@@ -11,11 +11,11 @@ import numpy as np
 from ktconv import native
 from ktconv.errors import UsageError
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.moe import Experts
 from ktconv.native import VALUE_DTYPES
 from ktconv.runtime import workspace
 from ktconv.runtime.arguments import Arguments
 from ktconv.runtime.arrays import Operand, of_numpy
+from ktconv.runtime.layers import Experts
 from ktconv.system.arrays import F32, Array
 from ktconv.system.pool import Pool
 

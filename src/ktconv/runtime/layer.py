@@ -10,13 +10,13 @@ import numpy as np
 
 from ktconv.errors import KtconvError, UsageError
 from ktconv.families.config import USUAL_TOP_K
-from ktconv.moe import Experts
 from ktconv.native import Activation
 from ktconv.runtime import sources
 from ktconv.runtime.arguments import Arguments, arguments, expect_in_place
 from ktconv.runtime.compiled import uncompiled
 from ktconv.runtime.compute import compute, prepared, working_bytes
 from ktconv.runtime.handle import Handle
+from ktconv.runtime.layers import Experts
 from ktconv.system.arrays import Array
 from ktconv.system.pool import Pool
 

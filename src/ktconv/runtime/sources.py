@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from ktconv import native
-from ktconv.checkpoint import Checkpoint
 from ktconv.errors import UsageError
 from ktconv.formats import FORMATS, format_named
-from ktconv.moe import Experts, native_experts, native_formats, open_stored, pack_online
-from ktconv.moe.converted import open_converted
-from ktconv.moe.load import ConvertedModel
-from ktconv.moe.requantized import requantized_experts
 from ktconv.native import Activation
-from ktconv.packed.weights import may_hold_packed
 from ktconv.runtime.arrays import kind_of
+from ktconv.runtime.layers import Experts, native_experts, native_formats, open_stored, pack_online
+from ktconv.runtime.layers.converted import open_converted
+from ktconv.runtime.layers.load import ConvertedModel
+from ktconv.runtime.layers.requantized import requantized_experts
+from ktconv.source import Checkpoint
 from ktconv.system.arrays import Array
 from ktconv.system.numbers import whole
 from ktconv.system.pool import Pool
+from ktconv.targets.packed.weights import may_hold_packed
 
 Slots = Sequence[int] | Array | None
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktconv.checkpoint import check_headers, locate_model
 from ktconv.errors import UsageError
 from ktconv.model.load import running, way_out
 from ktconv.model.text import open_text
-from ktconv.placement.expert_sets import expert_set_file, write_expert_set
+from ktconv.source import check_headers, locate_model
 from ktconv.stats.counts import SCHEMA, LayerCounts, Statistics
 from ktconv.stats.files import (
     PLACEMENT,
@@ -27,6 +26,7 @@ from ktconv.stats.importance import importance_file
 from ktconv.stats.record import Recorder, Recording, Wanted
 from ktconv.system.arrays import I32
 from ktconv.system.text import Notify, silent
+from ktconv.targets.expert_sets import expert_set_file, write_expert_set
 from ktconv.writer.option_files import WrittenFile, check_written, check_written_directory
 
 if TYPE_CHECKING:

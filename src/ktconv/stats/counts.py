@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from ktconv.errors import UsageError
-from ktconv.placement.expert_sets import COUNTS, ExpertSet, expert_set
-from ktconv.placement.hot import hot_experts, padded
 from ktconv.system.arrays import I64
+from ktconv.targets.expert_sets import COUNTS, ExpertSet, expert_set
+from ktconv.targets.hot import hot_experts, padded
 
 SCHEMA = 1
 NUM_LAYERS = "num_hidden_layers"  # of the model, dense layers included

@@ -19,9 +19,9 @@ from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
-from ktconv.checkpoint.config import MAX_SIZE
-from ktconv.checkpoint.strict_json import parse_object
 from ktconv.errors import UsageError
+from ktconv.source.config import MAX_SIZE
+from ktconv.source.strict_json import parse_object
 from ktconv.stats.counts import NUM_LAYERS, LayerCounts, Statistics, from_facts
 from ktconv.system.arrays import I32, I64
 from ktconv.system.files import translated

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ktconv.checkpoint import Projection
-from ktconv.checkpoint.config import MAX_SIZE
 from ktconv.errors import OutputError, UsageError
+from ktconv.source import Projection
+from ktconv.source.config import MAX_SIZE
 from ktconv.stats.importance import not_finite
 from ktconv.stats.origin import Origin, Sizes
 from ktconv.stats.stored import StatisticsFile

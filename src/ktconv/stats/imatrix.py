@@ -19,10 +19,10 @@ from struct import Struct
 
 import numpy as np
 
-from ktconv.checkpoint import TensorRef
-from ktconv.checkpoint.config import MAX_SIZE
-from ktconv.checkpoint.gguf.file import MAGIC, read_gguf_header
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.source import TensorRef
+from ktconv.source.config import MAX_SIZE
+from ktconv.source.gguf.file import MAGIC, read_gguf_header
 from ktconv.stats.importance_file import ImportanceFile, LayerImportance
 from ktconv.stats.origin import Sizes
 from ktconv.system.arrays import F32, I64, Array

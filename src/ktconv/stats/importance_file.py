@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ktconv.checkpoint import Projection
 from ktconv.errors import UsageError
+from ktconv.source import Projection
 from ktconv.stats.origin import Origin, Sizes
 from ktconv.system.arrays import F32, I64
 

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 
 from ktconv import __version__
-from ktconv.checkpoint import Checkpoint, MoELayer
+from ktconv.source import Checkpoint, MoELayer
 
 FORMAT_VERSION = 1
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktconv.checkpoint import open_checkpoint
 from ktconv.errors import DiskSpaceError, UsageError
 from ktconv.model import require_packages
 from ktconv.model.load import context_length, load_tokenizer
+from ktconv.source import open_checkpoint
 from ktconv.stats import hessian, importance
 from ktconv.stats.counting import CountTap
 from ktconv.stats.counts import NUM_LAYERS, Statistics, check_layers

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconv.checkpoint import Checkpoint, MoELayer
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.names import router_tensors
-from ktconv.reading.tensors import SourceTensors
+from ktconv.source import Checkpoint, MoELayer
+from ktconv.source.reading.tensors import SourceTensors
 from ktconv.stats.origin import Origin, source_sha256
 from ktconv.system.arrays import F32
 from ktconv.system.text import path_text

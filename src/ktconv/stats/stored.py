@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ktconv.checkpoint.config import MAX_SIZE
-from ktconv.checkpoint.safetensors_file import read_header
-from ktconv.checkpoint.types import TensorRef
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.source.config import MAX_SIZE
+from ktconv.source.safetensors_file import read_header
+from ktconv.source.types import TensorRef
 from ktconv.stats.origin import FORMAT_VERSION, Origin
 from ktconv.system.arrays import Array
 from ktconv.system.files import read_exactly, translated

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ktconv.checkpoint import MoELayer
 from ktconv.errors import CheckpointError
+from ktconv.source import MoELayer
 
 
 def refuse_biases(layers: Sequence[MoELayer], why: str, hint: str) -> None:

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ktconv import __version__
-from ktconv.checkpoint import MoELayer
-from ktconv.checkpoint.activations import in_words
-from ktconv.checkpoint.gguf.parts import model_stem
-from ktconv.checkpoint.source_card import NOT_STRINGS, SourceCard
 from ktconv.conversion.records import ErrorSummary, zero_scales_in_words
+from ktconv.source import MoELayer
+from ktconv.source.activations import in_words
+from ktconv.source.gguf.parts import model_stem
+from ktconv.source.source_card import NOT_STRINGS, SourceCard
 from ktconv.system.text import path_text, printable
 from ktconv.system.units import counted, format_ranges, format_size
 from ktconv.targets.consumers import uneven
-from ktconv.targets.ktransformers import BY_WEIGHTS, NO_KTRANSFORMERS, Options, Plan
+from ktconv.targets.packed.target import BY_WEIGHTS, NO_KTRANSFORMERS, Options, Plan
 
 
 def model_name(path: Path) -> str:

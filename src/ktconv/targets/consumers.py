@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from ktconv.checkpoint import Checkpoint, MoELayer
-from ktconv.checkpoint.activations import in_words
 from ktconv.families.config import sections_of, value_of
 from ktconv.families.family import PLAIN, ExpertActivation
+from ktconv.source import Checkpoint, MoELayer
+from ktconv.source.activations import in_words
 from ktconv.system.units import listed
 
 ALLOW = "--allow-activation-mismatch converts it for ktconv's own runtime"

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ktconv.checkpoint import TensorRef
 from ktconv.errors import CheckpointError
 from ktconv.formats import parse_tensor_name
+from ktconv.source import TensorRef
 
 _START = re.compile(r"(?:language_model\.|model\.)*(?:layers\.([0-9]+)\.)?")  # fits any name
 

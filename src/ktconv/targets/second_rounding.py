@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from ktconv.checkpoint import Checkpoint, ExpertMatrix
 from ktconv.errors import UsageError
+from ktconv.source import Checkpoint, ExpertMatrix
 from ktconv.system.elsewhere import elsewhere_of
 from ktconv.targets.encoded.scheme import SCHEMES
 from ktconv.writer.manifest import read_manifest

@@ -12,15 +12,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ktconv.checkpoint.adapters import CONFIG as CONFIG
-from ktconv.checkpoint.adapters import FUSED as FUSED
-from ktconv.checkpoint.adapters import WEIGHTS as WEIGHTS
-from ktconv.checkpoint.safetensors_file import read_header
-from ktconv.checkpoint.strict_json import parse_object
-from ktconv.checkpoint.types import TensorRef
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.family import Projection
 from ktconv.model.own import ExpertParameter
+from ktconv.source.adapters import CONFIG as CONFIG
+from ktconv.source.adapters import FUSED as FUSED
+from ktconv.source.adapters import WEIGHTS as WEIGHTS
+from ktconv.source.safetensors_file import read_header
+from ktconv.source.strict_json import parse_object
+from ktconv.source.types import TensorRef
 from ktconv.system.files import translated
 from ktconv.system.numbers import real
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small

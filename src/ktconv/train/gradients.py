@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from ktconv.moe import Experts
-from ktconv.moe.experts import OutputNorm
-from ktconv.reading.streamed import Streams
+from ktconv.runtime.layers import Experts
+from ktconv.runtime.layers.experts import OutputNorm
+from ktconv.source.reading.streamed import Streams
 from ktconv.system.arrays import Array
 from ktconv.train.reference import (
     Base,

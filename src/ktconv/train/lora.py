@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from ktconv.errors import UsageError
 from ktconv.families.family import PROJECTIONS, UNGATED, Projection
-from ktconv.moe.experts import OutputNorm
 from ktconv.native.training import LORA_MATRICES, MAX_RANK
 from ktconv.runtime import MoELayer
 from ktconv.runtime.compiled import uncompiled
+from ktconv.runtime.layers.experts import OutputNorm
 from ktconv.system.numbers import real, whole
 from ktconv.train.crossing import fetched, returned
 from ktconv.train.function import DTYPES, Setting, base_gradients, computed

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ktconv.checkpoint import Checkpoint
 from ktconv.errors import UsageError
 from ktconv.families.family import PROJECTIONS, Projection
 from ktconv.formats import format_named
@@ -21,10 +20,11 @@ from ktconv.model.module import PackedExperts
 from ktconv.model.own import OwnExperts
 from ktconv.model.replace import ReplacedExperts
 from ktconv.model.sites import Site, find_experts
-from ktconv.moe import Experts
-from ktconv.moe.load import activation_of
 from ktconv.native import Activation
 from ktconv.runtime import MoELayer, Pool, sources
+from ktconv.runtime.layers import Experts
+from ktconv.runtime.layers.load import activation_of
+from ktconv.source import Checkpoint
 from ktconv.train.lora import LoRAExperts
 from ktconv.train.saving import include_experts
 

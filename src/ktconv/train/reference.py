@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear
 
 from ktconv.errors import UsageError
-from ktconv.moe import Experts
 from ktconv.native import GATE_FUNCTIONS, Activation
 from ktconv.runtime import MoELayer
+from ktconv.runtime.layers import Experts
 
 ROUNDINGS = ("none", "bf16", "int8", "group")
 

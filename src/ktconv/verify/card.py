@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint.side_files import CARD
 from ktconv.errors import OutputError, UsageError
+from ktconv.source.side_files import CARD
 from ktconv.system.files import translated, write_durably
 from ktconv.system.text import printable
 from ktconv.verify.text import levels_in_words

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from ktconv.checkpoint import Checkpoint, MoELayer
 from ktconv.errors import CheckpointError, KtconvError
 from ktconv.families.activations import shared_activation
 from ktconv.families.names import is_gguf
@@ -18,11 +17,12 @@ from ktconv.families.routing import Stored, route
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.model.decoded import loaded_bytes
 from ktconv.model.text import read_text
-from ktconv.moe.experts import expert_output, in_blocks
-from ktconv.moe.load import kernel_activation
-from ktconv.moe.output_norms import norm_tensor
-from ktconv.reading.norms import norm_scale
-from ktconv.reading.tensors import SourceTensors
+from ktconv.runtime.layers.experts import expert_output, in_blocks
+from ktconv.runtime.layers.load import kernel_activation
+from ktconv.runtime.layers.output_norms import norm_tensor
+from ktconv.source import Checkpoint, MoELayer
+from ktconv.source.reading.norms import norm_scale
+from ktconv.source.reading.tensors import SourceTensors
 from ktconv.system import machine
 from ktconv.system.arrays import F32, I64, U16
 from ktconv.system.text import Notify

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ktconv.checkpoint import MoELayer, TensorRef
 from ktconv.errors import CheckpointError
 from ktconv.families.config import (
     USUAL_TOP_K,
@@ -33,8 +32,9 @@ from ktconv.families.routers import (
     router_of,
 )
 from ktconv.families.routing import PARTS, wanted
-from ktconv.reading.norms import find_norm
-from ktconv.reading.tensors import SourceTensors
+from ktconv.source import MoELayer, TensorRef
+from ktconv.source.reading.norms import find_norm
+from ktconv.source.reading.tensors import SourceTensors
 
 WEIGHTS = ("bias", "correction")  # which may be encoded as weights are
 

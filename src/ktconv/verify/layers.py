@@ -13,11 +13,11 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from ktconv.checkpoint import MoELayer
 from ktconv.formats.decode import bf16_to_f32
-from ktconv.moe.experts import in_blocks
-from ktconv.reading.matrices import experts_bytes
-from ktconv.reading.tensors import SourceTensors
+from ktconv.runtime.layers.experts import in_blocks
+from ktconv.source import MoELayer
+from ktconv.source.reading.matrices import experts_bytes
+from ktconv.source.reading.tensors import SourceTensors
 from ktconv.system.arrays import F32
 from ktconv.system.text import Notify
 from ktconv.verify.findings import Facts, Findings, Progression

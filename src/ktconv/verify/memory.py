@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktconv import native
-from ktconv.checkpoint import Checkpoint, ExpertMatrix, MoELayer
 from ktconv.conversion.records import peak_rss
 from ktconv.conversion.run import MEMORY_MARGIN, fit_threads
 from ktconv.families.config import text_section
 from ktconv.formats import Format
 from ktconv.model.decoded import loaded_bytes
-from ktconv.moe.experts import TOKENS_AT_ONCE
-from ktconv.packed.weights import Geometry
-from ktconv.reading.matrices import buffer_bytes, chunk_rows, experts_bytes
-from ktconv.reading.reader import BOUNCE_BYTES
-from ktconv.reading.streamed import piece_rows
+from ktconv.runtime.layers.experts import TOKENS_AT_ONCE
+from ktconv.source import Checkpoint, ExpertMatrix, MoELayer
+from ktconv.source.reading.matrices import buffer_bytes, chunk_rows, experts_bytes
+from ktconv.source.reading.reader import BOUNCE_BYTES
+from ktconv.source.reading.streamed import piece_rows
 from ktconv.system import machine
 from ktconv.system.pool import Pool
 from ktconv.system.units import format_size
+from ktconv.targets.packed.weights import Geometry
 from ktconv.verify.request import VerifyRequest
 
 DEFAULT_MEMORY = 1536 << 20  # beyond what headers and manifest take

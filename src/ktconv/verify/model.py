@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ktconv import native
-from ktconv.checkpoint.gguf.hub_names import HUB_NAMES
 from ktconv.errors import KtconvError, MemoryShortError, UsageError
 from ktconv.model.load import (
     check_language_model,
@@ -22,6 +21,7 @@ from ktconv.model.load import (
     way_out,
 )
 from ktconv.model.text import read_text
+from ktconv.source.gguf.hub_names import HUB_NAMES
 from ktconv.system import machine
 from ktconv.system.text import Notify
 from ktconv.system.units import format_size

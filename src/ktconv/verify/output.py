@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint import Checkpoint, MoELayer, NamingMap, TensorRef, map_of_record
-from ktconv.checkpoint.agreement import Dimensions
 from ktconv.conversion.plan import Plan
-from ktconv.packed.weights import PackedWeights
+from ktconv.source import Checkpoint, MoELayer, NamingMap, TensorRef, map_of_record
+from ktconv.source.agreement import Dimensions
+from ktconv.targets.packed.weights import PackedWeights
 from ktconv.writer.journal import Journal, Record, is_run_record
 from ktconv.writer.manifest import Manifest, read_manifest, tower_of_record
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ktconv.checkpoint import TensorRef
 from ktconv.errors import CheckpointError
-from ktconv.packed.matrix_check import ErrorStats
-from ktconv.reading.buffers import Buffers
-from ktconv.reading.reader import SourceReader, Span
+from ktconv.source import TensorRef
+from ktconv.source.reading.buffers import Buffers
+from ktconv.source.reading.reader import SourceReader, Span
 from ktconv.system.arrays import U8
 from ktconv.system.checksums import algorithm_of, checksum_for
 from ktconv.system.files import FileTooShortError, io_error
 from ktconv.system.opened import opened_source
+from ktconv.targets.packed.matrix_check import ErrorStats
 from ktconv.verify.findings import Findings
 from ktconv.verify.runner import Advance
 from ktconv.verify.second_reader import SecondReader

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconv import native
-from ktconv.checkpoint import PROJECTIONS, ExpertMatrix, MoELayer, Projection
 from ktconv.formats.decode import round_to_bf16
-from ktconv.reading.matrices import MatrixReader, Scales, buffer_bytes
+from ktconv.source import PROJECTIONS, ExpertMatrix, MoELayer, Projection
+from ktconv.source.reading.matrices import MatrixReader, Scales, buffer_bytes
 from ktconv.system.arrays import F32, U8
 from ktconv.verify.findings import Findings
 from ktconv.verify.second_reader import SecondReader, UnknownWeightError, Weight

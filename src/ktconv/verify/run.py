@@ -10,17 +10,17 @@ from importlib.util import find_spec
 from typing import Any
 
 from ktconv import __version__
-from ktconv.checkpoint import check_source_options
 from ktconv.conversion.pipeline import Observer
 from ktconv.errors import KtconvError, UsageError, shown
 from ktconv.model.text import read_text
+from ktconv.source import check_source_options
 from ktconv.system import elsewhere
 from ktconv.system.text import Notify, silent
-from ktconv.verify.cpu.verifier import CpuVerifier
+from ktconv.verify.encoded.output import is_gpu_output
+from ktconv.verify.encoded.verifier import GpuVerifier
 from ktconv.verify.findings import Facts, Failure, Progression
-from ktconv.verify.gpu.output import is_gpu_output
-from ktconv.verify.gpu.verifier import GpuVerifier
 from ktconv.verify.memory import memory_facts
+from ktconv.verify.packed.verifier import CpuVerifier
 from ktconv.verify.request import LEVELS, VerifyRequest, check_sample
 from ktconv.verify.runner import run_checks, sizes_by_unit
 from ktconv.verify.totals import ItemResult, Totals

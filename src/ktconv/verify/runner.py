@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from ktconv.conversion.pipeline import Observer
-from ktconv.reading.buffers import Buffers, BufferSizes
-from ktconv.reading.reader import Span, advise
+from ktconv.source.reading.buffers import Buffers, BufferSizes
+from ktconv.source.reading.reader import Span, advise
 
 T = TypeVar("T")
 R = TypeVar("R")

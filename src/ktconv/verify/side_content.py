@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.families import table
+from ktconv.source.config import CONFIG_NAME
 
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 # Information about the tool that wrote the file, and settings for training.

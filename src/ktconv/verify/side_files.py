@@ -8,20 +8,13 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from ktconv.checkpoint import read_header
-from ktconv.checkpoint.agreement import absent_layers, contradictions
-from ktconv.checkpoint.config import CONFIG_NAME, interpret_config, read_config
-from ktconv.checkpoint.side_files import (
-    RECORDS,
-    Record,
-    flaws,
-    is_legal,
-    list_side_files,
-    record_of,
-)
-from ktconv.checkpoint.towers import tower_config
 from ktconv.errors import CheckpointError
 from ktconv.formats import parse_tensor_name
+from ktconv.source import read_header
+from ktconv.source.agreement import absent_layers, contradictions
+from ktconv.source.config import CONFIG_NAME, interpret_config, read_config
+from ktconv.source.side_files import RECORDS, Record, flaws, is_legal, list_side_files, record_of
+from ktconv.source.towers import tower_config
 from ktconv.system.regular_files import read_small
 from ktconv.system.text import path_text
 from ktconv.verify.findings import Findings

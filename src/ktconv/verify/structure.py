@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint import TensorRef, source_identity
 from ktconv.conversion.plan import Unit
 from ktconv.formats import TensorId, parse_tensor_name
-from ktconv.packed.weights import name_of
+from ktconv.source import TensorRef, source_identity
 from ktconv.system.units import counted
+from ktconv.targets.packed.weights import name_of
 from ktconv.verify.findings import Findings
 from ktconv.verify.output import OpenedOutput
 from ktconv.verify.side_files import check_side_files

@@ -9,7 +9,7 @@ from typing import Any
 
 from ktconv.conversion.records import is_lost
 from ktconv.formats import BACKWARD
-from ktconv.packed.matrix_check import ErrorStats
+from ktconv.targets.packed.matrix_check import ErrorStats
 
 WORST_KEPT = 20
 WARNED = 5  # matrices that a warning names

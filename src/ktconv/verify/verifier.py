@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-from ktconv.checkpoint import NamingMap, TensorRef, read_map
 from ktconv.errors import UsageError
-from ktconv.reading.buffers import BufferSizes
-from ktconv.reading.reader import SourceReader
+from ktconv.source import NamingMap, TensorRef, read_map
+from ktconv.source.reading.buffers import BufferSizes
+from ktconv.source.reading.reader import SourceReader
 from ktconv.system.text import Notify
 from ktconv.verify import hidden_states
 from ktconv.verify.findings import Facts, Findings

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint.naming_map import NamingMap, map_of_record
-from ktconv.checkpoint.side_files import MANIFEST as MANIFEST
-from ktconv.checkpoint.side_files import recorded
+from ktconv.source.naming_map import NamingMap, map_of_record
+from ktconv.source.side_files import MANIFEST as MANIFEST
+from ktconv.source.side_files import recorded
 from ktconv.system.files import write_durably
 from ktconv.system.regular_files import MissingFileError, read_small
 from ktconv.writer.journal import Record, is_run_record, is_unit_record, parse_record

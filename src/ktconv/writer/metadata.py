@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ktconv.checkpoint.side_files import CARD as CARD
-from ktconv.checkpoint.side_files import INDEX as INDEX
-from ktconv.checkpoint.side_files import Fingerprint
+from ktconv.source.side_files import CARD as CARD
+from ktconv.source.side_files import INDEX as INDEX
+from ktconv.source.side_files import Fingerprint
 from ktconv.system.files import make_directory, write_durably
 from ktconv.system.regular_files import MissingFileError, opened_small, read_chunks, read_small
 from ktconv.system.text import path_text

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktconv.checkpoint.config import CONFIG_NAME
 from ktconv.errors import KtconvError, UsageError
+from ktconv.source.config import CONFIG_NAME
 from ktconv.system.files import check_directory, check_writable, write_durably
 from ktconv.writer.journal import STATE_DIRECTORY
 from ktconv.writer.manifest import MANIFEST

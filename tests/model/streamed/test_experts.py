@@ -10,7 +10,7 @@ from helpers.family_list import SAVED
 from helpers.family_models import build
 from helpers.streamed import on_meta, routed
 
-from ktconv.checkpoint import open_checkpoint
+from ktconv.source import open_checkpoint
 
 FAMILIES = list(SAVED)
 # Its bf16 rows are multiplied in float32, where products depend on the rows beside a row.

@@ -20,9 +20,9 @@ from helpers.passes import Passed, in_memory, windows
 from helpers.paths import EXAMPLE
 from helpers.saved import written
 
-from ktconv.checkpoint import open_checkpoint
 from ktconv.errors import CheckpointError
 from ktconv.model import load_model
+from ktconv.source import open_checkpoint
 
 WITHOUT_LANGUAGE_MODEL = "openai_privacy_filter"
 NOT_RUN_BEFORE_5_23 = "deepseek_v4, resaved"

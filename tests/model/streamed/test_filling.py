@@ -16,7 +16,7 @@ from helpers.ggml import HALVES, blocks_of
 from helpers.gpt_oss import SIZES, Blocks
 from helpers.streamed import experts_module, on_meta, site_of
 
-from ktconv.checkpoint import Checkpoint, open_checkpoint
+from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.system import files
 
 DTYPES = ["bfloat16", "float32", "float16"]

@@ -26,7 +26,7 @@ PROGRAM = """
 import json, re, resource, sys
 from pathlib import Path
 import torch
-from ktconv.checkpoint import open_checkpoint
+from ktconv.source import open_checkpoint
 from ktconv.model.streamed.experts import SourceExperts
 from ktconv.model.streamed.parts import PartedModel
 from ktconv.model.streamed.run import StreamedPass

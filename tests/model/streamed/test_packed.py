@@ -11,10 +11,10 @@ from helpers.convert import convert
 from helpers.paths import EXAMPLE
 from helpers.streamed import on_meta, routed
 
-from ktconv.checkpoint import open_checkpoint
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.model import replace_experts
-from ktconv.placement.expert_sets import expert_set
+from ktconv.source import open_checkpoint
+from ktconv.targets.expert_sets import expert_set
 
 CHOSEN = {0: [0, 3], 1: [7]}  # of 8
 

@@ -384,7 +384,7 @@ class Counted:
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from ktconv.model.streamed import states
         from ktconv.model.streamed.cut import Run
-        from ktconv.reading.reader import SourceReader
+        from ktconv.source.reading.reader import SourceReader
 
         def wrap(owner: Any, name: str, noted: bool = False) -> None:
             own = getattr(owner, name)

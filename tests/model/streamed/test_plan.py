@@ -20,11 +20,11 @@ from helpers.wide_moe import layer_shapes
 
 pytest.importorskip("transformers")
 
-from ktconv.checkpoint import open_checkpoint
 from ktconv.errors import DiskSpaceError, MemoryLimitError, MemoryShortError
 from ktconv.model.streamed.parts import PartedModel
 from ktconv.model.streamed.plan import Speed, measure_speed, plan_pass
-from ktconv.reading.reader import SourceReader
+from ktconv.source import open_checkpoint
+from ktconv.source.reading.reader import SourceReader
 from ktconv.system import machine
 
 WINDOWS = [48] * 6
@@ -182,7 +182,7 @@ CODE = """
 import json, re, sys
 from pathlib import Path
 import torch
-from ktconv.checkpoint import open_checkpoint
+from ktconv.source import open_checkpoint
 from ktconv.model.streamed.experts import SourceExperts
 from ktconv.model.streamed.parts import PartedModel
 from ktconv.model.streamed.plan import plan_pass

@@ -12,8 +12,8 @@ import pytest
 from helpers.families import Weights, numbered, random_weights, simple_config, write_checkpoint
 from helpers.streamed import experts_module, on_meta, routed, site_of
 
-from ktconv.checkpoint import Checkpoint, open_checkpoint
 from ktconv.errors import CheckpointError, ResourceError
+from ktconv.source import Checkpoint, open_checkpoint
 
 EXPERTS, HIDDEN, INNER = 6, 128, 256
 SOURCE = "model.layers.0.mlp.experts"

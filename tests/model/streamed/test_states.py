@@ -21,9 +21,9 @@ pytest.importorskip("torch")
 
 import torch
 
-from ktconv.checkpoint import open_checkpoint
 from ktconv.errors import CheckpointError, DiskFullError, KtconvError, ResourceError
 from ktconv.model.streamed.states import STATE_FILE, Resumed, Scratch, States
+from ktconv.source import open_checkpoint
 
 ALL_DTYPES = [
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8,

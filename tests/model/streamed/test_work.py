@@ -16,7 +16,6 @@ from helpers.paths import EXAMPLE
 
 pytest.importorskip("torch")
 
-from ktconv.checkpoint import open_checkpoint
 from ktconv.errors import DiskFullError, InUseError, KtconvError, OutputError, UsageError
 from ktconv.model.streamed.states import STATE_FILE
 from ktconv.model.streamed.work import (
@@ -26,6 +25,7 @@ from ktconv.model.streamed.work import (
     pass_folder,
     pass_identity,
 )
+from ktconv.source import open_checkpoint
 from ktconv.writer.journal import OutputLock
 
 ONE, OTHER = {"kind": "one"}, {"kind": "other"}

@@ -11,8 +11,8 @@ import numpy as np
 from ktconv.bench.measure import Batch
 from ktconv.bench.presets import Shape
 from ktconv.formats.decode import bf16_to_f32
-from ktconv.moe.experts import GatedMatrices, gated
 from ktconv.native import Activation
+from ktconv.runtime.layers.experts import GatedMatrices, gated
 from ktconv.system.arrays import F32
 
 

@@ -17,8 +17,8 @@ from ktconv.bench.measure import Batch
 from ktconv.bench.peers import ggml_api
 from ktconv.bench.peers.base import Layer, PeerError, Steps, is_plain
 from ktconv.formats.decode import bf16_to_f32
-from ktconv.moe.experts import GatedMatrices
 from ktconv.native import Activation
+from ktconv.runtime.layers.experts import GatedMatrices
 from ktconv.system.arrays import F32, Array
 
 _ROWS = 256  # quantized at a time by a thread

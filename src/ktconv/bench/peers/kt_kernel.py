@@ -18,7 +18,7 @@ from ktconv.bench.measure import Batch
 from ktconv.bench.peers.base import Layer, PeerError, Steps, is_plain
 from ktconv.formats import format_named
 from ktconv.formats.decode import bf16_to_f32
-from ktconv.moe.experts import GatedMatrices, quantized
+from ktconv.runtime.layers.experts import GatedMatrices, quantized
 from ktconv.system.arrays import F32, Array
 
 Handed = tuple[Array, Array | None]  # codes and scales of a matrix, as kt-kernel takes them

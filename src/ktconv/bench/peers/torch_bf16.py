@@ -12,7 +12,7 @@ from torch.nn.functional import linear, silu
 from ktconv.bench.measure import Batch
 from ktconv.bench.peers.base import Layer, PeerError, Steps, is_plain
 from ktconv.formats.decode import f32_to_bf16
-from ktconv.moe.experts import GatedMatrices
+from ktconv.runtime.layers.experts import GatedMatrices
 from ktconv.system.arrays import F32, Array
 
 Weights = tuple[Tensor, Tensor, Tensor]

@@ -22,7 +22,7 @@ from ktconv.bench.peers.request import Request, Result
 from ktconv.bench.peers.table import PEERS
 from ktconv.bench.routing import parse_routing
 from ktconv.bench.weights import RandomWeights
-from ktconv.moe.experts import GatedMatrices
+from ktconv.runtime.layers.experts import GatedMatrices
 
 BOUND = 0.1  # of the relative error: a peer beyond it computes something else
 

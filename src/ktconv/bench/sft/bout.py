@@ -22,8 +22,8 @@ from ktconv.bench.sft.peers.table import PEERS, Spec
 from ktconv.bench.sft.rows import Case, Checked, Row, judge
 from ktconv.bench.sft.steps import Runner, in_turn
 from ktconv.formats import format_named
-from ktconv.moe import Experts
 from ktconv.runtime import MoELayer
+from ktconv.runtime.layers import Experts
 from ktconv.system import machine
 from ktconv.system.pool import Pool
 from ktconv.system.text import Notify

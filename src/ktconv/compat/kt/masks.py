@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ktconv.compat.kt.inputs import expect_values
 from ktconv.errors import UsageError
-from ktconv.placement.hot import hot_experts
 from ktconv.system.numbers import whole
+from ktconv.targets.hot import hot_experts
 
 
 def generate_gpu_experts_masks(activation_freq: Tensor, num_gpu_experts: int) -> Tensor:

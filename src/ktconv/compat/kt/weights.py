@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ktconv.checkpoint import Checkpoint
-from ktconv.checkpoint import MoELayer as MoELayerHeaders
 from ktconv.compat.kt.inputs import expect_values
 from ktconv.compat.kt.methods import REPACKED, methods_for
 from ktconv.compat.kt.settings import Settings
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import FORMATS
-from ktconv.moe import Experts, native_formats
-from ktconv.moe.native_load import layer_of
-from ktconv.moe.plain import NotExactError
 from ktconv.native import Activation
 from ktconv.runtime import MoELayer, Pool, sources
+from ktconv.runtime.layers import Experts, native_formats
+from ktconv.runtime.layers.native_load import layer_of
+from ktconv.runtime.layers.plain import NotExactError
+from ktconv.source import Checkpoint
+from ktconv.source import MoELayer as MoELayerHeaders
 
 
 def load_layer(

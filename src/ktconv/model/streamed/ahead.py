@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Generic, TypeVar
 
-from ktconv.checkpoint import ExpertMatrix, MoELayer
-from ktconv.reading.matrices import source_bytes, spans_of
-from ktconv.reading.reader import advise
+from ktconv.source import ExpertMatrix, MoELayer
+from ktconv.source.reading.matrices import source_bytes, spans_of
+from ktconv.source.reading.reader import advise
 
 # Of the source, beyond the experts that are decoded: a disk is fast with as much to do.
 ADVISED_BYTES = 64 << 20

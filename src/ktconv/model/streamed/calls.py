@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ktconv.checkpoint import MoELayer
 from ktconv.model.sites import Site
 from ktconv.model.stored import StoredExperts
+from ktconv.source import MoELayer
 from ktconv.system.arrays import Array
 
 

@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ktconv.checkpoint import Checkpoint, MoELayer
 from ktconv.families.family import Projection
 from ktconv.model.streamed.ahead import ADVISED_BYTES, Advice, Ahead, advise_layer
 from ktconv.model.streamed.calls import (
@@ -21,8 +20,9 @@ from ktconv.model.streamed.calls import (
 )
 from ktconv.model.streamed.filling import ExpertFiller, filling_memory
 from ktconv.model.streamed.one_expert import OneExpert
-from ktconv.reading.matrices import source_bytes
-from ktconv.reading.reader import SourceReader
+from ktconv.source import Checkpoint, MoELayer
+from ktconv.source.reading.matrices import source_bytes
+from ktconv.source.reading.reader import SourceReader
 from ktconv.system.arrays import F32, Array
 
 # Rows of an expert at once: as many as make a matrix product fast. More only take memory.

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ktconv.checkpoint import ExpertMatrix, TensorRef
 from ktconv.families.family import Projection
 from ktconv.model.streamed.one_expert import OneExpert
-from ktconv.reading.buffers import Buffers, BufferSizes
-from ktconv.reading.decoded import decoded_rows, source_buffer
-from ktconv.reading.matrices import MatrixReader, chunks
-from ktconv.reading.reader import Runs, SourceReader
+from ktconv.source import ExpertMatrix, TensorRef
+from ktconv.source.reading.buffers import Buffers, BufferSizes
+from ktconv.source.reading.decoded import decoded_rows, source_buffer
+from ktconv.source.reading.matrices import MatrixReader, chunks
+from ktconv.source.reading.reader import Runs, SourceReader
 from ktconv.system.arrays import F32, U8, Array
 from ktconv.system.opened import Opened
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ktconv.checkpoint import MoELayer
 from ktconv.errors import UsageError
 from ktconv.model.forms import packed_class
 from ktconv.model.matching import (
@@ -24,6 +23,7 @@ from ktconv.model.module import PackedExperts
 from ktconv.model.streamed.calls import Call, ExpertLayer
 from ktconv.model.streamed.experts import SourceExperts
 from ktconv.model.streamed.one_expert import OneExpert
+from ktconv.source import MoELayer
 from ktconv.system.arrays import Array
 from ktconv.system.pool import Pool
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ktconv.checkpoint import Checkpoint, MoELayer, TensorRef
 from ktconv.errors import CheckpointError
 from ktconv.model.decoded import SourceWeights, StateDict, different_counts
 from ktconv.model.load import build_empty, check_complete, loading, no_progress
 from ktconv.model.sites import OTHER_PARTS, Site, find_experts
 from ktconv.model.streamed.calls import ExpertLayer
+from ktconv.source import Checkpoint, MoELayer, TensorRef
 from ktconv.system import elsewhere
 
 _WAY_OUT = "load it whole, where memory allows: ktconv.model.load_model"

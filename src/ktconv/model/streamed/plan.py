@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from ktconv.checkpoint import Checkpoint, ExpertMatrix, MoELayer
 from ktconv.errors import DiskSpaceError, MemoryLimitError, MemoryShortError
 from ktconv.families.config import USUAL_TOP_K, top_k_of
 from ktconv.model.streamed.experts import ROWS_AT_ONCE, expert_memory
 from ktconv.model.streamed.packed import TOKENS_AT_ONCE
-from ktconv.reading.matrices import MatrixReader, buffer_bytes, chunk_rows, experts_bytes
-from ktconv.reading.reader import BOUNCE_BYTES, SourceReader
+from ktconv.source import Checkpoint, ExpertMatrix, MoELayer
+from ktconv.source.reading.matrices import MatrixReader, buffer_bytes, chunk_rows, experts_bytes
+from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.system import machine
 from ktconv.system.text import path_text
 from ktconv.system.units import format_duration, format_size

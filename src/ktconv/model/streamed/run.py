@@ -27,8 +27,8 @@ from ktconv.model.streamed.calls import (
 from ktconv.model.streamed.cut import Asked, CutModel, Run
 from ktconv.model.streamed.parts import PartedModel
 from ktconv.model.streamed.states import Scratch, States
-from ktconv.reading.matrices import experts_bytes
-from ktconv.reading.reader import Span, advise
+from ktconv.source.reading.matrices import experts_bytes
+from ktconv.source.reading.reader import Span, advise
 from ktconv.system.text import Notify, silent
 
 HEAD = "head"  # the unit of progress behind the layers

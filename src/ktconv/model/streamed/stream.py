@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ktconv.checkpoint import open_checkpoint
 from ktconv.errors import UsageError
 from ktconv.model.streamed.calls import ExpertRunner, Tap, Watcher
 from ktconv.model.streamed.experts import Converted, SourceExperts
@@ -19,6 +18,7 @@ from ktconv.model.streamed.plan import measure_speed, plan_pass
 from ktconv.model.streamed.run import StreamedPass, unit_sizes
 from ktconv.model.streamed.states import Scratch, States
 from ktconv.model.streamed.work import WorkFolder, pass_folder, pass_identity
+from ktconv.source import open_checkpoint
 from ktconv.system.machine import usable_cpus
 from ktconv.system.text import Notify, silent
 from ktconv.writer.option_files import check_written_directory

@@ -18,9 +18,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint import Checkpoint, source_identity
 from ktconv.errors import InUseError, KtconvError, OutputError, UsageError
 from ktconv.model.streamed.states import STATE_FILE
+from ktconv.source import Checkpoint, source_identity
 from ktconv.system.files import make_directory, remove, remove_empty
 from ktconv.system.text import Notify, silent
 from ktconv.writer.journal import Journal, OutputLock

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ktconv import __version__
-from ktconv.checkpoint.activations import in_words
-from ktconv.checkpoint.source_card import SourceCard
 from ktconv.conversion.records import ErrorSummary
+from ktconv.source.activations import in_words
+from ktconv.source.source_card import SourceCard
 from ktconv.system.units import format_ranges, format_size
 from ktconv.targets.card import errors_line, header, model_name, uneven_paragraph
 from ktconv.targets.consumers import mismatch_of, model_types

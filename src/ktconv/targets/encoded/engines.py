@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ktconv.checkpoint import MoELayer
 from ktconv.errors import UsageError
 from ktconv.formats import FORMATS
+from ktconv.source import MoELayer
 from ktconv.targets.encoded.recipe import Method, Recipe
 from ktconv.targets.encoded.scheme import Scheme
 

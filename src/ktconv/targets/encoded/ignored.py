@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
-from ktconv.checkpoint import TensorRef
+from ktconv.source import TensorRef
 from ktconv.targets.encoded.module_classes import class_of
 from ktconv.writer.shards import Tensor
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ktconv.checkpoint import BlockGrid, ExpertMatrix, MoELayer
-from ktconv.checkpoint.elements import F4_E2M1, F8_E4M3, I4, I8, STREAMS, U4_AWQ
+from ktconv.source import BlockGrid, ExpertMatrix, MoELayer
+from ktconv.source.elements import F4_E2M1, F8_E4M3, I4, I8, STREAMS, U4_AWQ
 from ktconv.targets.encoded.layouts.words import AWQ
 from ktconv.targets.encoded.scheme import Scheme
 

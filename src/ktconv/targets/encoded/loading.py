@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ktconv.checkpoint import Checkpoint
-from ktconv.checkpoint.config import interpret_config
 from ktconv.families import table
+from ktconv.source import Checkpoint
+from ktconv.source.config import interpret_config
 from ktconv.targets.consumers import model_types
 from ktconv.targets.encoded.readers import READERS, TRANSFORMERS, Reader
 

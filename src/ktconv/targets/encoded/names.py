@@ -6,9 +6,9 @@ import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple, TypeVar
 
-from ktconv.checkpoint import PROJECTIONS, MoELayer, Projection
 from ktconv.families import table
 from ktconv.families.family import USUAL
+from ktconv.source import PROJECTIONS, MoELayer, Projection
 
 USUAL_CONTAINER = "experts"
 LINEAR = "Linear"  # the class of modules that targets and ignore lists can name

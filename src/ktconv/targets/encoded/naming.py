@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ktconv.checkpoint import MoELayer, Projection
 from ktconv.families.family import NUMBERED_W, USUAL, Matrices
+from ktconv.source import MoELayer, Projection
 from ktconv.targets.encoded.names import module_name
 
 _USUAL_WORDS, _NUMBERED_WORDS = "(?:gate|up|down)_proj", "w[123]"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ktconv.checkpoint import Checkpoint, TensorRef
-from ktconv.checkpoint.gguf.hub_names import HubNames
-from ktconv.checkpoint.others import OtherWeight, OtherWeights
 from ktconv.errors import CheckpointError
+from ktconv.source import Checkpoint, TensorRef
+from ktconv.source.gguf.hub_names import HubNames
+from ktconv.source.others import OtherWeight, OtherWeights
 
 _PLAIN = ("BF16", "F16", "F32", "F64", "I64", "I32", "I16", "I8", "U8", "BOOL")
 _HINT = "use the unquantized version of this model, or its FP8 version with block scales"

@@ -25,12 +25,12 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from ktconv.checkpoint import PROJECTIONS, MoELayer, Projection
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.placement.expert_sets import ExpertSet, check_expert_set, expert_set, read_expert_set
+from ktconv.source import PROJECTIONS, MoELayer, Projection
 from ktconv.system.regular_files import MissingFileError, read_small
 from ktconv.system.units import format_ranges, parse_ranges
 from ktconv.targets.encoded.scheme import MIXABLE, SCHEMES, Scheme
+from ktconv.targets.expert_sets import ExpertSet, check_expert_set, expert_set, read_expert_set
 
 if sys.version_info >= (3, 11):
     import tomllib

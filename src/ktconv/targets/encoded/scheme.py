@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from ktconv.checkpoint import PROJECTIONS, MoELayer, Projection
 from ktconv.errors import UsageError
+from ktconv.source import PROJECTIONS, MoELayer, Projection
 from ktconv.targets.encoded import naming as names
 from ktconv.targets.encoded import sections
 from ktconv.targets.encoded.layouts import plain

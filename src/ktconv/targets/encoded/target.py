@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from ktconv import __version__
-from ktconv.checkpoint import Checkpoint, ExpertMatrix, MoELayer, Projection, TensorRef
-from ktconv.checkpoint.encodings.base import BIAS
-from ktconv.checkpoint.encodings.grids import NUMBERS
-from ktconv.checkpoint.gguf.as_hub import hub_name, hub_names_of
-from ktconv.checkpoint.others import OtherWeight
-from ktconv.checkpoint.side_files import find_side_files
 from ktconv.conversion.plan import Plan as AnyPlan
 from ktconv.conversion.target import BaseOptions, Target
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.config import family_of
-from ktconv.placement.expert_sets import ExpertSet
+from ktconv.source import Checkpoint, ExpertMatrix, MoELayer, Projection, TensorRef
+from ktconv.source.encodings.base import BIAS
+from ktconv.source.encodings.grids import NUMBERS
+from ktconv.source.gguf.as_hub import hub_name, hub_names_of
+from ktconv.source.others import OtherWeight
+from ktconv.source.side_files import find_side_files
 from ktconv.targets.biases import refuse_biases
 from ktconv.targets.consumers import Mismatch, mismatch_of, model_types
 from ktconv.targets.encoded.engines import check_engine
@@ -30,6 +29,7 @@ from ktconv.targets.encoded.other_tensors import decoded_others
 from ktconv.targets.encoded.readers import TRANSFORMERS
 from ktconv.targets.encoded.recipe import Method, parse_recipe
 from ktconv.targets.encoded.scheme import MIXED, SCHEMES, Scheme
+from ktconv.targets.expert_sets import ExpertSet
 from ktconv.targets.renaming import rename_tensors
 from ktconv.writer.shards import Tensor
 

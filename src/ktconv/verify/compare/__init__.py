@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ktconv.errors import UsageError
-from ktconv.reading.buffers import BufferSizes
+from ktconv.source.reading.buffers import BufferSizes
 from ktconv.system import machine
 from ktconv.verify.compare.comparison import Comparison
 from ktconv.verify.compare.planning import Plan, make_plan

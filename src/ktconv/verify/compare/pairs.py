@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ktconv.checkpoint import TensorRef
 from ktconv.formats import Matrix
-from ktconv.reading.buffers import Buffers
-from ktconv.reading.reader import Span
+from ktconv.source import TensorRef
+from ktconv.source.reading.buffers import Buffers
+from ktconv.source.reading.reader import Span
 from ktconv.system.arrays import F32, U8, Bools
 from ktconv.verify.compare.comparison import finite
 from ktconv.verify.compare.sides import Piece, Side, Values

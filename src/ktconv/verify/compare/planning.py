@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ktconv.checkpoint import TensorRef
-from ktconv.checkpoint.side_files import is_legal, list_side_files
 from ktconv.errors import CheckpointError
 from ktconv.formats import is_backward
-from ktconv.packed.weights import Geometry
+from ktconv.source import TensorRef
+from ktconv.source.side_files import is_legal, list_side_files
 from ktconv.system.regular_files import read_small
 from ktconv.system.units import counted
+from ktconv.targets.packed.weights import Geometry
 from ktconv.verify.compare.comparison import NAMED, matrix_words, place_words, shortened
 from ktconv.verify.compare.pairs import MatrixTask, Task, TensorTask
 from ktconv.verify.compare.sides import ORDER, Expert, Input, Side

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from ktconv import native
-from ktconv.checkpoint import TensorRef
 from ktconv.errors import UsageError
 from ktconv.formats import (
     BACKWARD,
@@ -22,9 +21,10 @@ from ktconv.formats import (
     scales,
     tensor_name,
 )
-from ktconv.packed.weights import Geometry, PackedWeights, open_packed
+from ktconv.source import TensorRef
 from ktconv.system.arrays import F32, I8, U8, Bools
 from ktconv.system.files import translated
+from ktconv.targets.packed.weights import Geometry, PackedWeights, open_packed
 from ktconv.verify.reading import read_tensor
 
 Expert = tuple[int, Matrix]  # expert, projection

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ktconv.formats import Matrix, cut_by_rows
-from ktconv.packed.weights import Geometry
 from ktconv.system.units import counted, format_ranges
+from ktconv.targets.packed.weights import Geometry
 from ktconv.verify.compare.comparison import Comparison, shortened, step_words
 from ktconv.verify.compare.pairs import DifferenceStats, MatrixTask, TaskResult, TensorTask
 from ktconv.verify.compare.planning import Plan

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ktconv.checkpoint import TensorRef
+from ktconv.source import TensorRef
 from ktconv.system.arrays import F32, I64, Array
 from ktconv.verify.second_reader import numbers
 from ktconv.verify.second_reader.ggml import TYPES

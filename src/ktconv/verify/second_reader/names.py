@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ktconv.checkpoint import Checkpoint, MoELayer, Projection, TensorRef
-from ktconv.checkpoint.shards import read_shards, select_shards
 from ktconv.families import table
-from ktconv.reading.reader import SourceReader
+from ktconv.source import Checkpoint, MoELayer, Projection, TensorRef
+from ktconv.source.reading.reader import SourceReader
+from ktconv.source.shards import read_shards, select_shards
 from ktconv.system.collector import collector_paused
 from ktconv.verify.second_reader.encodings import (
     PRIMARY,

@@ -20,7 +20,7 @@ from ktconv import native
 from ktconv.bench.peers.base import PeerError
 from ktconv.formats import FORMATS
 from ktconv.formats.decode import f32_to_bf16
-from ktconv.moe.experts import GatedMatrices, quantized
+from ktconv.runtime.layers.experts import GatedMatrices, quantized
 from ktconv.system.arrays import F32, Array
 from ktconv.train.gradients import MATRICES, Call, Found, matrices_of
 

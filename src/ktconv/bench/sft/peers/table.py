@@ -10,7 +10,7 @@ from importlib import import_module
 from ktconv.bench.peers.table import Package
 from ktconv.bench.sft.steps import Trained
 from ktconv.formats import FORMATS
-from ktconv.moe.experts import GatedMatrices
+from ktconv.runtime.layers.experts import GatedMatrices
 from ktconv.train.gradients import Call
 
 Make = Callable[[Sequence[GatedMatrices], Call, int], Trained]  # of experts, a call and threads

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from ktconv.formats.decode import f32_to_bf16
-from ktconv.moe.experts import GatedMatrices
+from ktconv.runtime.layers.experts import GatedMatrices
 from ktconv.train.gradients import MATRICES, Call, Found, from_bits, matrices_of
 
 

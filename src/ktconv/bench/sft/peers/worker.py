@@ -18,9 +18,9 @@ from ktconv.bench.sft.peers.table import PEERS
 from ktconv.bench.sft.steps import turn
 from ktconv.bench.weights import RandomWeights
 from ktconv.formats import FORMATS
-from ktconv.moe.experts import quantized
 from ktconv.native import Activation
-from ktconv.reading.streamed import whole
+from ktconv.runtime.layers.experts import quantized
+from ktconv.source.reading.streamed import whole
 from ktconv.train.gradients import base_of, errors, expected
 from ktconv.train.reference import Base, KernelRounding
 

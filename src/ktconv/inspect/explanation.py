@@ -1,0 +1,327 @@
+"""Why a checkpoint is read as it is: patterns of names, what was found beside the experts, the
+settings of config.json that were used. For names that nobody knows: a map to edit."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from ktconv.errors import CheckpointError
+from ktconv.families import table
+from ktconv.families.activations import expert_activation
+from ktconv.families.config import family_of, sections_of
+from ktconv.families.config_values import check_values
+from ktconv.families.family import RouterSpec
+from ktconv.families.names import (
+    norm_tensors,
+    router_tensors,
+    shared_expert_tensors,
+    split_name,
+)
+from ktconv.families.routers import find_router
+from ktconv.source import Checkpoint, MoELayer
+from ktconv.source.config import CONFIG_NAME, interpret_config, read_config
+from ktconv.source.locate import locate_model
+from ktconv.source.map_guess import guess_map
+from ktconv.source.name_patterns import NamePattern, name_patterns
+from ktconv.source.shards import read_shards, select_shards
+from ktconv.source.types import ExpertMatrix, TensorRef
+from ktconv.system.units import format_ranges
+
+_LIKE_EXPERTS = re.compile(r"expert|moe")
+_SHOWN = 30  # patterns of one kind in the text for people; JSON has all
+
+
+# ---- names that nobody knows -------------------------------------------------------------
+
+
+def explain_unknown(path: str, config: Path | None, error: CheckpointError) -> dict[str, Any]:
+    """For a checkpoint in which `open_checkpoint` found no experts, with the `error` it raised."""
+    place = locate_model(path)
+    content = read_config(config or place).content
+    tensors = [one for header in read_shards(select_shards(place)) for one in header.tensors]
+    guess = guess_map(tensors, interpret_config(content), place.name)
+    return {
+        "schema": 1,
+        "kind": "checkpoint with unknown names",
+        "path": str(place),
+        "family": content.get("model_type"),
+        "reason": str(error),
+        "nearest_family": guess.nearest,
+        "likely_experts": [_facts(one) for one in guess.likely],
+        "patterns": [_facts(one) for one in guess.patterns],
+        "map": guess.map,
+    }
+
+
+def unknown_lines(facts: Mapping[str, Any]) -> Iterator[str]:
+    """The map, ready for a file; or patterns as comments where none could be guessed."""
+    if facts["map"] is not None:
+        yield from facts["map"].splitlines()
+        return
+    yield "# No group of tensors looks like experts. Patterns of all names:"
+    for one in facts["patterns"]:
+        yield f"#   {one['pattern']}: {one['described']}"
+
+
+def _facts(pattern: NamePattern) -> dict[str, Any]:
+    return {
+        "pattern": pattern.text,
+        "tensors": len(pattern.tensors),
+        "bytes": pattern.nbytes,
+        "dtypes": list(pattern.dtypes),
+        "shapes": [list(shape) for shape in pattern.shapes[:4]],
+        "described": pattern.described,
+    }
+
+
+# ---- known names -------------------------------------------------------------------------
+
+
+def explain(checkpoint: Checkpoint) -> dict[str, Any]:
+    """How each part of an opened checkpoint was found; ready for JSON."""
+    beside = _beside(checkpoint)
+    others = name_patterns(checkpoint.other_tensors)
+    used, ignored = _settings(checkpoint)
+    row = family_of(checkpoint.config)
+    return {
+        "family_row": None if row is None else list(row.types),
+        "experts": _experts(checkpoint),
+        "beside_experts": [_facts(one) | {"what": what} for what, one in beside],
+        "left_over": [_facts(one) for one in _left_over(others, [one for _, one in beside])],
+        "other_patterns": [_facts(one) for one in others],
+        "config_used": used,
+        "config_ignored": ignored,
+        "router": _router(checkpoint, beside),
+    }
+
+
+def _experts(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Layers that are found and stored in the same way, with the patterns of their tensors."""
+    place = checkpoint.path.parent if checkpoint.is_gguf else checkpoint.path
+    selection = select_shards(checkpoint.path if checkpoint.is_gguf else place)
+    apart = {tensor.name for tensor in checkpoint.other_tensors}
+    tensors = [one for header in read_shards(selection) for one in header.tensors]
+    experts = [one for one in tensors if one.name not in apart]
+    groups: dict[tuple[Any, ...], list[MoELayer]] = {}
+    for layer in checkpoint.layers:
+        found_as = re.sub(r"[0-9]+", "{}", layer.source)
+        key = (_rule(checkpoint, layer), found_as, layer.is_mtp, stored_as(layer), layer.encoding)
+        groups.setdefault(key, []).append(layer)
+    found = []
+    for (rule, found_as, is_mtp, stored, encoding), layers in groups.items():
+        starts = tuple(_own_start(checkpoint, layer) for layer in layers)
+        own = [one for one in experts if one.name.startswith(starts)]
+        found.append(
+            {
+                "layers": format_ranges([layer.index for layer in layers]),
+                "rule": rule,
+                "found_as": found_as,
+                "mtp": is_mtp,
+                "stored": stored,
+                "encoding": encoding,
+                "patterns": [_facts(one) for one in name_patterns(own)],
+            }
+        )
+    return found
+
+
+def _rule(checkpoint: Checkpoint, layer: MoELayer) -> str:
+    mapped = checkpoint.mapped
+    if mapped is not None and layer.source in mapped.tables:
+        return f"[{mapped.tables[layer.source].table}] of the map"
+    return "names of GGUF files" if checkpoint.is_gguf else "names of known families"
+
+
+def _own_start(checkpoint: Checkpoint, layer: MoELayer) -> str:
+    """How names of this layer's experts begin."""
+    mapped = checkpoint.mapped and checkpoint.mapped.prefix(layer.source)
+    return mapped or f"{layer.source}."
+
+
+def stored_as(layer: MoELayer) -> str:
+    """In words, how the experts of a layer are arranged in tensors."""
+    first, last = layer.experts[0], layer.experts[-1]
+    up, gate = first["up"], first.get("gate")
+    stacked = len(layer.experts) > 1 and last["up"].tensor.name == up.tensor.name
+    words = ["all experts in one tensor" if stacked else "each expert has tensors of its own"]
+    if gate is None:
+        words.append("without a gate")
+    elif gate.tensor.name == up.tensor.name:
+        words.append(f"gate and up in one tensor, {_order(gate, up)}")
+    if up.col_stride != 1:
+        words.append("stored [in, out]")
+    return ", ".join(words)
+
+
+def _order(gate: ExpertMatrix, up: ExpertMatrix) -> str:
+    apart = abs(up.start - gate.start)
+    step = up.row_stride // 2 if up.col_stride == 1 else 1
+    if apart == step:
+        return "interleaved"
+    return "gate first" if gate.start < up.start else "up first"
+
+
+def _beside(checkpoint: Checkpoint) -> list[tuple[str, NamePattern]]:
+    """Routers, norms and shared experts of all layers by what they are."""
+    by_name = {tensor.name: tensor for tensor in checkpoint.other_tensors}
+    aliases = {} if checkpoint.mapped is None else checkpoint.mapped.aliases
+    found: dict[str, list[TensorRef]] = {}
+    for layer in checkpoint.layers:
+        for what, names in _names_beside(layer.source):
+            own = [aliases.get(name, name) for name in names]
+            there = next((by_name[name] for name in own if name in by_name), None)
+            if there is not None:
+                found.setdefault(what, []).append(there)
+    return [(what, one) for what, tensors in found.items() for one in name_patterns(tensors)]
+
+
+def _names_beside(source: str) -> Iterator[tuple[str, Sequence[str]]]:
+    router = router_tensors(source)
+    for field in fields(router):
+        what = "router" if field.name == "weight" else f"router {field.name.replace('_', ' ')}"
+        yield what, getattr(router, field.name)
+    yield "norm", norm_tensors(source)
+    shared = shared_expert_tensors(source)
+    for field in fields(shared[0]):
+        yield f"shared expert {field.name}", [getattr(one, field.name) for one in shared]
+
+
+def _left_over(others: Sequence[NamePattern], beside: Sequence[NamePattern]) -> list[NamePattern]:
+    """Other tensors that look like experts."""
+    known = {tensor.name for one in beside for tensor in one.tensors}
+    known |= {tensor.name for one in others for tensor in one.tensors if _is_beside(tensor.name)}
+    latent = frozenset(table.FAMILIES.latent)  # between the model's width and the experts'
+    return [
+        one
+        for one in others
+        if _LIKE_EXPERTS.search(one.text)
+        and "shared" not in one.text
+        and latent.isdisjoint(one.text.split("."))
+        and not any(tensor.name in known for tensor in one.tensors)
+    ]
+
+
+def _is_beside(name: str) -> bool:
+    """Whether it is known to belong to all experts of a layer, as an output bias does."""
+    found = split_name(name)
+    return found is not None and found[1] in table.FAMILIES.beside
+
+
+# ---- config.json -------------------------------------------------------------------------
+
+
+class _Watched(dict[str, Any]):
+    """A section of config.json that counts how often its keys are looked up."""
+
+    def __init__(self, content: Mapping[str, Any], path: str, seen: Counter[str]) -> None:
+        super().__init__(
+            (key, _Watched(value, f"{path}{key}.", seen) if isinstance(value, dict) else value)
+            for key, value in content.items()
+        )
+        self._path, self._seen = path, seen
+
+    def __getitem__(self, key: str) -> Any:
+        self._see(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._see(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self._see(key)
+        return super().__contains__(key)
+
+    def _see(self, key: object) -> None:
+        if super().__contains__(key):
+            self._seen[f"{self._path}{key}"] += 1
+
+
+def _settings(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
+    """Settings that decide how experts, activation and router are read, and keys of config.json
+    beside them; those of sections for other models are not listed."""
+    seen, checked = Counter[str](), Counter[str]()
+    watched = _Watched(checkpoint.config, "", seen)
+    interpret_config(watched)
+    # That also checks all values, which is no use of them.
+    check_values(sections_of(_Watched(checkpoint.config, "", checked)))
+    seen -= checked
+    for layer in checkpoint.layers:
+        expert_activation(watched, layer.index)
+        try:
+            find_router(watched, layer.index)
+        except CheckpointError:
+            continue
+    sections = sections_of(checkpoint.config)
+    every = dict(_leaves(checkpoint.config, sections, ""))
+    used = {path: value for path, value in every.items() if seen[path] > 0 and value is not None}
+    return used, sorted(every.keys() - used.keys())
+
+
+def _leaves(
+    section: Mapping[str, Any], wanted: Sequence[Mapping[str, Any]], path: str
+) -> Iterator[tuple[str, Any]]:
+    """Keys of the language model's sections and of quantization_config."""
+    for key, value in section.items():
+        if not isinstance(value, dict):
+            yield f"{path}{key}", value
+        elif key == "quantization_config" or any(value is one for one in wanted):
+            yield from _leaves(value, wanted, f"{path}{key}.")
+
+
+def _router(checkpoint: Checkpoint, beside: Sequence[tuple[str, NamePattern]]) -> str:
+    """The router of the first layer in words, or why it is not known."""
+    corrected = any(what == "router correction" for what, _ in beside)
+    try:
+        found = find_router(checkpoint.config, checkpoint.layers[0].index, corrected)
+    except CheckpointError as error:
+        return f"not known: {error}"
+    usual = RouterSpec(found.spec.scoring)
+    changed = [
+        f"{field.name.replace('_', ' ')} {getattr(found.spec, field.name)}"
+        for field in fields(RouterSpec)
+        if field.name != "scoring" and getattr(found.spec, field.name) != getattr(usual, field.name)
+    ]
+    inferred = f" (inferred from {found.inferred})" if found.inferred else ""
+    return f"{found.spec.scoring}{inferred}: {', '.join(changed) or 'as usual'}"
+
+
+# ---- for people --------------------------------------------------------------------------
+
+
+def lines_of(explained: Mapping[str, Any]) -> Iterator[str]:
+    """What `explain` returned, as text."""
+    row = explained["family_row"]
+    known = f"the row of {', '.join(row)}" if row else f"model_type of {CONFIG_NAME} is not known"
+    yield f"family: {known}"
+    yield f"router: {explained['router']}"
+    for group in explained["experts"]:
+        mtp = " (MTP)" if group["mtp"] else ""
+        yield f"layers {group['layers']}{mtp}: by {group['rule']}, found as {group['found_as']}"
+        yield f"  {group['stored']}, {group['encoding']}"
+        yield from _pattern_lines(group["patterns"])
+    for title, key in (
+        ("beside the experts:", "beside_experts"),
+        ("left over, although the names look like experts:", "left_over"),
+        ("all tensors that are no experts:", "other_patterns"),
+    ):
+        if explained[key]:
+            yield title
+            yield from _pattern_lines(explained[key])
+    yield f"{CONFIG_NAME}, used:"
+    for path, value in explained["config_used"].items():
+        yield f"  {path} = {value!r:.100}"
+    yield f"{CONFIG_NAME}, not used: {', '.join(explained['config_ignored']) or 'nothing'}"
+
+
+def _pattern_lines(patterns: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for one in patterns[:_SHOWN]:
+        what = f"{one['what']}: " if "what" in one else ""
+        yield f"  {what}{one['pattern']}  ({one['described']})"
+    if len(patterns) > _SHOWN:
+        yield f"  and {len(patterns) - _SHOWN} more patterns"

@@ -1,0 +1,1 @@
+"""Choosing codes and scales: packed experts for KTransformers, encoded experts of checkpoints."""

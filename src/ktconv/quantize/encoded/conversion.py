@@ -1,0 +1,98 @@
+"""Each expert matrix encoded by itself, rounded to nearest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from importlib.util import find_spec
+
+from ktconv.conversion.pipeline import Observer, Task
+from ktconv.conversion.plan import LayerUnit
+from ktconv.conversion.run import Conversion
+from ktconv.errors import CheckpointError, UsageError
+from ktconv.quantize.encoded.request import DecodedCopy, Preflight, Request, buffer_sizes
+from ktconv.quantize.encoded.task import EncodeTask, encoding_buffers
+from ktconv.source import TensorRef
+from ktconv.source.reading.buffers import BufferSizes
+from ktconv.source.reading.reader import SourceReader
+from ktconv.system.text import Notify, silent
+from ktconv.system.threads import uninterrupted
+from ktconv.targets.encoded import config
+from ktconv.targets.encoded.sections import ignored_in
+from ktconv.targets.encoded.target import CONFIG, RECIPE, RECIPE_TOML, RENAMED, Plan
+from ktconv.writer.journal import Record
+
+
+class Encode(Conversion):
+    """Every matrix by itself."""
+
+    plan: Plan
+    request: Request
+
+    def __init__(self, preflight: Preflight, observer: Observer, notify: Notify = silent) -> None:
+        super().__init__(preflight, observer)
+        self.notify = notify
+
+    @staticmethod
+    def check(request: Request, plan: Plan) -> int:
+        """Refuse what the method cannot do; bytes of memory that it needs beside the workers'."""
+        if request.device.lower() not in ("auto", "cpu"):
+            raise UsageError(
+                f"--device {request.device} belongs to --method gptq: rounding to nearest runs on "
+                "the CPU, faster than weights reach a GPU",
+                "omit it",
+            )
+        return 0
+
+    def buffers(self) -> BufferSizes:
+        encoding = encoding_buffers(self.plan)
+        return encoding.with_those_of(buffer_sizes(self.plan))
+
+    def copy_task(self, reader: SourceReader, tensor: TensorRef, name: str) -> Task:
+        weight = self.plan.target.decoded.get(tensor.name)
+        if weight is None:
+            return super().copy_task(reader, tensor, name)
+        return DecodedCopy(reader, tensor, name, self.request.verify, weight)
+
+    def made_files(self) -> Mapping[str, bytes]:
+        files = {CONFIG: config.config_json(self.plan, self._renamed)}
+        if RECIPE in self.plan.target.made_files:
+            files[RECIPE] = config.recipe_yaml(self.plan)
+        if RECIPE_TOML in self.plan.target.made_files:
+            files[RECIPE_TOML] = self.plan.target.options.recipe.encode()
+        return files
+
+    @cached_property
+    def _renamed(self) -> list[str]:
+        """Linear layers of transformers' model that have other names in the output; none where
+        transformers is not installed or does not have the model, or nothing names them."""
+        section = config.quantization_config(self.plan)
+        if not self.plan.target.read_by_transformers(self.plan.moe_layers):
+            return []
+        if section is None or not (named := set(ignored_in(section))):
+            return []
+        if find_spec("torch") is None or find_spec("transformers") is None:
+            return []
+        from ktconv.model.load import linear_modules
+
+        checkpoint = self.plan.checkpoint
+        try:
+            # An interrupt in transformers can look as if it did not have the model.
+            found = uninterrupted(
+                lambda: linear_modules(checkpoint.side_directory or checkpoint.path)
+            )
+        except CheckpointError:
+            return []
+        return sorted({*found} - named)
+
+    def about_made_files(self) -> Record:
+        return {RENAMED: self._renamed} if self._renamed else {}
+
+    def card(self) -> str:
+        return config.card(self.plan, self.source_card, self.errors)
+
+    def expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
+        verify, target = self.request.verify, self.plan.target
+        for expert in unit.experts:
+            for proj in unit.layer.projections:
+                yield EncodeTask(reader, unit.layer, expert, proj, verify, target)

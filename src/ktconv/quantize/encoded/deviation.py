@@ -1,0 +1,209 @@
+"""How far quantized matrices are from their sources; writing those that are whole in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ktconv import native
+from ktconv.conversion.tasks import four_digits, write_tensor
+from ktconv.errors import CheckpointError, VerificationError
+from ktconv.formats.decode import bf16_to_f32, f16_to_f32
+from ktconv.quantize.encoded.proof import audit
+from ktconv.quantize.encoded.stored import stored_matrix, tensor_scale
+from ktconv.system.arrays import F32, U8, U16, Array
+from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
+from ktconv.targets.encoded.scheme import Scheme
+from ktconv.writer.staging import Staging
+
+# Largest error allowed, in quantization steps. Rounding to the nearest level is off by half a step;
+# scales and quotients in bf16 add to that. GPTQ moves weights on purpose: only values that are not
+# finite are refused. So does a search, which cuts weights on purpose.
+MOST_STEPS = {"rtn": 1.5, "gptq": float("inf")}
+_KEPT_ERROR = 1e-12  # relative, of squares: a second scale may be turned into its reciprocal
+SMALLEST_BF16, SMALLEST_HALF = 2.0**-126, 2.0**-14  # of normal numbers
+_WAYS_OUT = {
+    "rtn": "check this machine's memory and disk, then run the same command again",
+    "gptq": "install the llm-compressor version that ktconv supports: pip install 'ktconv[gpu]'",
+}
+
+
+class Deviation:
+    """The error of a matrix, some rows after the other."""
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        method: str,
+        name: str,
+        half: bool,
+        factor: float = 0.0,
+        keeps: bool = False,
+    ) -> None:
+        """`name`: of the tensor, for messages; `half`: whether the source's weights are f16;
+        `factor`: the second scale as it is stored; `keeps`: codes and scales are the source's."""
+        self._scheme, self._method, self._name = scheme, method, name
+        self._half, self._factor, self._keeps = half, factor, keeps
+        self._squared_error = self._squared_source = 0.0
+        self._most_steps, self._zeros, self._elements = 0.0, 0, 0
+
+    def add(self, source: native.Matrix, codes: U8, scales: Array, zeros: U8 | None = None) -> None:
+        """The next rows: their source, codes as bytes, scales as kt_encode leaves them, and codes
+        that mean 0, see `stored_matrix`.
+
+        Raises VerificationError where they cannot be a rounding of it, CheckpointError for weights
+        that the format has no finite number for.
+        """
+        scheme = self._scheme
+        rows, cols = source.rows, source.cols
+        found = None
+        if not self._keeps:
+            factor = tensor_scale(scheme, self._factor)
+            found = audit(scheme.encoding(self._half), source, codes, scales, factor)
+        if found is not None and self._method == "rtn":
+            self._check_rounding(found)
+        if found is None:
+            found = self._compared(source, codes, scales, zeros)
+        if self._method == "rtn" and math.isinf(found.squared_error):
+            self._refuse_infinite(found.squared_source)
+        self._most_steps = max(self._most_steps, found.max_steps)
+        self._squared_error += found.squared_error
+        self._squared_source += found.squared_source
+        self._zeros += found.zeros
+        self._elements += rows * cols
+        most = math.inf if scheme.search else MOST_STEPS[self._method]
+        if not self._most_steps <= most or not np.isfinite(self._squared_error):
+            self._refuse(
+                f"it is up to {self._most_steps:.4g} steps off its source, more than the {most} "
+                "allowed"
+            )
+        if self._keeps and self._squared_error > _KEPT_ERROR * self._squared_source:
+            self._refuse("it is not what its source is, although its codes are kept")
+
+    def _compared(
+        self, source: native.Matrix, codes: U8, scales: Array, zeros: U8 | None
+    ) -> native.EncodedAudit:
+        """Errors in NumPy: of shapes that the C library does not take, and kinds of numbers that
+        it does not compare."""
+        scheme, codes = self._scheme, codes.reshape(source.rows, -1)
+        if scheme.row.is_int and not self._keeps:
+            return compared(scheme, source, codes, scales, scheme.is_half(self._half))
+        stored = stored_matrix(scheme, codes, scales, source.cols, self._half, self._factor, zeros)
+        found, wanted = native.decode(stored), native.decode(source)
+        off = (found - wanted).astype(np.float64)
+        nothing = int(np.count_nonzero(found == 0))
+        wanted_squares = float(np.vdot(wanted.astype(np.float64), wanted))
+        return native.EncodedAudit(
+            wanted_squares, float(np.vdot(off, off)), 0.0, 0.0, nothing, 0, 0
+        )
+
+    def _check_rounding(self, found: native.EncodedAudit) -> None:
+        for wrong, what in (
+            (found.other_scales, "scales are not those of its source's weights"),
+            (found.other_codes, "codes are not its source's weights, rounded to nearest"),
+        ):
+            if wrong:
+                self._refuse(f"{wrong} {what}")
+
+    def _refuse_infinite(self, squared_source: float) -> None:
+        """CheckpointError for weights whose nearest codes stand for infinity: some levels of MXFP4
+        and of integers are beyond the largest weight."""
+        if math.isfinite(squared_source):
+            raise CheckpointError(
+                f"{self._name} would have infinite weights: those of its source are close to the "
+                f"largest float32, and {self._scheme.name} has no finite number near them",
+                "use another format, such as --method fp8 or bf16",
+            )
+
+    def _refuse(self, why: str) -> None:
+        raise VerificationError(f"{self._name} is wrong: {why}", _WAYS_OUT[self._method])
+
+    def finish(self) -> dict[str, float]:
+        """What the manifest records."""
+        relative = self._squared_source and self._squared_error / self._squared_source
+        return {
+            "relative_rms_error": four_digits(relative**0.5),
+            "max_error_steps": four_digits(self._most_steps),
+            "zero_share": four_digits(self._zeros / self._elements),
+        }
+
+
+def compared(
+    scheme: Scheme, source: native.Matrix, codes: U8, scales: U16, half: bool
+) -> native.EncodedAudit:
+    """Errors as the C library measures them, in NumPy, for shapes that it does not take; nothing is
+    compared with the rule."""
+    found = dequantized(scheme, codes.reshape(source.rows, -1), scales, source.cols, half)
+    wanted = native.decode(source)
+    off = (found - wanted).astype(np.float64)
+    steps = np.abs(off).reshape(len(off), scales.shape[1], -1).max(axis=2)
+    step = (f16_to_f32 if half else bf16_to_f32)(scales)
+    precise = step >= (SMALLEST_HALF if half else SMALLEST_BF16)
+    return native.EncodedAudit(
+        float(np.vdot(wanted.astype(np.float64), wanted)),
+        float(np.vdot(off, off)),
+        0.0,
+        float(np.max(steps[precise] / step[precise], initial=0.0)),
+        int(np.count_nonzero(found == 0)),
+        0,
+        0,
+    )
+
+
+def dequantized(scheme: Scheme, packed: U8, scale: U16, cols: int, half: bool) -> F32:
+    """The values [rows, cols] of codes as bytes [rows, bytes] and scales [rows, groups]."""
+    if scheme.bits == 4:
+        levels = np.empty((len(packed), 2 * packed.shape[1]), np.uint8)
+        levels[:, 0::2], levels[:, 1::2] = packed & 15, packed >> 4
+    else:
+        levels = packed
+    values: F32 = levels[:, :cols].astype(np.float32) - np.float32(1 << (scheme.bits - 1))
+    scales = (f16_to_f32 if half else bf16_to_f32)(scale)
+    values.reshape(len(values), scales.shape[1], -1)[:] *= scales[:, :, None]
+    return values
+
+
+def write_matrix(
+    staging: Staging,
+    scheme: Scheme,
+    method: str,
+    module: str,
+    weight: U16,
+    arrays: Mapping[str, Array],
+    dtype: str,
+    verify: bool,
+) -> dict[str, Any]:
+    """Write the three tensors of a quantized matrix; what the manifest records of each.
+
+    `weight`: the source, bits [rows, cols] of `dtype`. `arrays`: weight_packed int32, weight_scale
+    (two-byte floats as uint16), weight_shape int64. Raises VerificationError where one has another
+    shape than planned, differs when read back, or cannot be a rounding of the source.
+    """
+    records: dict[str, Any] = {}
+    written: dict[str, U8] = {}
+    rows, cols = weight.shape
+    for tensor, part in zip(
+        scheme.tensors(module, rows, cols, dtype), PACK_QUANTIZED.parts, strict=True
+    ):
+        array = arrays.get(part)
+        if array is None or array.shape != tensor.shape or array.nbytes != tensor.nbytes:
+            found = "is missing" if array is None else f"has shape {list(array.shape)}"
+            raise VerificationError(
+                f"{tensor.name} should have shape {list(tensor.shape)}, but {found}: the "
+                "installed llm-compressor packs differently than ktconv expects",
+                "install the version that ktconv supports: pip install 'ktconv[gpu]'",
+            )
+        written[part] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        records[tensor.name] = write_tensor(tensor.name, [written[part]], staging, verify)
+    name = f"{module}.weight_packed"
+    deviation = Deviation(scheme, method, name, dtype == "F16")
+    source = native.Matrix(
+        np.ascontiguousarray(weight).reshape(-1).view(np.uint8), dtype, rows, cols
+    )
+    scales = written["weight_scale"].view(np.uint16).reshape(rows, -1)
+    deviation.add(source, written["weight_packed"], scales)
+    records[name] |= deviation.finish()
+    return records

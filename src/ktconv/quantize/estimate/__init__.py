@@ -1,0 +1,1 @@
+"""Errors of a conversion, predicted from a sample of its matrices."""

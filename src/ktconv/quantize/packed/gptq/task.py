@@ -1,0 +1,191 @@
+"""The work of a calibrated conversion: the matrices of one expert, with compensated codes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ktconv import native
+from ktconv.conversion.tasks import Advance
+from ktconv.formats import FORMATS, Slice
+from ktconv.formats.multiples import MULTIPLES
+from ktconv.quantize.packed.folding import expert_exponents
+from ktconv.quantize.packed.gptq.codes import Factor, best_codes
+from ktconv.quantize.packed.gptq.inputs import LayerInputs
+from ktconv.quantize.packed.packing import Part
+from ktconv.quantize.packed.task import QuantizeTask
+from ktconv.source import MoELayer, Projection
+from ktconv.source.reading.buffers import Buffers
+from ktconv.source.reading.matrices import source_bytes, spans_of
+from ktconv.source.reading.reader import SourceReader, Span
+from ktconv.system.arrays import F32, F64, I8, U8
+from ktconv.targets.packed.matrix_check import relative_errors
+from ktconv.targets.packed.proof import CODES, COMPENSATED, ROW_ERROR_BOUND, Proof
+from ktconv.targets.packed.target import Options
+from ktconv.writer.staging import Staging
+
+TOKENS = "calibration_tokens"  # in the manifest, beside CODES
+SEARCHED = "search"  # CODES of an expert with too few tokens
+_DIGITS = 5  # of a bound
+
+
+def expert_memory(layers: Sequence[MoELayer]) -> int:
+    """Bytes that a worker needs at most for an expert of these layers, beside its buffers."""
+    return max((_memory(layer) for layer in layers), default=0)
+
+
+def _memory(layer: MoELayer) -> int:
+    """A second moment as stored, whole and in order, and its factors; then weights as they are and
+    as compensation leaves them, and codes with errors of the best and of one more."""
+    hidden, inner = layer.hidden_size, layer.intermediate_size
+    largest = max(hidden, inner)
+    return 4 * 5 * largest**2 + (4 + 4 + 3 + 1) * hidden * inner
+
+
+@dataclass(frozen=True)
+class CompensatedExpert:
+    """A `Task`: all projections of one expert. gate and up have the same inputs, and so one
+    factor."""
+
+    reader: SourceReader
+    layer: MoELayer
+    expert: int
+    verify: bool  # read back what was written
+    options: Options
+    inputs: LayerInputs
+
+    @property
+    def source_bytes(self) -> int:
+        return sum(map(source_bytes, self.layer.experts[self.expert].values()))
+
+    def spans(self) -> Sequence[Span]:
+        matrices = self.layer.experts[self.expert].values()
+        return [span for matrix in matrices for span in spans_of(matrix)]
+
+    def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
+        exponents = None
+        if self.options.fold:
+            exponents = expert_exponents(self._matrix("down"), buffers)
+        records: dict[str, Any] = {}
+        for projections in self._with_same_inputs():
+            factor = None
+            if self.inputs.is_compensated(self.expert):
+                factor = self.inputs.factor(self.expert, projections[0], exponents)
+            for projection in projections:
+                matrix = self._matrix(projection, exponents)
+                if factor is not None:
+                    matrix = matrix.compensated(factor, buffers)
+                records |= matrix.run(staging, buffers, advance)
+        return records
+
+    def _matrix(self, projection: Projection, exponents: I8 | None = None) -> CalibratedMatrix:
+        """With the codes of the search."""
+        return CalibratedMatrix(
+            self.reader, self.layer, self.expert, projection, self.verify, self.options,
+            self.inputs.importance(self.expert, projection), exponents,
+            tokens=int(self.inputs.counts[self.expert]),
+        )  # fmt: skip
+
+    def _with_same_inputs(self) -> Iterator[list[Projection]]:
+        yield [name for name in self.layer.projections if name != "down"]
+        yield ["down"]
+
+
+@dataclass(frozen=True)
+class CalibratedMatrix(QuantizeTask):
+    """One projection: with codes int8 [N, K] and scales [N, groups of columns] that are given, or
+    those of the search."""
+
+    tokens: int = 0  # of the expert
+    codes: I8 | None = None
+    scales: F32 | None = None
+
+    def compensated(self, factor: Factor, buffers: Buffers) -> CalibratedMatrix:
+        """The same with compensated codes."""
+        fmt = FORMATS[self.options.method]
+        weights = self._weights(buffers)
+        scale = self._searched(weights)
+        group_of_col = np.arange(weights.shape[1]) // (weights.shape[1] // scale.shape[1])
+        codes, scales = best_codes(
+            fmt.layout, weights, factor, scale, group_of_col.astype(np.int32)
+        )
+        return replace(self, codes=codes, scales=scales)
+
+    def _weights(self, buffers: Buffers) -> F32:
+        """The whole matrix as it is quantized. CheckpointError for a NaN or an infinity."""
+        source = self._source()
+        weights = np.empty((self.matrix.rows, self.matrix.cols), np.float32)
+        for chunk, values in source.decoded(buffers.source, buffers.bounce):
+            if not np.isfinite(values).all():
+                row, col = (int(at) for at in np.argwhere(~np.isfinite(values))[0])
+                raise source.not_finite(chunk.start + row, col)
+            weights[chunk.start : chunk.stop] = values
+        return weights
+
+    def _searched(self, weights: F32) -> F32:
+        """Scales [N, G] of all parts: those of down have columns of their own."""
+        found = [self._part_scale(weights, self._owned(i)) for i in range(self.options.numa)]
+        return np.concatenate(found, axis=1 if self.proj == "down" else 0)
+
+    def _part_scale(self, weights: F32, owned: Slice) -> F32:
+        layout, (rows, cols) = FORMATS[self.options.method].layout, owned.shape
+        whole = weights.shape[1]
+        view = native.Matrix(
+            weights.reshape(-1).view(np.uint8), "F32", rows, cols,
+            start=owned.row_start * whole + owned.col_start, row_stride=whole,
+        )  # fmt: skip
+        choice = native.Choice(self.options.scale, self._importance())
+        _, scale = native.quantize(layout, view, choice.columns(owned.col_start, owned.col_stop))
+        searched: F32 = scale.reshape(rows, -1)
+        return searched
+
+    # ---- packing what was chosen ----
+
+    def _pack(
+        self, part: Part, view: native.Matrix, packed: U8, scale: U8, buffers: Buffers
+    ) -> None:
+        if self.codes is None or self.scales is None:
+            super()._pack(part, view, packed, scale, buffers)
+            return
+        owned, layout = part.owned, part.layout
+        first = owned.row_start + part.rows_done
+        rows = slice(first, first + view.rows)
+        codes = layout.plain_codes(self.codes[rows, owned.col_start : owned.col_stop])
+        own = self._own_scales(part)[rows].reshape(layout.scale_shape(*_shape(view)))
+        scale[:] = native.pack_weight(layout, view.rows, view.cols, codes, own, packed)
+
+    def _own_scales(self, part: Part) -> F32:
+        """The columns of `scales` that a part has."""
+        assert self.scales is not None
+        if self.proj != "down":
+            return self.scales
+        count = self.scales.shape[1] // self.options.numa
+        return self.scales[:, part.index * count : (part.index + 1) * count]
+
+    def _proof(self, choice: native.Choice) -> Proof:
+        if self.codes is None:
+            return super()._proof(choice)
+        return Proof(choice, factors=MULTIPLES, row_error=math.inf)
+
+    def _facts(self, part: Part) -> dict[str, Any]:
+        facts = {CODES: SEARCHED if self.codes is None else COMPENSATED, TOKENS: self.tokens}
+        if self.codes is not None:
+            facts[ROW_ERROR_BOUND] = bound_of(relative_errors(part.check.squares))
+        return facts | super()._facts(part)
+
+
+def _shape(view: native.Matrix) -> tuple[int, int]:
+    return view.rows, view.cols
+
+
+def bound_of(errors: F64) -> float:
+    """The largest error of a row, rounded up to a few digits."""
+    largest = float(errors.max())
+    rounded = float(f"{largest:.{_DIGITS}g}")
+    if rounded >= largest:
+        return rounded
+    return float(f"{rounded + 10.0 ** (math.floor(math.log10(largest)) + 1 - _DIGITS):.{_DIGITS}g}")

@@ -1,0 +1,1 @@
+"""Weights of squared errors by input channel: recorded, or derived from the model itself."""

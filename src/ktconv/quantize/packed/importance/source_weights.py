@@ -1,0 +1,162 @@
+"""Weights of squared errors that follow from the model alone (`--importance weights`).
+
+Inputs of gate and up are the outputs of a norm: of mean square n_c^2 in channel c, if n are the
+weights of the norm and what goes into it is alike in all channels. An input of down is the product
+of an output of up and the activation of one of gate, and these have mean squares that grow with
+those of their rows: with u_i and g_i row i of up and gate,
+
+    v_c = n_c^2 for gate and up
+    v_i = sum((u_i n)^2) sum((g_i n)^2) for down; of experts without a gate sum((u_i n)^2), and its
+          square where they square it (relu2)
+
+docs/calibration.md has what this gains.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ktconv.conversion.tasks import Advance
+from ktconv.errors import CheckpointError
+from ktconv.quantize.packed.folding import FoldTask
+from ktconv.quantize.packed.importance.channel_weights import normalised
+from ktconv.quantize.packed.importance.coverage import LayerCoverage
+from ktconv.quantize.packed.importance.row_squares import row_squares, squares_memory
+from ktconv.quantize.packed.task import QuantizeTask
+from ktconv.source import Checkpoint, MoELayer, Projection
+from ktconv.source.reading.buffers import Buffers
+from ktconv.source.reading.norms import find_norm, norm_scale
+from ktconv.source.reading.reader import SourceReader, Span
+from ktconv.source.reading.tensors import SourceTensors
+from ktconv.system.arrays import F32, F64
+from ktconv.system.units import listed
+from ktconv.targets.packed.target import BY_WEIGHTS
+from ktconv.writer.staging import Staging
+
+_TOGETHER = 8  # threads that add up squares at a time, each with buffers of its own
+_KEPT = 64  # experts whose weights of down are kept
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeights:
+    """Those of one layer that follow from its norm alone."""
+
+    gate_up: F32 | None  # [H]; None: all errors count the same
+
+    def of(self, expert: int, projection: Projection) -> F32 | None:
+        """[inputs]; None of down, too, whose weights `SourceWeights.of` computes."""
+        return None if projection == "down" else self.gate_up
+
+
+class SourceWeights:
+    """Weights of some layers of a checkpoint; the same interface as that of a file's."""
+
+    record = BY_WEIGHTS
+    coverage: Mapping[int, LayerCoverage] = {}  # no text, and so no tokens
+
+    def __init__(self, checkpoint: Checkpoint, layers: Sequence[MoELayer]) -> None:
+        """Reads the norms. CheckpointError for a NaN or an infinity in one."""
+        self._layers = {layer.index: layer for layer in layers}
+        self._reader = SourceReader(checkpoint.files, checkpoint.sources)
+        self._norms = _norms(checkpoint, layers)
+        self.notes = _notes([layer.index for layer in layers if layer.index not in self._norms])
+        self._gate_up = {index: normalised(_squared(norm)) for index, norm in self._norms.items()}
+        self._down = lru_cache(_KEPT)(self._compute_down)
+        self._places = threading.BoundedSemaphore(_TOGETHER)
+
+    def layer(self, index: int) -> NormWeights:
+        """What is known before matrices are read."""
+        return NormWeights(self._gate_up.get(index))
+
+    def of(self, layer: int, expert: int, projection: Projection) -> F32 | None:
+        """[inputs of this matrix] of mean 1; None: all count the same. For use from several
+        threads. Reads up and gate for those of down; CheckpointError for a NaN or an infinity."""
+        if projection == "down":
+            return self._down(layer, expert)
+        return self._gate_up.get(layer)
+
+    def memory(self, layers: int) -> int:
+        """Bytes, of any number of layers."""
+        kept = sum(2 * norm.nbytes for norm in self._norms.values())
+        kept += 4 * _KEPT * max(layer.intermediate_size for layer in self._layers.values())
+        matrices = (matrix for layer in self._layers.values() for matrix in layer.kinds)
+        return kept + _TOGETHER * max(map(squares_memory, matrices))
+
+    def _compute_down(self, layer: int, expert: int) -> F32 | None:
+        matrices = self._layers[layer].experts[expert]
+        norm = self._norms.get(layer)
+        if norm is None:
+            norm = np.ones(matrices["up"].cols, np.float32)
+        with self._places:
+            squares = row_squares(self._reader, matrices["up"], norm)
+            if "gate" in matrices:
+                squares = squares * row_squares(self._reader, matrices["gate"], norm)
+        if self._layers[layer].activation.function == "relu2":
+            squares = squares * squares
+        return normalised(squares)
+
+
+def _norms(checkpoint: Checkpoint, layers: Sequence[MoELayer]) -> dict[int, F32]:
+    """What each layer's norm multiplies the experts' inputs by, [H]; without those of other widths,
+    as where inputs are latent, and those that cannot be read or are 0."""
+    tensors, config = SourceTensors(checkpoint), checkpoint.config
+    found = {}
+    for layer in layers:
+        norm = find_norm(tensors, config, layer)
+        if norm is None or norm.shape != (layer.hidden_size,):
+            continue
+        scale = norm_scale(tensors, config, layer, norm)
+        if not np.isfinite(scale).all():
+            raise CheckpointError(
+                f"tensor {norm.name} in {norm.file} contains a NaN or an infinity",
+                "download the file again; if the original contains it, convert without "
+                "--importance weights",
+            )
+        if scale.any():
+            found[layer.index] = scale
+    return found
+
+
+def _squared(norm: F32) -> F64:
+    wide = norm.astype(np.float64)
+    return wide * wide
+
+
+def _notes(without: list[int]) -> list[str]:
+    if not without:
+        return []
+    return [
+        f"{listed('layer', without)}: no known norm before the experts: all errors of "
+        "gate and up count the same there, and those of down by the rows of up and gate alone"
+    ]
+
+
+@dataclass(frozen=True)
+class WeighedTask:
+    """Converts down, alone or folded with up, with weights that its worker computes."""
+
+    task: QuantizeTask | FoldTask
+    weights: SourceWeights
+
+    @property
+    def source_bytes(self) -> int:
+        return self.task.source_bytes
+
+    def spans(self) -> Sequence[Span]:
+        return self.task.spans()
+
+    def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
+        if isinstance(self.task, FoldTask):
+            folded = replace(self.task, down=self._weighed(self.task.down))
+            return folded.run(staging, buffers, advance)
+        return self._weighed(self.task).run(staging, buffers, advance)
+
+    def _weighed(self, down: QuantizeTask) -> QuantizeTask:
+        found = self.weights.of(down.layer.index, down.expert, "down")
+        return replace(down, importance=found)

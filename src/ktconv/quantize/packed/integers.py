@@ -1,0 +1,47 @@
+"""Which integers of a source go unchanged into INT8 and INT4, by its headers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ktconv.source import BlockGrid, ExpertMatrix, MoELayer
+from ktconv.targets.packed.target import Options
+
+
+def may_be_kept(matrix: ExpertMatrix) -> bool:
+    """Whether it has integers with one scale per row, as packed rows have."""
+    scale = matrix.scale
+    whole = scale is not None and scale.block_cols >= matrix.cols
+    return matrix.element.integer_zero is not None and whole
+
+
+def integer_notes(layers: Iterable[MoELayer], options: Options) -> Sequence[str]:
+    """A sentence for every way in which integers of the source are treated."""
+    kinds = (matrix for layer in layers for matrix in layer.kinds)
+    integers = (matrix for matrix in kinds if matrix.element.integer_zero is not None)
+    return list(dict.fromkeys(_note(matrix, options) for matrix in integers))
+
+
+def _note(matrix: ExpertMatrix, options: Options) -> str:
+    if options.calibrate is not None:
+        return "integers of the source are quantized anew: --calibrate"
+    if options.requantize or options.compat:
+        option = "--requantize" if options.requantize else "--compat"
+        return f"integers of the source are quantized anew: {option}"
+    found, scale = matrix.quantization, matrix.scale
+    assert found is not None
+    assert scale is not None
+    if scale.block_cols < matrix.cols:
+        return (
+            f"integers with a scale for {scale.block_cols} inputs are quantized anew, because "
+            "packed rows have one scale each"
+        )
+    if isinstance(found.zero_point, BlockGrid):
+        return (
+            "integers with one scale per row are kept unchanged where all zero points of a matrix "
+            "are symmetric and no number is beyond the packed levels; other rows are quantized anew"
+        )
+    return (
+        "integers with one scale per row are kept unchanged; only rows with a number beyond the "
+        "packed levels (-128 in INT8, -8 in INT4) are quantized anew"
+    )

@@ -1,0 +1,127 @@
+"""What all tasks of quantize-cpu share: packing some rows, writing, reading back, comparing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ktconv import native
+from ktconv.conversion.tasks import ExpertTask, four_digits, write_tensor
+from ktconv.errors import VerificationError
+from ktconv.formats import FORMATS, Kind, Matrix, Slice, TensorId, split, tensor_name
+from ktconv.native import Layout
+from ktconv.source.reading.buffers import Buffers
+from ktconv.system.arrays import U8
+from ktconv.system.checksums import Checksum
+from ktconv.targets.packed.matrix_check import MatrixCheck, Packed, Violation
+from ktconv.targets.packed.proof import Proof
+from ktconv.targets.packed.target import Options
+from ktconv.writer.journal import Record
+from ktconv.writer.staging import Staging
+
+
+class Part:
+    """One part of a matrix while its rows arrive: checksum, scales, comparison. `shape` is that of
+    what is packed, `owned` what it has of the source."""
+
+    def __init__(
+        self,
+        index: int,
+        owned: Slice,
+        shape: tuple[int, int],
+        layout: Layout,
+        choice: native.Choice,
+        check: MatrixCheck,
+    ) -> None:
+        self.index, self.owned, self.layout, self.check = index, owned, layout, check
+        self.cols, self.choice = shape[1], choice
+        self.digest = Checksum()
+        self.scale = native.aligned_bytes(layout.scale_size(*shape))
+        self.rows_done = 0
+        self.bytes_done = 0
+
+
+@dataclass(frozen=True)
+class PackingTask(ExpertTask):
+    """Packs a matrix of one expert, a few rows at a time."""
+
+    options: Options
+
+    @property
+    def packed_as(self) -> Matrix:
+        """What the packed matrix is called."""
+        return self.proj
+
+    def _owned(self, index: int) -> Slice:
+        """What a part has of the source."""
+        layer = self.layer
+        return split(
+            self.proj, layer.hidden_size, layer.intermediate_size, index, self.options.numa
+        )
+
+    def _new_part(
+        self, index: int, shape: tuple[int, int], choice: native.Choice, proof: Proof
+    ) -> Part:
+        fmt = FORMATS[self.options.method]
+        weight = TensorId(self.layer.index, self.packed_as, self.expert, index, "weight")
+        check = MatrixCheck(fmt, weight, *shape, _refuse, proof)
+        return Part(index, self._owned(index), shape, fmt.layout, choice, check)
+
+    def _name(self, part: Part, kind: Kind) -> str:
+        return tensor_name(self.layer.index, self.packed_as, self.expert, part.index, kind)
+
+    def _write_rows(
+        self, view: native.Matrix, part: Part, staging: Staging, buffers: Buffers
+    ) -> None:
+        """Quantize, pack and write the next rows of a part. NonFiniteError for a NaN or Inf."""
+        packed = buffers.packed[: native.packed_size(part.layout, view.rows, part.cols)]
+        done = part.rows_done, part.rows_done + view.rows
+        start, stop = (part.layout.scale_size(rows, part.cols) for rows in done)
+        scale = part.scale[start:stop]
+        self._pack(part, view, packed, scale, buffers)
+        name = self._name(part, "weight")
+        staging.write(name, packed.data, part.bytes_done)
+        if self.verify:
+            written = buffers.readback[: packed.nbytes]
+            staging.read(name, written.data, part.bytes_done)
+            packed = written
+        part.digest.update(packed.data)
+        part.check.compare(view, part.rows_done, Packed(packed, scale, view.rows))
+        part.rows_done += view.rows
+        part.bytes_done += packed.nbytes
+
+    def _pack(
+        self, part: Part, view: native.Matrix, packed: U8, scale: U8, buffers: Buffers
+    ) -> None:
+        """The next rows of a part into `packed` and `scale`. NonFiniteError for a NaN or Inf."""
+        native.quantize_pack(part.layout, view, packed, scale, buffers.scratch, part.choice)
+
+    def _facts(self, part: Part) -> dict[str, Any]:
+        """What the manifest records of a part's weights beside checksum and errors."""
+        return {}
+
+    def _finish(self, parts: Sequence[Part], staging: Staging) -> dict[str, Record]:
+        """Writes the scales; returns the manifest's record of each tensor."""
+        records: dict[str, Record] = {}
+        for part in parts:
+            name = self._name(part, "scale")
+            scale = write_tensor(name, [part.scale], staging, self.verify)
+            errors = part.check.finish().as_dict()
+            records[self._name(part, "weight")] = {
+                **part.digest.record(),
+                "relative_rms_error": four_digits(errors["relative_rms_error"]),
+                "max_error_steps": four_digits(errors["max_error_steps"]),
+                "zero_share": four_digits(errors["zero_share"]),
+                **self._facts(part),
+            }
+            records[name] = scale
+        return records
+
+
+def _refuse(violation: Violation) -> None:
+    """What was just packed does not match its source."""
+    raise VerificationError(
+        violation.message,
+        "check this machine's memory and disk, then run the same command again",
+    )

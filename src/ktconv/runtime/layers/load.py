@@ -1,0 +1,315 @@
+"""Experts of a converted model, mapped from its shards without a copy."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ktconv import native
+from ktconv.errors import CheckpointError, UsageError
+from ktconv.families.activations import NAMES, expert_activation
+from ktconv.families.config import USUAL_TOP_K, top_k_of
+from ktconv.families.family import ExpertActivation
+from ktconv.formats import Kind, Projection, TensorId, kinds_of, scales
+from ktconv.native import Activation, Expert, PackedMatrix
+from ktconv.native.arrays import aligned_to
+from ktconv.runtime.layers.experts import Experts, OutputNorm
+from ktconv.runtime.layers.slots import Slots, slot_origins
+from ktconv.runtime.layers.unpacked import packed_streams
+from ktconv.source import TensorRef
+from ktconv.source.activations import of_records
+from ktconv.source.config import CONFIG_NAME, read_config
+from ktconv.source.towers import tower_config
+from ktconv.system.arrays import Array
+from ktconv.targets.packed.weights import PackedWeights, map_pages, name_of, open_packed
+from ktconv.writer.manifest import Manifest, read_run
+
+# Functions of the gate's outputs, and of up's where there is no gate: what kernels call them.
+_GATED = {"silu": "swiglu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+_UNGATED = {
+    "relu2": "relu2", "relu": "relu", "gelu": "ungated_gelu", "gelu_tanh": "ungated_gelu_tanh",
+}  # fmt: skip
+
+
+def activation_of(config: Mapping[str, Any], layer: int | None = None) -> Activation:
+    """The activation of the routed experts of `layer`, from a model's config.json; see
+    `expert_activation`. Raises CheckpointError also where kernels do not have it."""
+    return kernel_activation(expert_activation(config, layer))
+
+
+def kernel_activation(found: ExpertActivation) -> Activation:
+    """The kernels' name for it. Biases, weights and norms are not part of that."""
+    functions = _GATED if found.gated else _UNGATED
+    if found.function not in functions:
+        where = "" if found.gated else " of experts without a gate"
+        raise CheckpointError(
+            f"config.json names the activation {found.function!r}{where}, which the kernels "
+            "do not support",
+            f"supported: {', '.join(sorted(NAMES if found.gated else _UNGATED))}",
+        )
+    if not found.supported:
+        raise CheckpointError(
+            f"config.json describes the activation {found}, which the kernels do not support",
+            "check hidden_act and the settings whose names begin with swiglu_, mlp_ and "
+            "activation_situ_ there",
+        )
+    if found.alpha is not None:
+        return Activation("swiglu", found.alpha, 1.0, found.limit)
+    if found.capped:
+        return Activation("softcap", found.gate_cap, found.up_cap, found.limit)
+    if found.limit_after:
+        return Activation("swiglu_clamped", limit=found.limit)
+    return Activation(functions[found.function], limit=found.limit)
+
+
+def expert_activation_of(kernels: Activation) -> ExpertActivation:
+    """The inverse of `kernel_activation`."""
+    if kernels.function == "softcap":
+        return ExpertActivation(gate_cap=kernels.alpha, up_cap=kernels.beta, limit=kernels.limit)
+    if kernels.function == "swiglu_clamped":
+        return ExpertActivation(limit=kernels.limit, limit_after=True)
+    if kernels.beta:
+        return ExpertActivation(alpha=kernels.alpha, limit=kernels.limit)
+    functions = _GATED if kernels.gated else _UNGATED
+    (function,) = (ours for ours, name in functions.items() if name == kernels.function)
+    return ExpertActivation(function, kernels.gated, limit=kernels.limit)
+
+
+def experts_per_token(directory: Path, layer: int | None = None) -> int:
+    """The model's top-k (of `layer`, where layers differ); 8 where config.json is missing or does
+    not say."""
+    return top_k_of(ConvertedModel(directory).config, layer) or USUAL_TOP_K
+
+
+def moe_layers(directory: Path) -> list[int]:
+    """Layers whose packed experts lie in `directory`."""
+    return ConvertedModel(directory).layers
+
+
+def open_experts(
+    directory: Path,
+    layer: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    slots: Slots | None = None,
+) -> Experts:
+    """One layer's experts (the first that has some, if not told), of shards or layer folders.
+
+    `settings`: those of the model's config.json, where `directory` does not say what experts
+    compute. `slots`: see `slot_origins`; slots of the same expert share its memory. Method, sizes
+    and number of parts follow from the tensors' sizes. The norm that some models apply to each
+    expert's output is not part of it. Raises CheckpointError if tensors are missing, contradict
+    each other or have scales that are no numbers, UsageError if there is no such layer, or for
+    `slots` that it cannot have.
+    """
+    return open_layer(directory, layer, settings, slots)[1]
+
+
+def open_layer(
+    directory: Path,
+    layer: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    slots: Slots | None = None,
+) -> tuple[int, Experts]:
+    """open_experts, with the layer's number."""
+    model = ConvertedModel(directory, settings, layer)
+    if not model.layers:  # the error tells the layers that it has
+        model = ConvertedModel(directory, settings)
+    return model.open_layer(layer, slots)
+
+
+class ConvertedModel:
+    """The packed experts of a directory, with what its manifest and config.json say.
+
+    Each is read once, when it is first needed, for all layers; or, with `layer`, for this one, so
+    that other headers are not parsed. `settings`: as for `open_experts`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        settings: Mapping[str, Any] | None = None,
+        layer: int | None = None,
+    ) -> None:
+        self.directory, self._settings, self._layer = directory, settings or {}, layer
+
+    @cached_property
+    def packed(self) -> PackedWeights:
+        """Its headers."""
+        return open_packed(self.directory, self._layer)
+
+    def other(self, names: Sequence[str]) -> TensorRef | None:
+        """The first of these tensors that it has beside the experts."""
+        found = self.packed.others
+        if self._layer is not None and not any(name in found for name in names):
+            found = open_packed(self.directory).others
+        return next((found[name] for name in names if name in found), None)
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """Without its units; None where another tool wrote the output."""
+        return read_run(self.directory)
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """Empty where other tools wrote none: then the activation is SiLU, as nearly always."""
+        if not (self.directory / CONFIG_NAME).exists():
+            return {}
+        tower = self.manifest.tower if self.manifest else None
+        return tower_config(read_config(self.directory).content, tower)
+
+    @cached_property
+    def _recorded(self) -> Mapping[int, ExpertActivation]:
+        return (of_records(self.manifest.geometry) if self.manifest else None) or {}
+
+    @property
+    def layers(self) -> list[int]:
+        """Numbers of layers with packed experts."""
+        return list(self.packed.layers)
+
+    def activation(self, layer: int) -> ExpertActivation:
+        """By the manifest, since a map of names may have given it; where that does not say it by
+        config.json, else by `settings`, else SiLU."""
+        stated = expert_activation(self.config or self._settings, layer)
+        return self._recorded.get(layer, stated)
+
+    def open_layer(
+        self, layer: int | None = None, slots: Slots | None = None
+    ) -> tuple[int, Experts]:
+        """See `open_experts`; with the layer's number."""
+        if self.packed.damaged:
+            raise CheckpointError(next(iter(self.packed.damaged.values())), "convert it again")
+        if not self.layers:
+            raise CheckpointError(
+                f"{self.directory} contains no packed experts",
+                "give an OUTPUT of ktconv quantize-cpu --method int4 or int8",
+            )
+        wanted = self.layers[0] if layer is None else layer
+        if wanted not in self.layers:
+            raise UsageError(
+                f"{self.directory} has no experts of layer {wanted}", f"it has {self.layers}"
+            )
+        activation = kernel_activation(self.activation(wanted))
+        experts = packed_experts(self.packed, wanted, activation, slots=slots)
+        _expect_finite_scales(self.packed, wanted)
+        return wanted, experts
+
+
+def _expect_finite_scales(packed: PackedWeights, layer: int) -> None:
+    """Another one makes its row NaN whenever its expert has a token, and only then."""
+    geometry, mapped = packed.geometry(layer), _Mapped(packed, layer)
+    fmt = geometry.format
+    assert fmt is not None  # what geometry() sees to
+    for tensor in geometry.tensors(layer):
+        if tensor.kind == "weight":
+            continue
+        stored = mapped.get(tensor)
+        if tensor.kind == "bias":
+            numbers: Array = stored.view("<f4")
+        else:
+            numbers = scales.values(fmt, stored.view(fmt.layout.scale_array))
+        if not np.isfinite(numbers).all():
+            raise CheckpointError(
+                f"{name_of(tensor)} of {packed.directory} contains a {tensor.kind} that is not "
+                "finite",
+                "convert it again",
+            )
+
+
+def packed_experts(
+    packed: PackedWeights,
+    layer: int,
+    activation: Activation,
+    norm: OutputNorm | None = None,
+    slots: Slots | None = None,
+) -> Experts:
+    """One layer of packed weights that are open already. Slots of experts that were left out of it
+    have no origin. UsageError for `slots` that it cannot have."""
+    geometry = packed.geometry(layer)
+    fmt = geometry.format
+    assert fmt is not None  # what geometry() sees to
+    expect_gates(geometry.gated, activation, f"layer {layer} of {packed.directory}")
+    wanted, mapped = slot_origins(slots, geometry.experts), _Mapped(packed, layer)
+    experts = {e: mapped.parts(e) for e in set(wanted) - geometry.elsewhere}
+    rows = [
+        [experts[e][part] if e in experts else None for e in wanted]
+        for part in range(geometry.parts)
+    ]
+    try:
+        made = native.Layer(fmt.layout, activation, geometry.hidden, geometry.intermediate, rows)
+    except ValueError as error:
+        raise CheckpointError(
+            f"layer {layer} of {packed.directory}: {error}", "convert it again"
+        ) from None
+
+    sizes = geometry.hidden, geometry.intermediate
+    return Experts(
+        fmt,
+        made,
+        activation,
+        [e if e in experts else None for e in wanted],
+        lambda e: packed_streams(fmt, *sizes, experts[e]),
+        release=mapped.release,
+        norm=norm,
+    )
+
+
+def expect_gates(gated: bool, activation: Activation, where: str) -> None:
+    """CheckpointError unless experts have gates exactly if their activation needs them."""
+    if gated == activation.gated:
+        return
+    raise CheckpointError(
+        f"the experts in {where} {'have gates' if gated else 'have no gate'}, but the activation "
+        f"{activation.function} {'needs one' if activation.gated else 'has none'}",
+        "check that config.json belongs to these weights",
+    )
+
+
+class _Mapped:
+    """The tensors of a layer, each file mapped once."""
+
+    def __init__(self, packed: PackedWeights, layer: int) -> None:
+        self._packed, self._layer, self._geometry = packed, layer, packed.geometry(layer)
+        self._files: dict[Path, tuple[mmap.mmap, Array]] = {}
+
+    def get(self, tensor: TensorId) -> Array:
+        place = self._packed.place(tensor)
+        if place.file not in self._files:
+            pages = map_pages(place.file)
+            self._files[place.file] = pages, np.frombuffer(pages, np.uint8)
+        return self._files[place.file][1][place.offset : place.offset + place.nbytes]
+
+    def parts(self, expert: int) -> list[Expert]:
+        """The matrices of each part of an expert."""
+
+        def of(proj: Projection, part: int) -> PackedMatrix:
+            return self._matrix(proj, expert, part)
+
+        gated = self._geometry.gated
+        return [
+            (of("gate", part) if gated else None, of("up", part), of("down", part))
+            for part in range(self._geometry.parts)
+        ]
+
+    def _matrix(self, proj: Projection, expert: int, part: int) -> PackedMatrix:
+        fmt = self._geometry.format
+        assert fmt is not None  # what geometry() sees to
+        found: dict[Kind, Array] = {
+            kind: self.get(TensorId(self._layer, proj, expert, part, kind))
+            for kind in kinds_of(proj, part, self._geometry.biased)
+        }
+        bias = found.get("bias")
+        return PackedMatrix(
+            found["weight"],
+            aligned_to(found["scale"], fmt.layout.scale_array.itemsize),
+            None if bias is None else aligned_to(bias, 4).view(np.float32),
+        )
+
+    def release(self) -> None:
+        """Pages that were read do not count as this process's memory any more."""
+        for pages, _ in self._files.values():
+            pages.madvise(mmap.MADV_DONTNEED)

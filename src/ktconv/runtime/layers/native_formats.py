@@ -1,0 +1,96 @@
+"""Which weight formats of the kernels hold the numbers of a stored matrix exactly, by its headers.
+
+A format holds a matrix if a code of the format is a stored number, and if all that share a scale in
+the format share one in the source: a scale that is stored once is written as often as needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ktconv.formats import FORMATS, Format
+from ktconv.native.layouts import INNER_COLS
+from ktconv.runtime.layers.ggml_blocks import CODED_BLOCKS, COLS
+from ktconv.source import BlockGrid, ExpertMatrix, MoELayer
+from ktconv.source.elements import BF16, F4_E0M3, F4_E2M1, F8_E4M3
+
+# kt_format of integers, the preferred ones first.
+_LEVELS = ("int4", "gint4", "int8", "gint8")
+_WIDE = ("int8", "gint8")
+_CODES = {  # kt_format of numbers that are stored as they are
+    BF16.name: ("bf16",),
+    F8_E4M3.name: ("fp8", "bf16"),  # bf16: times a power of two
+    F4_E2M1.name: ("mxfp4", "nvfp4"),
+    F4_E0M3.name: ("gint4",),  # quarters
+    **{name: (block.codes,) for name, block in CODED_BLOCKS.items()},
+}
+
+
+def formats_of_layer(layer: MoELayer, experts: Sequence[int] | None = None) -> list[Format]:
+    """Formats that hold all matrices of a layer, or of some of its experts, best first.
+
+    What headers do not show can still stand against it: see `plain_codes` and `plain_scales`.
+    """
+    chosen = range(len(layer.experts)) if experts is None else experts
+    matrices = [matrix for one in chosen for matrix in layer.experts[one].values()]
+    possible = _preferred(matrices[0])
+    return [fmt for fmt in possible if all(_holds(fmt, matrix) for matrix in matrices)]
+
+
+def _preferred(matrix: ExpertMatrix) -> list[Format]:
+    """The formats whose codes may hold a matrix, best first."""
+    return [fmt for code in _codes_of(matrix) for fmt in _rows(code, matrix)]
+
+
+def _rows(code: str, matrix: ExpertMatrix) -> list[Format]:
+    """Rows of the table: first those with the source's own blocks, then those with the most columns
+    to a scale."""
+    cols, grid = matrix.cols, matrix.scale
+    own = (grid.block_rows, grid.block_cols) if grid else (1, cols)
+    rows = [fmt for fmt in FORMATS.values() if fmt.code == code]
+    return sorted(rows, key=lambda fmt: (scale_block(fmt, cols) != own, -(fmt.group or cols)))
+
+
+def _codes_of(matrix: ExpertMatrix) -> Sequence[str]:
+    unit = matrix.element
+    if unit.integer_zero is None:
+        return _CODES.get(unit.name, ())
+    bits = 8 * unit.unit_bytes // (unit.unit_rows * unit.unit_cols)
+    return _LEVELS if bits <= 4 else _WIDE
+
+
+def scale_block(fmt: Format, cols: int) -> tuple[int, int]:
+    """Rows and columns of a matrix with so many columns that share a scale in `fmt`: one of those
+    among its codes, where there are some."""
+    if inner := fmt.traits.inner_scales:
+        return 1, INNER_COLS // inner
+    return (fmt.traits.scale_rows, fmt.group) if fmt.group else (1, cols)
+
+
+def _holds(fmt: Format, matrix: ExpertMatrix) -> bool:
+    grid = matrix.scale
+    if fmt.code not in _codes_of(matrix):
+        return False
+    if matrix.element.name in CODED_BLOCKS:
+        return grid is None and fmt.group == COLS
+    if fmt.scale_dtype == "none":
+        powers = grid is not None and grid.number == "E8M0"
+        return powers if matrix.element == F8_E4M3 else grid is None
+    if grid is None or (fmt.traits.inner_scales and grid.number != "E4M3"):
+        return False
+    return _is_refined(grid, matrix, *scale_block(fmt, matrix.cols))
+
+
+def _is_refined(grid: BlockGrid, matrix: ExpertMatrix, rows: int, cols: int) -> bool:
+    """Whether each block of `rows` x `cols` of a matrix, from its first element on, lies in a block
+    of its grid."""
+    return _lie_within(rows, matrix.rows, grid.block_rows, grid.row_origin) and _lie_within(
+        cols, matrix.cols, grid.block_cols, grid.col_origin
+    )
+
+
+def _lie_within(step: int, length: int, block: int, origin: int) -> bool:
+    """The same along an axis of `length`, whose first element is number `origin` of the grid's."""
+    if origin % block + length <= block:
+        return True  # all of the axis does
+    return block % step == 0 and origin % step == 0

@@ -1,0 +1,273 @@
+"""Opening MoE checkpoints, safetensors or GGUF: where the weights of each expert are stored.
+
+    checkpoint = open_checkpoint("path/to/model")
+    checkpoint.layers[0].experts[5]["gate"]     # an ExpertMatrix: file, offset, strides
+
+Only headers are read, each once; torch and numpy are not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ktconv.errors import CheckpointError, UsageError
+from ktconv.families.activations import assumed_activation, expert_activation
+from ktconv.families.family import PROJECTIONS, ExpertActivation, Projection
+from ktconv.source.adapters import adapter_notes
+from ktconv.source.agreement import check_agreement
+from ktconv.source.config import (
+    CONFIG_NAME,
+    ConfigFile,
+    check_quantize_config,
+    interpret_config,
+    read_config,
+    read_description,
+)
+from ktconv.source.gguf.config import config_of_metadata, refuse_unread
+from ktconv.source.gguf.hub_names import HUB_NAMES
+from ktconv.source.index import Index, unlisted_tensors
+from ktconv.source.layers import build_layers
+from ktconv.source.locate import locate_model
+from ktconv.source.mapped import Mapped, check_encodings, split_mapped
+from ktconv.source.mapped import notes_of as notes_of_map
+from ktconv.source.naming_map import NamingMap, map_of_record, read_map
+from ktconv.source.safetensors_file import Header, read_header
+from ktconv.source.shards import (
+    ShardSelection,
+    deciding_index,
+    file_names,
+    notes_of,
+    read_shards,
+    select_shards,
+)
+from ktconv.source.stacks import split_tensors
+from ktconv.source.towers import MODALITIES, choose_tower
+from ktconv.source.types import (
+    BlockGrid,
+    Checkpoint,
+    ExpertMatrix,
+    MoELayer,
+    Quantization,
+    SourceFile,
+    TensorRef,
+)
+from ktconv.system.collector import collector_paused
+from ktconv.system.text import path_text
+
+
+@collector_paused()
+def open_checkpoint(
+    model: str | Path,
+    config_directory: str | Path | None = None,
+    naming: NamingMap | None = None,
+    tower: str | None = None,
+) -> Checkpoint:
+    """Open the checkpoint that `model` means, see `locate_model`.
+
+    config.json and other side files are those of `config_directory`, else those beside the
+    safetensors files; a GGUF model without it has a config.json of its metadata. `naming`: a map
+    for names that are not known. `tower`: of several that have experts; None: the language model.
+    Everything that headers contain is validated. Raises CheckpointError (or ResourceError where the
+    system refuses) with the file or tensor in its message.
+    """
+    place = locate_model(model)
+    selection = select_shards(place)
+    side_directory = _side_directory(place, selection, config_directory)
+    config = None if side_directory is None else read_config(side_directory)
+    headers = read_shards(selection)
+    if selection.gguf:
+        refuse_unread(headers)
+        _refuse_map(naming)
+    if config is None:
+        config = config_of_metadata(headers[0])
+    tensors = (tensor for header in headers for tensor in header.tensors)
+    content, mapped = config.content, None
+    if naming is None:
+        split = split_tensors(tensors)
+    else:
+        content = naming.applied(content)
+        split, mapped = split_mapped(list(tensors), naming)
+    described = {} if selection.gguf else read_description(place)
+    with _indexed(selection.index, headers), _naming(headers[0], config), _mapping(mapped):
+        chosen = choose_tower(split, content, tower)
+        if chosen is not None:
+            split, content = chosen.split, chosen.config
+        apart = chosen is None or chosen.name not in MODALITIES[1:]  # has routers of its own names
+        settings = interpret_config(content, described)
+        layers, notes = build_layers(split, settings, apart)
+        if apart:
+            notes = [*notes, *check_agreement(content, settings, layers, split.others)]
+        if chosen is not None:
+            layers = [replace(one, first_expert=chosen.first_expert) for one in layers]
+            notes = [*chosen.notes, *notes]
+        layers = [replace(one, activation=_activation(content, one)) for one in layers]
+        if assumed := assumed_activation(content):
+            notes = [*notes, assumed]
+        if mapped is not None:
+            check_encodings(layers, mapped)
+            notes = [*notes_of_map(mapped, config.content), *map(mapped.spelt, notes)]
+    if side_directory and any("gptq" in layer.encoding for layer in layers):
+        check_quantize_config(side_directory, content)
+    if config.made is not None:
+        notes = [_of_metadata(note, headers[0]) for note in notes]
+    architecture = str(headers[0].metadata.get("general.architecture")) if selection.gguf else None
+    if hub_names := HUB_NAMES.get(architecture or ""):
+        layers = [replace(one, hub_names=hub_names.experts(one.index)) for one in layers]
+    sources = [SourceFile(CONFIG_NAME, config.file_bytes, None, config.sha256)]
+    for header in headers:
+        name = path_text(header.file.name)
+        sources.append(_source_file(name, header))
+    if index := deciding_index(selection, headers):
+        sources.append(index.state)
+    selected = [*notes_of(selection, headers), *_adapters_beside(place, side_directory)]
+    return Checkpoint(
+        path=selection.files[0] if selection.gguf else place,
+        config=content,
+        whole_config=config.content if chosen else None,
+        files=selection.files,
+        layers=layers,
+        other_tensors=split.others,
+        notes=[*selected, *notes],
+        sources=sources if config.made is None else sources[1:],
+        side_directory=side_directory,
+        made_files={} if config.made is None else {CONFIG_NAME: config.made},
+        architecture=architecture,
+        tower=None if chosen is None else chosen.name,
+        mapped=mapped,
+        unused_bytes=sum(header.unused_bytes for header in headers),
+        index_decides=index is not None,
+    )
+
+
+def _adapters_beside(place: Path, side_directory: Path | None) -> list[str]:
+    """Notes on adapters in the directories of weights and of side files."""
+    directories = {one: None for one in (place, side_directory) if one is not None and one.is_dir()}
+    return [note for one in directories for note in adapter_notes(one, file_names(one))]
+
+
+def _source_file(name: str, header: Header) -> SourceFile:
+    return SourceFile(name, header.file_bytes, header.mtime_ns, header.sha256, header.etag)
+
+
+def _side_directory(
+    place: Path, selection: ShardSelection, given: str | Path | None
+) -> Path | None:
+    if given is None:
+        return None if selection.gguf else place
+    if not Path(given).is_dir():
+        raise UsageError(
+            f"--config {given} is not a directory", f"name a directory with {CONFIG_NAME}"
+        )
+    return Path(given)
+
+
+def _activation(config: Mapping[str, Any], layer: MoELayer) -> ExpertActivation:
+    return replace(expert_activation(config, layer.index), biases=layer.biased)
+
+
+def _of_metadata(text: str, header: Header) -> str:
+    return text.replace(CONFIG_NAME, f"the metadata of {header.file.name}")
+
+
+@contextmanager
+def _naming(header: Header, config: ConfigFile) -> Iterator[None]:
+    """Errors name the metadata where there is no config.json."""
+    try:
+        yield
+    except CheckpointError as error:
+        if config.made is None:
+            raise
+        message = _of_metadata(str(error), header)
+        raise CheckpointError(
+            message,
+            "If the metadata are wrong, give a config.json with --config DIR; if the file is "
+            "damaged, download it again."
+            if message != str(error)
+            else error.hint,
+        ) from None
+
+
+@contextmanager
+def _indexed(index: Index | None, headers: Sequence[Header]) -> Iterator[None]:
+    """Hints name tensors that an index does not list, since they may be what is missing."""
+    try:
+        yield
+    except CheckpointError as error:
+        if index is not None and (count := unlisted_tensors(headers)):
+            error.hint = (
+                f"{index.path.name} does not list {count} of the tensors in its shards, which are "
+                f"ignored: without this file they are read. {error.hint or ''}".rstrip()
+            )
+        raise
+
+
+def _refuse_map(naming: NamingMap | None) -> None:
+    if naming is not None:
+        raise UsageError("--map is not for GGUF models, whose names are known", "omit --map")
+
+
+@contextmanager
+def _mapping(mapped: Mapped | None) -> Iterator[None]:
+    """Errors have the names of the checkpoint, not those that a map gives them."""
+    try:
+        yield
+    except CheckpointError as error:
+        if mapped is None:
+            raise
+        hint = (error.hint or "").replace(f"in {CONFIG_NAME}", f"in {CONFIG_NAME} or [config]")
+        raise CheckpointError(mapped.spelt(str(error)), hint or None) from None
+
+
+def check_headers(place: Path, config_directory: Path | None = None) -> None:
+    """Raises CheckpointError where headers, index or config.json contradict themselves; `place` is
+    of `locate_model`.
+
+    For checkpoints that transformers loads, whose encoding `open_checkpoint` may not support.
+    """
+    selection = select_shards(place)
+    read_shards(selection)
+    directory = _side_directory(place, selection, config_directory)
+    if directory is not None:
+        interpret_config(read_config(directory).content)
+
+
+def check_source_options(
+    model: object, config: Path | None, naming: Path | None, tower: str | None
+) -> None:
+    """UsageError for the config, the map or a tower of a source that is not there."""
+    for option, value in (("config", config), ("map", naming), ("tower", tower)):
+        if value is not None and not model:
+            raise UsageError(f"--{option} belongs to --source", "give --source MODEL too")
+
+
+def gguf_refusal(path: Path, reason: str) -> CheckpointError:
+    """For what can only be done with a safetensors checkpoint."""
+    return CheckpointError(
+        f"{path} is a GGUF model, which is not supported here: {reason}",
+        "Use the safetensors checkpoint of the same model.",
+    )
+
+
+def source_identity(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """What identifies this state of the checkpoint, as JSON-ready objects.
+
+    One per file: config.json with name, bytes and sha256; each shard with name, bytes,
+    mtime_ns (etag, of one that is read over a network) and header_sha256, all as they were when
+    the checkpoint was opened.
+    """
+    return [
+        {"name": source.name, "bytes": source.nbytes} | _state(source)
+        for source in checkpoint.sources
+    ]
+
+
+def _state(source: SourceFile) -> dict[str, Any]:
+    if source.etag is not None:
+        return {"etag": source.etag, "header_sha256": source.sha256}
+    if source.mtime_ns is None:
+        return {"sha256": source.sha256}
+    return {"mtime_ns": source.mtime_ns, "header_sha256": source.sha256}

@@ -1,0 +1,174 @@
+"""Whether tensors and config.json agree: what cannot be right is refused, what is odd is noted.
+
+Numbers of experts and layers are compared where layers are built; here are the settings that no
+shape depends on, and the tensors beside the experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ktconv.errors import CheckpointError
+from ktconv.families.config import family_of, text_section, type_of
+from ktconv.families.family import SCORINGS, Router
+from ktconv.families.routers import stated_router
+from ktconv.families.table import FAMILIES
+from ktconv.source.config import CONFIG_NAME, ModelConfig, Setting
+from ktconv.source.encodings.unquantized import UNQUANTIZED
+from ktconv.source.moe_tensors import MoETensors
+from ktconv.source.types import MoELayer, TensorRef
+from ktconv.system.units import format_ranges
+
+# experts, hidden size, intermediate size, and whether experts have gates
+Dimensions = tuple[int, int, int, bool]
+
+_SIZES = ("a number of experts of", "a hidden size of", "an intermediate size of")
+
+
+# Whose checkpoints have quantized weights alone; other tools also describe what is not stored.
+_ALWAYS_STORED = ("fp8", "bitsandbytes", "gptq", "awq", "mxfp4", "hqq", "eetq", "aqlm", "vptq")
+_COMPANION = re.compile(
+    r"\.(weight_(scale|packed|scale_inv|zero_point)|scale|qweight|scales|SCB|.*absmax|quant_state.*|"
+    r"weight\.absmax)$|_(scale_inv|blocks|scales)$"
+)
+_CODES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8")  # dtypes of quantized weights
+_LARGE_FACTOR = 100.0  # of the experts' sum; the largest in the table of families is 16
+
+
+def check_agreement(
+    content: Mapping[str, Any],
+    config: ModelConfig,
+    layers: Sequence[MoELayer],
+    others: Sequence[TensorRef],
+) -> list[str]:
+    """Notes about what is odd in config.json (`content`, read as `config`) or the tensors beside
+    the experts.
+
+    Raises CheckpointError for a router that the family does not have or that the numbers of
+    experts do not allow, a quantization_config that the weights contradict, and tensors whose
+    shapes do not fit the experts.
+    """
+    tensors, notes = MoETensors(others, config, family_of(content)), dict[str, list[int]]()
+    for layer in layers:
+        corrected = tensors.has_correction(layer)
+        spec = stated_router(content, layer.index, len(layer.experts), corrected)
+        for note in tensors.check(layer, spec):
+            notes.setdefault(note, []).append(layer.index)
+    found = [
+        f"{note} (layer{'s' if indices[1:] else ''} {format_ranges(indices)})"
+        for note, indices in notes.items()
+    ]
+    return [*found, *_odd_settings(content), *_check_quantization(config, layers, others)]
+
+
+def _odd_settings(content: Mapping[str, Any]) -> Iterator[str]:
+    """Values that no released model has, but one could."""
+    text, row = text_section(content), family_of(content)
+    for key in FAMILIES.keys("scale", row):
+        value = text.get(key)
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, (int, float)) and one is not False and not 0 < one <= _LARGE_FACTOR:
+                yield f"{CONFIG_NAME} has {key} {one:g}, which no known model has"
+                break
+    if row is None or not isinstance(row.routing, Router):
+        return
+    methods = {text.get(key) for key in FAMILIES.keys("method")}
+    for key in FAMILIES.keys("scoring", row):
+        value = text.get(key)
+        if isinstance(value, str) and value not in SCORINGS and value not in methods:
+            yield (
+                f"{CONFIG_NAME} has {key} {value!r:.40}; the routers of {type_of(content)} score "
+                f"by {row.routing.spec.scoring}"
+            )
+
+
+def _check_quantization(
+    config: ModelConfig, layers: Sequence[MoELayer], others: Sequence[TensorRef]
+) -> Iterator[str]:
+    """CheckpointError if config.json describes quantized weights, and none is there."""
+    method, up = config.quant_method, layers[0].experts[0]["up"].tensor
+    plain = all(name in UNQUANTIZED for layer in layers for name in layer.encodings)
+    if not method or not plain or up.file.suffix == ".gguf":
+        return
+    if any(_excludes(pattern, up.name) for pattern in config.left_alone):
+        return
+    stored = any(one.dtype in _CODES or _COMPANION.search(one.name) for one in others)
+    if not stored and any(word in method.lower() for word in _ALWAYS_STORED):
+        raise CheckpointError(
+            f"{up.name} is {up.dtype}, as all weights here, but quantization_config in "
+            f"{CONFIG_NAME} says that they are quantized (quant_method {method!r:.40})",
+            "Remove quantization_config from config.json, or from a copy of it that you give with "
+            "--config DIR, if the weights are right; else use the checkpoint that belongs to it.",
+        )
+    yield (
+        f"the experts are {up.dtype}, but quantization_config in {CONFIG_NAME} (quant_method "
+        f"{method!r:.40}) does not say that they are left as they are"
+    )
+
+
+def _excludes(pattern: str, name: str) -> bool:
+    """Whether a module's name or pattern in a list of exclusions is that of an expert's tensor, or
+    of a part of the model that it is in."""
+    if pattern.startswith("re:"):
+        try:
+            return re.search(pattern[3:], name) is not None
+        except re.error:
+            return False
+    return pattern in name or fnmatchcase(name, pattern) or fnmatchcase(name, f"*{pattern}*")
+
+
+def contradictions(
+    config: ModelConfig, layers: Mapping[int, Dimensions]
+) -> Iterator[tuple[str, int]]:
+    """Sentences about layers whose sizes or projections differ from config.json, and their
+    numbers."""
+    widest = max((sizes[0] for sizes in layers.values()), default=0)
+    partial = bool(absent_layers(config, layers))
+    for index, (*sizes, gated) in layers.items():
+        settings = (
+            _experts_setting(config, index, sizes[0], widest, partial),
+            config.width_of(sizes[1]),
+            config.intermediate_size,
+        )
+        if config.gated not in (None, gated):
+            found, expected = ("have", "have none") if gated else ("have no", "have one")
+            yield (
+                f"the experts of layer {index} {found} gate projection, but those of this "
+                f"model {expected} by {CONFIG_NAME}",
+                index,
+            )
+        if fault := config.top_k_fault(sizes[0], index):
+            yield fault, index
+        for words, size, setting in zip(_SIZES, sizes, settings, strict=True):
+            if setting is not None and setting.value != size:
+                yield (
+                    f"layer {index} has {words} {size}, but {CONFIG_NAME} says {setting.key} "
+                    f"{setting.value}",
+                    index,
+                )
+
+
+def _experts_setting(
+    config: ModelConfig, index: int, found: int, widest: int, partial: bool
+) -> Setting | None:
+    """The setting that the number of experts `found` in a layer must be: that of a list, else the
+    one of all layers, which is the largest where they differ. `widest`: the largest of those that
+    are there, which are not all where `partial`."""
+    for listed in config.listed_experts:
+        if (count := listed.of_layer(index)) is not None:
+            return Setting(listed.key, count)
+    said = config.num_experts
+    differ = said is not None and found < said.value and (widest == said.value or partial)
+    return None if differ else said
+
+
+def absent_layers(config: ModelConfig, present: Iterable[int]) -> list[int]:
+    """MoE layers of config.json that are not among these; empty if it does not say which layers
+    are MoE layers."""
+    if config.num_layers is None or config.dense_layers is None:
+        return []
+    absent = set(range(config.num_layers.value)) - set(present)
+    return sorted(index for index in absent if config.dense_layers.key_of(index) is None)

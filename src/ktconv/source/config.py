@@ -1,0 +1,530 @@
+"""What config.json says about the experts, by the keys of all families."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ktconv.errors import CheckpointError
+from ktconv.families import table
+from ktconv.families.activations import experts_have_gate
+from ktconv.families.config import family_of, sections_of
+from ktconv.families.config_values import (
+    CONFIG_HINT,
+    check_values,
+    contradiction,
+    is_whole,
+    wrong_value,
+)
+from ktconv.families.config_values import CONFIG_NAME as CONFIG_NAME
+from ktconv.families.layer_kinds import DenseLayers, dense_layers
+from ktconv.families.routers import rows_beside_experts
+from ktconv.source.strict_json import parse_object
+from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
+from ktconv.system.units import counted
+
+DESCRIPTION = "quant_model_description.json"  # of msModelSlim
+_QUANTIZE_CONFIG = "quantize_config.json"  # of GPTQ, in old checkpoints instead of a section
+# No model comes near; loops up to a count end soon, whatever a damaged file says.
+MAX_SIZE = 1_000_000
+MAX_DEPTH = 64  # sections within sections
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value of config.json together with the key that gave it, for messages."""
+
+    key: str
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class ListSetting:
+    """A list of config.json with one value for each layer, or for text and for vision."""
+
+    key: str
+    values: Sequence[int]
+    by_layer: bool = False  # and never for text and vision
+
+    @property
+    def of_towers(self) -> bool:
+        """Whether it can be for text and vision."""
+        return len(self.values) == 2 and not self.by_layer
+
+    def of_layer(self, layer: int) -> int | None:
+        """The value for decoder layer `layer`; None where there is none, or it may mean towers."""
+        return self.values[layer] if layer < len(self.values) and not self.of_towers else None
+
+    def most(self, layer: int | None) -> int:
+        """The largest value that `layer`, or any layer, can have."""
+        if layer is None or self.of_towers:
+            return max(self.values)
+        return self.values[layer] if layer < len(self.values) else 0
+
+    def allows(self, layer: int, value: int) -> bool:
+        """Whether decoder layer `layer` can have `value` by one of the two readings."""
+        if layer < len(self.values) and self.values[layer] == value:
+            return True
+        return self.of_towers and value in (*self.values, sum(self.values))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The part of config.json that the experts are checked against; None: not given."""
+
+    model_types: frozenset[str]
+    widths: Sequence[Setting]  # that experts' inputs may have: first the one that most have
+    intermediate_size: Setting | None  # of one expert
+    num_experts: Setting | None
+    listed_sizes: Sequence[ListSetting]  # of intermediate_size, where it is a list
+    listed_experts: Sequence[ListSetting]
+    top_k: Sequence[Setting | ListSetting]  # experts per token, from every key that is present
+    zero_experts: int  # that a router can choose too, and that have no weights
+    rows_beside_experts: int | None  # of routers, for no expert with weights; None: not known
+    turned_router: bool | None  # whether routers are stored [in, out]; None: not known
+    shared_sizes: Sequence[
+        int
+    ]  # intermediate sizes that a shared expert may have; empty: not given
+    vocabulary: int | None  # tokens
+    gated: bool | None  # whether experts have a gate; None: nothing says it
+    num_layers: Setting | None  # without MTP layers
+    num_mtp_layers: int
+    dense_layers: DenseLayers | None  # None: no known key says which layers are dense
+    quant_method: str | None
+    fp8_format: str | None  # quantization_config.fmt
+    block_size: tuple[int, int] | None  # quantization_config.weight_block_size: rows, columns
+    packing: str  # quantization_config's name of how integers are packed, in lower case
+    packed_bits: int | None  # num_bits of compressed-tensors' groups, if all have the same
+    group_sizes: frozenset[int]  # inputs that share a scale, by every group_size of weights
+    asymmetric: bool  # all of these groups say that weights have zero points
+    data_types: frozenset[str]  # of AutoRound: of all modules, and of those that differ
+    left_alone: Sequence[str]  # names and patterns of modules that quantization_config excludes
+    online_rotation: bool  # weights are of inputs that compressed-tensors rotates
+    described: Mapping[str, str]  # msModelSlim's type of each tensor; empty for others
+
+    def width_of(self, found: int) -> Setting | None:
+        """The setting of the experts' hidden size, which is `found`, or else should be."""
+        return next(
+            (one for one in self.widths if one.value == found), next(iter(self.widths), None)
+        )
+
+    def top_k_fault(self, experts: int, layer: int | None = None) -> str | None:
+        """A sentence if a token is to go to more experts than the `experts` of a layer; of lists
+        the largest value counts where `layer` is None."""
+        for setting in self.top_k:
+            most = setting.value if isinstance(setting, Setting) else setting.most(layer)
+            if most > experts + self.zero_experts:
+                return f"{CONFIG_NAME}: {setting.key} is {most}, but a layer has {experts} experts"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """config.json as it is, and what identifies its state."""
+
+    content: Mapping[str, Any]
+    file_bytes: int
+    sha256: str
+    made: bytes | None = None  # the file, where it was made from other files' metadata
+
+
+def read_config(directory: Path) -> ConfigFile:
+    """Read `directory`/config.json; raises CheckpointError if missing or not an object."""
+    path = directory / CONFIG_NAME
+    try:
+        data = read_small(directory, CONFIG_NAME, MAX_CONFIG_BYTES)
+    except MissingFileError as error:
+        raise CheckpointError(str(error), CONFIG_HINT) from None
+    content = parse_object(data, str(path), CONFIG_HINT, allow_same_twice=True)
+    if _is_deep(content):
+        raise CheckpointError(f"{path} is nested too deeply to be read", CONFIG_HINT)
+    return ConfigFile(content, len(data), hashlib.sha256(data).hexdigest())
+
+
+def _is_deep(content: Mapping[str, Any]) -> bool:
+    """Whether it has too many levels for recursive functions."""
+    level: list[Any] = [content]
+    for _ in range(MAX_DEPTH):
+        inner = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [value for one in inner for value in one if isinstance(value, (dict, list))]
+    return bool(level)
+
+
+def read_description(directory: Path) -> Mapping[str, str]:
+    """The quantization type of each tensor by quant_model_description.json; empty without the file.
+
+    Raises CheckpointError if it is not an object.
+    """
+    try:
+        data = read_small(directory, DESCRIPTION, MAX_CONFIG_BYTES)
+    except MissingFileError:
+        return {}
+    hint = "Download it again."
+    content = parse_object(data, str(directory / DESCRIPTION), hint, allow_same_twice=True)
+    return {name: kind for name, kind in content.items() if isinstance(kind, str)}
+
+
+def check_quantize_config(directory: Path, content: Mapping[str, Any]) -> None:
+    """For GPTQ: CheckpointError if config.json names no packing, and quantize_config.json one that
+    is not the first version's, as which the weights would be read."""
+    if _quantization(sections_of(content)):
+        return
+    try:
+        data = read_small(directory, _QUANTIZE_CONFIG, MAX_CONFIG_BYTES)
+    except MissingFileError:
+        return
+    path = directory / _QUANTIZE_CONFIG
+    hint = f"Copy what {_QUANTIZE_CONFIG} has to {CONFIG_NAME}, as quantization_config."
+    packing = parse_object(data, str(path), hint, allow_same_twice=True).get("checkpoint_format")
+    if packing not in (None, "gptq"):
+        raise CheckpointError(
+            f"{path} has checkpoint_format {packing!r:.60}, but {CONFIG_NAME} beside it has no "
+            "quantization_config",
+            hint,
+        )
+
+
+def interpret_config(
+    content: Mapping[str, Any], described: Mapping[str, str] = MappingProxyType({})
+) -> ModelConfig:
+    """Pick from config.json what the experts are checked against.
+
+    Raises CheckpointError where a known key has an impossible or contradictory value.
+    """
+    keys, sections, row = table.FAMILIES.keys, sections_of(content), family_of(content)
+    text = sections[0]
+    check_values(sections)
+    num_layers = _first_size(sections, keys("layers", row)) or _counted(text)
+    num_mtp = _mtp_layers(sections)
+    quantization = _quantization(sections)
+    size_keys = _expert_size_keys(sections)
+    config = ModelConfig(
+        model_types=frozenset(
+            one["model_type"] for one in sections if isinstance(one.get("model_type"), str)
+        ),
+        widths=_widths(sections),
+        intermediate_size=_not_zero(_one_size(sections, size_keys, or_lists=True)),
+        num_experts=_one_size(sections, keys("experts"), or_lists=True),
+        listed_sizes=_lists(text, size_keys, num_layers, num_mtp),
+        listed_experts=[
+            *_lists(text, keys("experts"), num_layers, num_mtp),
+            *_lists(text, keys("experts of each layer"), num_layers, num_mtp, by_layer=True),
+        ],
+        top_k=_top_k(sections, num_layers, num_mtp),
+        zero_experts=sum(setting.value for setting in _scalars(sections, keys("zero experts"))),
+        rows_beside_experts=rows_beside_experts(content),
+        turned_router=row.router_is_transposed if row is not None else None,
+        shared_sizes=_shared_sizes(sections, size_keys),
+        vocabulary=_whole_number(text, keys("vocabulary")),
+        gated=experts_have_gate(content),
+        num_layers=num_layers,
+        num_mtp_layers=num_mtp,
+        dense_layers=_dense_layers(text, num_layers, num_mtp),
+        quant_method=quantization.get("quant_method"),
+        fp8_format=quantization.get("fmt"),
+        block_size=_block_size(quantization),
+        packing=_packing(quantization),
+        packed_bits=_packed_bits(quantization),
+        group_sizes=_group_sizes(quantization),
+        asymmetric=_asymmetric(quantization),
+        data_types=_data_types(quantization),
+        left_alone=_left_alone(quantization),
+        online_rotation=_online_rotation(quantization),
+        described=described,
+    )
+    experts = config.num_experts.value if config.num_experts else 0
+    if experts and (fault := config.top_k_fault(experts)):
+        raise CheckpointError(fault, CONFIG_HINT)
+    return config
+
+
+def _one_size(
+    sections: Sequence[Mapping[str, Any]], keys: Sequence[str], or_lists: bool = False
+) -> Setting | None:
+    """The size in the first section that has any of `keys`.
+
+    With `or_lists`, lists are left to `_lists`.
+    """
+    for section in sections:
+        found = [
+            Setting(key, section[key])
+            for key in keys
+            if section.get(key) is not None and not (or_lists and isinstance(section[key], list))
+        ]
+        for setting in found:
+            _check_size(setting)
+            if setting.value != found[0].value:
+                raise contradiction(found[0].key, found[0].value, setting.key, setting.value)
+        if found:
+            return found[0]
+    return None
+
+
+def _widths(sections: Sequence[Mapping[str, Any]]) -> Sequence[Setting]:
+    """Of latent experts, and of the model: an MTP layer's experts need not be latent too."""
+    keys = table.FAMILIES.keys
+    found = [_not_zero(_one_size(sections, (key,))) for key in keys("width of experts")]
+    return list(filter(None, (*found, _one_size(sections, keys("hidden size")))))
+
+
+def _check_size(setting: Setting) -> None:
+    if not is_whole(setting.value):
+        raise wrong_value(setting.key, setting.value, "a size")
+    if setting.value > MAX_SIZE:
+        raise CheckpointError(
+            f"{CONFIG_NAME}: {setting.key} is {setting.value}, beyond the limit of {MAX_SIZE}",
+            CONFIG_HINT,
+        )
+
+
+def _not_zero(setting: Setting | None) -> Setting | None:
+    return setting if setting is not None and setting.value else None
+
+
+def _first_size(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Setting | None:
+    """The size under the first key that is present; these keys need not agree."""
+    sizes = (_one_size(sections, (key,)) for key in keys)
+    return next((size for size in sizes if size is not None), None)
+
+
+def _counted(text: Mapping[str, Any]) -> Setting | None:
+    """The number of layers by their kinds, where config.json does not give it (Nemotron)."""
+    kinds = {key: text.get(key) for key in table.FAMILIES.keys("kind of each block")}
+    return next(
+        (Setting(f"the length of {key}", len(one)) for key, one in kinds.items() if one), None
+    )
+
+
+def _top_k(
+    sections: Sequence[Mapping[str, Any]], num_layers: Setting | None, num_mtp: int
+) -> Sequence[Setting | ListSetting]:
+    """By all keys of the first section that has any; CheckpointError where they disagree."""
+    keys = table.FAMILIES.keys("top_k")
+    number = _one_size(sections, keys, or_lists=True)
+    lists = _lists(sections[0], keys, num_layers, num_mtp)
+    if number is None:
+        return lists
+    for listed in lists:
+        if number.value not in listed.values and number.key in sections[0]:
+            raise contradiction(number.key, number.value, listed.key, listed.values)
+    return [number, *lists]
+
+
+def _mtp_layers(sections: Sequence[Mapping[str, Any]]) -> int:
+    sizes = (_not_zero(_one_size(sections, (key,))) for key in table.FAMILIES.keys("MTP layers"))
+    return next((size.value for size in sizes if size is not None), 0)
+
+
+def _expert_size_keys(sections: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+    """Keys of an expert's intermediate size; plain intermediate_size if none of them is present."""
+    keys = table.FAMILIES.keys("intermediate size")
+    own = any(section.get(key) is not None for section in sections for key in keys)
+    return keys if own else table.FAMILIES.keys("plain intermediate size")
+
+
+def _shared_sizes(sections: Sequence[Mapping[str, Any]], size_keys: Sequence[str]) -> Sequence[int]:
+    """What config.json may mean: families disagree on whether a size is of one shared expert or of
+    all of them together."""
+    keys = table.FAMILIES.keys
+    counts = (*keys("shared experts"), *keys("further numbers of shared experts"))
+    count = _whole_number(sections[0], counts)
+    own = _whole_number(sections[0], keys("shared size"))
+    size = _whole_number(sections[0], size_keys)
+    found = [] if not own else [own, own * (count or 1)]
+    if count and size and not found:
+        found = [size * count]
+    return tuple(dict.fromkeys(found))
+
+
+def _whole_number(section: Mapping[str, Any], keys: Sequence[str]) -> int | None:
+    """The first that is one."""
+    given = (section.get(key) for key in keys)
+    return next((value for value in given if is_whole(value)), None)
+
+
+def _scalars(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[Setting]:
+    """The numbers in the first section that has any of `keys`."""
+    found = ([Setting(k, s[k]) for k in keys if type(s.get(k)) is int] for s in sections)
+    return next(filter(None, found), [])
+
+
+def _lists(
+    text: Mapping[str, Any],
+    keys: Sequence[str],
+    num_layers: Setting | None,
+    num_mtp: int,
+    by_layer: bool = False,
+) -> list[ListSetting]:
+    """The lists under `keys` in the text section.
+
+    CheckpointError for one that has neither a number for each layer nor, unless `by_layer`, two,
+    for the text and the vision model.
+    """
+    found = [
+        ListSetting(key, text[key], by_layer) for key in keys if isinstance(text.get(key), list)
+    ]
+    for listed in found:
+        sizes = all(is_whole(value) and value <= MAX_SIZE for value in listed.values)
+        if not listed.values or not sizes:
+            raise wrong_value(listed.key, listed.values, "a number or a list of one for each layer")
+        if not listed.of_towers:
+            _check_length(listed.key, listed.values, num_layers, num_mtp)
+    return found
+
+
+def _check_length(
+    key: str, values: Sequence[Any], num_layers: Setting | None, num_mtp: int
+) -> None:
+    """CheckpointError unless there is one value for each layer, with or without MTP layers."""
+    least = num_layers.value if num_layers else 1
+    if len(values) < least or (num_layers and len(values) > least + num_mtp):
+        known = f"{num_layers.key} is {least}" if num_layers else "a model has at least one"
+        more = f", and there are {counted(num_mtp, 'MTP layer')}" if num_mtp else ""
+        raise CheckpointError(
+            f"{CONFIG_NAME} contradicts itself: {key} lists {len(values)} layers but {known}{more}",
+            CONFIG_HINT,
+        )
+
+
+def _quantization(sections: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The first section's quantization_config, with texts where it must have them."""
+    found = (section.get("quantization_config") for section in sections)
+    quantization: Any = next((one for one in found if one is not None), {})
+    if not isinstance(quantization, dict):
+        raise wrong_value("quantization_config", quantization, "an object")
+    for key in ("quant_method", "fmt", "checkpoint_format", "packing_format"):
+        if not isinstance(quantization.get(key), (str, type(None))):
+            raise wrong_value(f"quantization_config.{key}", quantization[key], "a name")
+    return quantization
+
+
+def _packing(quantization: Mapping[str, Any]) -> str:
+    """GPTQ's checkpoint_format, AutoRound's packing_format (in old files backend), AWQ's version;
+    if none is there "gptq", as in files from before there was a second, and "" of AutoRound's,
+    which means nothing."""
+    for key in ("checkpoint_format", "packing_format", "version", "backend"):
+        if isinstance(quantization.get(key), str):
+            return str(quantization[key]).lower()
+    return "" if "round" in str(quantization.get("quant_method")) else "gptq"
+
+
+def _data_types(quantization: Mapping[str, Any]) -> frozenset[str]:
+    extra = quantization.get("extra_config")
+    modules = extra.values() if isinstance(extra, dict) else ()
+    found = [quantization, *(one for one in modules if isinstance(one, dict))]
+    return frozenset(str(one["data_type"]) for one in found if one.get("data_type"))
+
+
+# Of modules that stay as they are, or of those alone that do not, by the tools' names for them.
+_EXCLUDED = (
+    "ignore", "ignored_layers", "modules_to_not_convert", "llm_int8_skip_modules",
+    "exclude_modules", "exclude", "modules_to_not_quantize",
+)  # fmt: skip
+_CHOSEN = (
+    "dynamic", "extra_config", "modules_in_block_to_quantize", "inside_layer_modules",
+    "block_name_to_quantize", "to_quant_block_names", "layer_quant_config", "quantized_layers",
+)  # fmt: skip
+
+
+def _left_alone(quantization: Mapping[str, Any]) -> Sequence[str]:
+    """`*` where a tool chose modules in another way than by excluding some."""
+    lists = (quantization.get(key) for key in _EXCLUDED)
+    found = [str(one) for some in lists if isinstance(some, list) for one in some]
+    return [*found, "*"] if any(quantization.get(key) for key in _CHOSEN) else found
+
+
+def _online_rotation(quantization: Mapping[str, Any]) -> bool:
+    """Whether a transform of compressed-tensors is applied to what goes into or out of a layer;
+    those of weights are inside them already."""
+    config = quantization.get("transform_config")
+    groups = config.get("config_groups") if isinstance(config, dict) else None
+    applied = [
+        one
+        for group in (groups.values() if isinstance(groups, dict) else ())
+        for one in (group.get("apply", ()) if isinstance(group, dict) else ())
+    ]
+    return any(
+        isinstance(one, dict) and one.get("location") in ("input", "output") for one in applied
+    )
+
+
+def _weights_of_groups(quantization: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """What compressed-tensors' groups say of their weights."""
+    groups = quantization.get("config_groups")
+    weights = [
+        group.get("weights")
+        for group in (groups.values() if isinstance(groups, dict) else ())
+        if isinstance(group, dict)
+    ]
+    return [one for one in weights if isinstance(one, dict)]
+
+
+def _block_structure(quantization: Mapping[str, Any]) -> Any:
+    """Of the first group that has one; None where they differ."""
+    found = [one.get("block_structure") for one in _weights_of_groups(quantization)]
+    there = [one for one in found if one is not None]
+    return there[0] if there and all(one == there[0] for one in there) else None
+
+
+def _packed_bits(quantization: Mapping[str, Any]) -> int | None:
+    found: list[Any] = [one.get("num_bits") for one in _weights_of_groups(quantization)]
+    if not found or any(type(bits) is not int or bits != found[0] for bits in found):
+        return None
+    return found[0] if 2 <= found[0] <= 8 else None
+
+
+def _group_sizes(quantization: Mapping[str, Any]) -> frozenset[int]:
+    """Every group_size of weights, wherever a quantizer writes it: for the whole model, for groups
+    of modules or for single ones. Config files are not nested too deeply."""
+    found: set[int] = set()
+    level = [quantization]
+    while level:
+        pairs = [pair for section in level for pair in section.items()]
+        sizes = [value for key, value in pairs if key == "group_size"]
+        found.update(size for size in sizes if type(size) is int and size > 0)
+        level = [value for key, value in pairs if isinstance(value, dict) and _of_weights(key)]
+    return frozenset(found)
+
+
+def _of_weights(key: str) -> bool:
+    """Whether a section of quantization_config is not one about activations."""
+    return not key.startswith(("input", "output")) and "activation" not in key
+
+
+def _asymmetric(quantization: Mapping[str, Any]) -> bool:
+    weights = _weights_of_groups(quantization)
+    return bool(weights) and all(one.get("symmetric") is False for one in weights)
+
+
+def _block_size(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
+    key, value = "weight_block_size", quantization.get("weight_block_size")
+    if value is None:
+        key, value = "config_groups.*.weights.block_structure", _block_structure(quantization)
+    if value is None:
+        return None
+    if isinstance(value, list) and len(value) == 2:
+        rows, columns = value
+        if type(rows) is int and type(columns) is int and rows > 0 and columns > 0:
+            return rows, columns
+    raise wrong_value(f"quantization_config.{key}", value, "two positive integers")
+
+
+# Settings that are, or may be, lists with a value for each layer.
+_BY_LAYER = (
+    "kind of each layer", "kind of each block", "MoE frequency", "activation limit",
+    "limit after activation", "limit after activation of shared experts",
+)  # fmt: skip
+
+
+def _dense_layers(
+    text: Mapping[str, Any], num_layers: Setting | None, num_mtp: int
+) -> DenseLayers | None:
+    for key in (key for what in _BY_LAYER for key in table.FAMILIES.keys(what)):
+        values = text.get(key)
+        if num_layers and isinstance(values, (list, str)):
+            _check_length(key, values, num_layers, num_mtp)
+    return dense_layers(text)

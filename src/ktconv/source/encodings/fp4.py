@@ -1,0 +1,116 @@
+"""FP4 (E2M1) in groups of inputs: MXFP4 with a power of two for 32, NVFP4 with an E4M3 scale for
+16 and a second one for the matrix. Element 2j is in the low half of byte j.
+
+MXINT4 of AutoRound has groups like MXFP4, and a magnitude in quarters; only data_type in
+config.json tells the two apart.
+
+NVFP4's second scale divides where compressed-tensors writes it, and multiplies in ModelOpt's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ktconv.errors import CheckpointError
+from ktconv.source.config import ModelConfig
+from ktconv.source.elements import F4_E0M3, F4_E2M1
+from ktconv.source.encodings.base import BLOCKS, OUTER, SCALE, Companion, Encoding, Roles
+from ktconv.source.encodings.shapes import POWERS, grid_with_blocks
+from ktconv.source.types import OuterScale, Quantization
+from ktconv.source.views import StoredView
+
+_MX_GROUP, _NV_GROUP = 32, 16
+
+
+def _mx(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
+    tensor = roles[SCALE]
+    grid = grid_with_blocks(tensor, view, POWERS[tensor.dtype], (1, _MX_GROUP))
+    return None if grid is None else Quantization(grid)
+
+
+def _mx_int(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
+    kinds = {"mx_int" in name for name in config.data_types if name.startswith("mx_")}
+    if len(kinds) > 1:
+        raise CheckpointError(
+            f"{roles['weight'].name} may be MXINT4 or MXFP4: quantization_config in config.json "
+            f"has the data types {', '.join(sorted(config.data_types))}",
+            "Use a version of this model whose weights of 4 bits all have the same data_type.",
+        )
+    return _mx(roles, view, config) if kinds == {True} else None
+
+
+def _nv(roles: Roles, view: StoredView, divides: bool) -> Quantization | None:
+    grid = grid_with_blocks(roles[SCALE], view, "E4M3", (1, _NV_GROUP))
+    outer = roles[OUTER]
+    experts = view.experts or 1
+    count = 1
+    for size in outer.shape:
+        count *= size
+    if grid is None or count not in (1, experts):
+        return None
+    index = view.expert if count > 1 else 0
+    return Quantization(replace(grid, outer=OuterScale(outer, index, divides)))
+
+
+def _nv_divided(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
+    return _nv(roles, view, divides=True)
+
+
+def _nv_multiplied(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
+    return _nv(roles, view, divides=False)
+
+
+_POWERS = tuple(POWERS)
+# DeepSeek-V4 (scale), Quark, ModelOpt and MiMo (weight_scale), Ling (weight_scale_inv).
+MXFP4 = Encoding(
+    "mxfp4",
+    ("I8", "U8", "F4"),
+    F4_E2M1,
+    companions=(Companion(SCALE, ("scale", "weight_scale", "weight_scale_inv"), _POWERS),),
+    ignored=("input_scale",),
+    quantization=_mx,
+)
+MXFP4_PACKED = replace(
+    MXFP4,
+    dtypes=("U8",),
+    primary="weight_packed",
+    companions=(Companion(SCALE, ("weight_scale",), _POWERS),),
+    ignored=("weight_shape", "input_scale", "input_global_scale"),
+)
+MXINT4 = replace(
+    MXFP4_PACKED,
+    name="mxint4",
+    element=F4_E0M3,
+    quantization=_mx_int,
+    methods=("auto-round", "auto_round"),
+)
+# gpt-oss: [E, N, K / 32, 16], whose last two axes fused.py makes one.
+MXFP4_BLOCKS = replace(
+    MXFP4,
+    dtypes=("U8",),
+    primary=BLOCKS,
+    companions=(Companion(SCALE, ("scales",), _POWERS),),
+    ignored=(),
+)
+NVFP4_PACKED = Encoding(
+    "nvfp4",
+    ("U8",),
+    F4_E2M1,
+    primary="weight_packed",
+    companions=(
+        Companion(SCALE, ("weight_scale",), ("F8_E4M3",)),
+        Companion(OUTER, ("weight_global_scale",), ("F32",)),
+    ),
+    ignored=("input_global_scale", "weight_shape"),
+    quantization=_nv_divided,
+)
+NVFP4_MODELOPT = replace(
+    NVFP4_PACKED,
+    primary="weight",
+    companions=(
+        Companion(SCALE, ("weight_scale",), ("F8_E4M3",)),
+        Companion(OUTER, ("weight_scale_2",), ("F32",)),
+    ),
+    ignored=("input_scale",),
+    quantization=_nv_multiplied,
+)

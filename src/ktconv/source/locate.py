@@ -1,0 +1,197 @@
+"""From the MODEL argument to files: a path, or a hub id in the local cache."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote
+
+from ktconv.errors import CheckpointError, KtconvError
+from ktconv.source.adapters import refuse_adapter
+from ktconv.source.gguf.parts import is_gguf, model_files
+from ktconv.source.index import INDEX_SUFFIX
+from ktconv.source.shards import file_names
+from ktconv.system.regular_files import broken_link
+
+_HUB_ID = re.compile(
+    r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
+    r"(?:@(?P<revision>[^:\0]+))?(?::(?P<file>[^:\0]+))?"
+)
+_IMATRIX = (".imatrix", ".dat")
+
+
+class HubModel(NamedTuple):
+    """A MODEL argument that names a repository of the hub."""
+
+    id: str  # org/name
+    revision: str | None
+    file: str | None  # of several GGUF models there: one
+
+    @property
+    def url(self) -> str:
+        revision = f"@{quote(self.revision, safe='')}" if self.revision else ""
+        return f"hf://{self.id}{revision}" + (f":{self.file}" if self.file else "")
+
+    @property
+    def download(self) -> str:
+        """The command that brings it into the local cache."""
+        from ktconv.source.remote.urls import download_command
+
+        patterns = (f"*{self.file}*", "*.json") if self.file else ()
+        return download_command(self.id, self.revision, *patterns)
+
+
+def hub_model(model: str) -> HubModel | None:
+    """What a MODEL argument means that is no path; None for one that cannot be on the hub."""
+    match = _HUB_ID.fullmatch(model)
+    return match and HubModel(match["id"], match["revision"], match["file"])
+
+
+def locate_model(model: str | Path) -> Path:
+    """The directory of safetensors files, or one of the GGUF files, that `model` means; touches
+    the network for a URL only.
+
+    `model` is a URL (see `remote.urls`), a directory, a GGUF file, or a hub id `org/name` or
+    `org/name@revision` of the local Hugging Face cache; a name after a colon chooses one of several
+    GGUF models there, as in `org/name:Q4_K_M`. A directory with safetensors files counts as such;
+    otherwise it must contain one GGUF model, or its subdirectories must. Raises CheckpointError,
+    whose hint says what to give instead.
+    """
+    if isinstance(model, str) and "://" in model:
+        return _remote(model)
+    path = Path(model)
+    if path.is_dir():
+        return _in_directory(path, str(model))
+    if path.exists():
+        return _file(path)
+    if isinstance(model, str) and (found := hub_model(model)):
+        return _in_directory(_locate_in_cache(found), model, found.file)
+    if link := broken_link(path):
+        raise link
+    raise CheckpointError(
+        f"{model} does not exist",
+        "Give a checkpoint directory, a GGUF file, or a hub id org/name from the local cache.",
+    )
+
+
+def _remote(model: str) -> Path:
+    from ktconv.source.remote import open_remote
+    from ktconv.source.remote.urls import parse_url
+
+    return _in_directory(open_remote(model), model, parse_url(model).wanted)
+
+
+def _file(path: Path) -> Path:
+    if path.name.endswith((".safetensors", INDEX_SUFFIX)):
+        raise CheckpointError(
+            f"{path} is a file, not a checkpoint directory",
+            f"Use its directory: {path.parent}",
+        )
+    if path.name.endswith(_IMATRIX):
+        raise CheckpointError(
+            f"{path} is an importance matrix, not a model",
+            "Give the model that it was computed for.",
+        )
+    if is_gguf(path):
+        return path
+    raise CheckpointError(
+        f"{path} is not a directory, and no GGUF file either",
+        "Give a checkpoint directory or a GGUF file.",
+    )
+
+
+# ---- GGUF models in a directory --------------------------------------------------------
+
+
+def _in_directory(directory: Path, model: str, wanted: str | None = None) -> Path:
+    """`directory`, or a file of the one GGUF model in it."""
+    names = file_names(directory)
+    refuse_adapter(directory, names)
+    if wanted is None and any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in names):
+        return directory
+    found = {name: directory / file for name, file in model_files(names).items()}
+    if not found or wanted is not None:
+        found |= _below(directory)
+    if wanted is not None:
+        found = _chosen(found, directory, model, wanted)
+    if not found:
+        return directory  # whose weights, if any, are of another kind
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{directory} contains {len(found)} GGUF models: {_listed(list(found))}",
+            "Give the file of one of them"
+            + (f", or its name after a colon: {model}:NAME." if not Path(model).exists() else "."),
+        )
+    [file] = found.values()
+    return file
+
+
+def _below(directory: Path) -> dict[str, Path]:
+    """GGUF models in subdirectories, where repositories with several have them."""
+    with os.scandir(directory) as entries:
+        inner = sorted(entry.name for entry in entries if entry.is_dir() and entry.name[0] != ".")
+    found: dict[str, Path] = {}
+    for name in inner:
+        with contextlib.suppress(KtconvError):  # one that cannot be listed has no model for us
+            files = model_files(file_names(directory / name))
+            found |= {f"{name}/{stem}": directory / name / file for stem, file in files.items()}
+    return found
+
+
+def _chosen(found: Mapping[str, Path], directory: Path, model: str, wanted: str) -> dict[str, Path]:
+    """Those that `wanted` names: by their files, else by a word of their names."""
+    whole = {
+        name: file
+        for name, file in found.items()
+        if wanted in (name, file.name, file.relative_to(directory).as_posix())
+    }
+    word = re.compile(rf"(?<![a-z0-9]){re.escape(wanted)}(?![a-z0-9_])", re.IGNORECASE)
+    chosen = whole or {name: file for name, file in found.items() if word.search(name)}
+    if chosen:
+        return chosen
+    there = f"; there are {_listed(list(found))}" if found else ""
+    raise CheckpointError(
+        f"{model}: {directory} contains no GGUF model called {wanted}{there}",
+        "Give the name of a file that is there, or download it.",
+    )
+
+
+def _listed(names: Sequence[str], limit: int = 20) -> str:
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
+
+
+# ---- the hub's cache -------------------------------------------------------------------
+
+
+def is_cached(model: HubModel) -> bool:
+    """Whether the local cache has this revision."""
+    try:
+        _locate_in_cache(model)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _locate_in_cache(model: HubModel) -> Path:
+    named = model.id + (f"@{model.revision}" if model.revision else "")
+    try:
+        from huggingface_hub import snapshot_download  # imports slowly; only needed here
+    except ImportError:
+        raise CheckpointError(
+            f"{named} is not a directory, and without huggingface_hub the local Hugging Face "
+            "cache cannot be searched for it",
+            f"pip install huggingface_hub, then: {model.download}",
+        ) from None
+    try:
+        return Path(snapshot_download(model.id, revision=model.revision, local_files_only=True))
+    except (OSError, ValueError):  # not cached, cached in part, or not a valid id
+        raise CheckpointError(
+            f"{named} is neither a directory nor a model in the local Hugging Face cache",
+            f"Check the path, or download it first: {model.download}; or read it from the hub "
+            f"while it is used: {model.url}",
+        ) from None

@@ -1,0 +1,429 @@
+"""Expert matrices read chunk by chunk: bytes of a checkpoint as views for the C library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import numpy as np
+
+from ktconv import native
+from ktconv.errors import CheckpointError
+from ktconv.formats.folding import factors
+from ktconv.source import BlockGrid, ExpertMatrix, MoELayer, Projection, TensorRef
+from ktconv.source.elements import F32 as ELEMENT_F32
+from ktconv.source.encodings.grids import (
+    count_zeros,
+    grid_nbytes,
+    load_block_scale,
+    load_grid,
+    load_groups,
+    load_outer_scale,
+    load_outer_value,
+    load_zero_points,
+    scale_span,
+    scan_block_scale,
+)
+from ktconv.source.reading.grid_blocks import decode_blocks, require_package
+from ktconv.source.reading.reader import BOUNCE_BYTES, Runs, SourceReader, Span
+from ktconv.source.types import DeclaredShape, OuterScale
+from ktconv.system.arrays import F32, I8, I32, U8
+from ktconv.system.opened import Opened
+
+CHUNK_BYTES = 4 << 20  # of source: small enough for the cache, large enough for the disk
+STRIDED_CHUNK_BYTES = 16 << 20  # where a chunk is gathered from many short runs
+_LEAST_E4M3 = 2.0**-9  # above zero: what second scales are beside
+ROWS_STEP = 128  # chunks are whole row blocks of every format
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """What `ExpertMatrix.quantization` names, as arrays; grids start at element (0, 0)'s block."""
+
+    scale: F32  # both levels
+    zero_point: F32 | None = None
+    group_of_col: I32 | None = None
+    row_scale: F32 | None = None  # [rows]: weights are integers times these
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """What rows and columns of a whole matrix are multiplied by; None: ones."""
+
+    rows: F32 | None = None
+    cols: F32 | None = None
+
+    @staticmethod
+    def of(projection: Projection, exponents: I8) -> Factors | None:
+        """Those of folding (SPEC 9) by exponents [I]; None of a gate, which has none."""
+        if projection == "gate":
+            return None
+        if projection == "up":
+            return Factors(rows=factors(exponents))
+        return Factors(cols=factors(-exponents.astype(np.int64)))
+
+
+def chunks(matrix: ExpertMatrix, part_rows: int) -> Iterator[range]:
+    """Ranges of rows that fit the buffers; none has rows of two parts of `part_rows` rows."""
+    rows = chunk_rows(matrix)
+    for part in range(0, matrix.rows, part_rows):
+        for start in range(part, part + part_rows, rows):
+            yield range(start, min(start + rows, part + part_rows))
+
+
+def chunk_rows(matrix: ExpertMatrix) -> int:
+    """Rows per chunk: as many whole row blocks as fit the target size, at least one."""
+    target = CHUNK_BYTES if matrix.col_stride == 1 else STRIDED_CHUNK_BYTES
+    return max(1, target // buffer_bytes(matrix, ROWS_STEP)) * ROWS_STEP
+
+
+def buffer_bytes(matrix: ExpertMatrix, rows: int) -> int:
+    """Bytes of so many rows as `MatrixReader.read` leaves them: as in the source, but float32 where
+    the package gguf decodes them. UsageError if it is needed and not installed."""
+    if not matrix.element.by_package:
+        return matrix.nbytes(rows)
+    require_package(matrix.element.name)
+    return rows * matrix.cols * 4
+
+
+def experts_bytes(layer: MoELayer, experts: Sequence[int] | None = None) -> int:
+    """Bytes of some of a layer's experts in the source, None: of all."""
+    chosen = range(len(layer.experts)) if experts is None else experts
+    if len(layer.encodings) == 1:  # so all have as many
+        return sum(map(source_bytes, layer.experts[0].values())) * len(chosen)
+    return sum(source_bytes(matrix) for one in chosen for matrix in layer.experts[one].values())
+
+
+def source_bytes(matrix: ExpertMatrix) -> int:
+    """Bytes of a matrix in the source, with scales, zero points and groups."""
+    total, found = matrix.nbytes(matrix.rows), matrix.quantization
+    if matrix.bias is not None:
+        total += grid_nbytes(matrix.bias, matrix.rows, 1)
+    if found is None:
+        return total
+    for grid in (found.scale, found.zero_point):
+        if isinstance(grid, BlockGrid):
+            total += grid_nbytes(grid, matrix.rows, matrix.cols)
+    total += 4 * matrix.cols if found.groups is not None else 0
+    return total + (4 if found.scale.outer is not None else 0)
+
+
+def spans_of(matrix: ExpertMatrix) -> list[Span]:
+    """What reading a matrix touches: the bytes from its first to its last one, and its scales and
+    what belongs to them, in the order of reading."""
+    spans = [] if matrix.bias is None else [_grid_span(matrix.bias, matrix.rows, 1)]
+    found = matrix.quantization
+    if found is not None:
+        grids = [one for one in (found.scale, found.zero_point) if isinstance(one, BlockGrid)]
+        spans += [_grid_span(grid, matrix.rows, matrix.cols) for grid in grids]
+        if found.groups is not None:
+            spans.append(_part(found.groups.tensor, 4 * found.groups.start, 4 * matrix.cols))
+        if (outer := found.scale.outer) is not None:
+            spans.append(_part(outer.tensor, 4 * outer.index, 4))
+    return [*spans, Span(matrix.tensor.file, *matrix.extent)]
+
+
+def _grid_span(grid: BlockGrid, rows: int, cols: int) -> Span:
+    return _part(grid.tensor, *scale_span(grid, rows, cols))
+
+
+def _part(tensor: TensorRef, offset: int, nbytes: int) -> Span:
+    return Span(tensor.file, tensor.offset + offset, nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixReader:
+    """Reads one matrix; `round_to_bf16` rounds values first, as the reference converter does."""
+
+    reader: SourceReader
+    matrix: ExpertMatrix
+    round_to_bf16: bool = False
+    keep_integers: bool = False  # with their row scales, where the packed format includes them
+    factors: Factors | None = None  # of weights and bias; integers are not kept under them
+
+    def open(self) -> AbstractContextManager[Opened]:
+        """A descriptor of the matrix's file."""
+        return self.reader.open(self.matrix.tensor.file)
+
+    def load_scales(self) -> Scales | None:
+        """Its scales and what belongs to them, if it has some."""
+        found, (rows, cols) = self.matrix.quantization, (self.matrix.rows, self.matrix.cols)
+        if found is None:
+            return None
+        scale = load_block_scale(found.scale, rows, cols, self._grid(found.scale))
+        zero_point = groups = None
+        if isinstance(found.zero_point, int):
+            zero_point = np.full_like(scale, found.zero_point)
+        elif found.zero_point is not None:
+            grid = found.zero_point
+            zero_point = load_zero_points(grid, rows, cols, self._grid(grid))
+        if found.groups is not None:
+            index = self._bytes(found.groups.tensor, 4 * found.groups.start, 4 * cols)
+            groups = load_groups(found.groups, found.scale, scale.shape[1], index)
+        if found.declared is not None:
+            self._check_declared(found.declared)
+        outer = found.scale.outer
+        if outer is not None:
+            scale = load_outer_scale(outer, scale, self._outer(outer))
+        self.reader.found_zeros(found.scale, count_zeros(scale))
+        return Scales(scale, zero_point, groups, self._row_scale(scale, zero_point, groups))
+
+    def load_levels(self) -> tuple[F32, float, bool]:
+        """The scales of a matrix with a second one: those of blocks alone, then the second, and
+        whether it divides them."""
+        scale = self.matrix.scale
+        assert scale is not None and scale.outer is not None
+        outer, (rows, cols) = scale.outer, (self.matrix.rows, self.matrix.cols)
+        blocks = load_block_scale(scale, rows, cols, self._grid(scale))
+        data = self._outer(outer)
+        both = load_outer_scale(outer, blocks, data)  # refuses what is no scale
+        self.reader.found_zeros(scale, count_zeros(both))
+        return blocks, float(load_outer_value(outer, data)), outer.divides
+
+    def scan_scales(self) -> int:
+        """How many of its scales are zero. CheckpointError for a scale, or a zero point that is a
+        float, which `load_scales` refuses; the rest of what belongs to a matrix is not looked
+        at."""
+        scale, (rows, cols) = self.matrix.scale, (self.matrix.rows, self.matrix.cols)
+        if scale is None:
+            return 0
+        zero = self.matrix.quantization.zero_point if self.matrix.quantization else None
+        if isinstance(zero, BlockGrid) and zero.number == "F32":
+            load_zero_points(zero, rows, cols, self._grid(zero))
+        data = self._grid(scale)
+        zeros, most = scan_block_scale(scale, rows, cols, data)
+        if scale.outer is None:
+            return zeros
+        value = load_outer_value(scale.outer, self._outer(scale.outer))
+        with np.errstate(all="ignore"):
+            combine = np.divide if scale.outer.divides else np.multiply
+            least, largest = (combine(np.float32(one), value) for one in (_LEAST_E4M3, most))
+        if least > 0 and np.isfinite(largest):
+            return zeros
+        blocks = load_block_scale(scale, rows, cols, data)
+        return count_zeros(load_outer_scale(scale.outer, blocks, self._outer(scale.outer)))
+
+    def _outer(self, outer: OuterScale) -> bytearray:
+        return self._bytes(outer.tensor, 4 * outer.index, 4)
+
+    def _check_declared(self, declared: DeclaredShape) -> None:
+        tensor = declared.tensor
+        size = 8 if tensor.dtype == "I64" else 4
+        found = np.frombuffer(self._bytes(tensor, size * declared.start, 2 * size), f"<i{size}")
+        if tuple(found) != declared.shape:
+            raise CheckpointError(
+                f"{tensor.name} says {found.tolist()}, but {self.matrix.tensor.name} has "
+                f"{declared.shape[0]} x {declared.shape[1]} weights",
+                "The checkpoint is damaged; download it again.",
+            )
+
+    def load_bias(self) -> F32 | None:
+        """What is added to its outputs, [rows], if something is. CheckpointError for a NaN or an
+        infinity."""
+        grid, rows = self.matrix.bias, self.matrix.rows
+        if grid is None:
+            return None
+        bias = load_grid(grid, rows, 1, self._bytes(grid.tensor, *scale_span(grid, rows, 1)))[:, 0]
+        if not np.isfinite(bias).all():
+            output = int(np.argwhere(~np.isfinite(bias))[0, 0])
+            raise CheckpointError(
+                f"tensor {grid.tensor.name} in {grid.tensor.file} contains a NaN or an infinity "
+                f"at number {grid.start + output * grid.row_stride}",
+                "download the file again; if the original contains it, the model cannot be "
+                "converted",
+            )
+        if self.factors is not None and self.factors.rows is not None:
+            with np.errstate(over="ignore"):
+                bias = bias * self.factors.rows
+            if not np.isfinite(bias).all():
+                raise _beyond(grid.tensor, "a bias")
+        return np.ascontiguousarray(bias)
+
+    def _row_scale(self, scale: F32, zero_point: F32 | None, groups: I32 | None) -> F32 | None:
+        """The scale of each row, if all weights are signed integers times that."""
+        zero = self.matrix.element.integer_zero
+        if zero is None or groups is not None or scale.shape[1] != 1:
+            return None
+        if zero_point is None and zero:
+            return None
+        if zero_point is not None and not (zero_point == zero).all():
+            return None
+        grid = self.matrix.scale
+        assert grid is not None
+        rows = (grid.row_origin % grid.block_rows + np.arange(self.matrix.rows)) // grid.block_rows
+        return np.ascontiguousarray(scale[rows, 0])
+
+    def _grid(self, grid: BlockGrid) -> bytearray:
+        return self._bytes(grid.tensor, *scale_span(grid, self.matrix.rows, self.matrix.cols))
+
+    def _bytes(self, tensor: TensorRef, offset: int, nbytes: int) -> bytearray:
+        data = bytearray(nbytes)
+        with self.reader.open(tensor.file) as fd:
+            self.reader.read(fd, tensor, memoryview(data), offset)
+        return data
+
+    def not_finite(self, row: int, col: int) -> CheckpointError:
+        """Why the value at (row, col) is a NaN or an infinity."""
+        tensor, matrix = self.matrix.tensor, self.matrix
+        unit = matrix.element
+        at = matrix.start + row // unit.unit_rows * matrix.row_stride
+        at += col // unit.unit_cols * matrix.col_stride
+        flat = at * unit.items + (col % unit.unit_cols if unit.items == unit.unit_cols else 0)
+        position = ", ".join(str(int(i)) for i in np.unravel_index(flat, tensor.shape))
+        scales, scale = self.load_scales(), matrix.scale
+        if self.factors is not None and math.isfinite(value := self._without_factors(row, col)):
+            return _beyond(tensor, f"{value:.4g} at [{position}]")
+        if scales is not None and scale is not None and self._is_finite(at, col % unit.unit_cols):
+            block_row, block_col = _origin(scale, row, col)
+            group = block_col // scale.block_cols
+            if scales.group_of_col is not None:
+                group = int(scales.group_of_col[col])
+            factor = scales.scale[block_row // scale.block_rows, group]
+            return CheckpointError(
+                f"tensor {tensor.name} in {tensor.file}: the value at [{position}] times its "
+                f"scale {factor:.4g} in {scale.tensor.name} is beyond float32",
+                "download the files again; if the original contains it, the model cannot "
+                "be quantized",
+            )
+        return CheckpointError(
+            f"tensor {tensor.name} in {tensor.file} contains a NaN or an infinity at [{position}]",
+            "download the file again; if the original contains it, the model cannot be quantized",
+        )
+
+    def _without_factors(self, row: int, col: int) -> float:
+        """The weight at (row, col) as the model has it."""
+        plain, unit = MatrixReader(self.reader, self.matrix), self.matrix.element
+        first = row // unit.unit_rows * unit.unit_rows
+        chunk = range(first, first + unit.unit_rows)
+        data = np.empty(buffer_bytes(self.matrix, len(chunk)), np.uint8)
+        with plain.open() as fd:
+            plain.read(fd, chunk, data, np.empty(BOUNCE_BYTES, np.uint8))
+        view = plain.view(chunk, plain.load_scales(), data, 0, self.matrix.cols)
+        return float(native.decode(view)[row - first, col])
+
+    def _is_finite(self, at: int, col: int) -> bool:
+        """Whether column `col` of unit `at` of the tensor is, before it is scaled."""
+        unit = self.matrix.element
+        stored = bytearray(unit.unit_bytes)
+        with self.open() as fd:
+            self.reader.read(fd, self.matrix.tensor, memoryview(stored), at * unit.unit_bytes)
+        data, one = np.frombuffer(stored, np.uint8), np.ones((1, 1), np.float32)
+        shape = unit.unit_rows, unit.unit_cols
+        if unit.by_package:
+            values = decode_blocks(unit.name, data[None])
+        else:
+            view = native.Matrix(data, unit.name, *shape, block_scale=one, block=shape)
+            values = native.decode(view)
+        return bool(np.isfinite(values[:, col]).all())
+
+    def read(self, fd: Opened, chunk: range, target: U8, bounce: U8) -> int:
+        """Read the rows of `chunk` into `target`, densely packed in their own orientation, and
+        decoded if the package gguf does that; returns the number of bytes read."""
+        matrix, unit = self.matrix, self.matrix.element
+        if unit.by_package:
+            stored = np.empty((len(chunk), matrix.nbytes(1)), np.uint8)
+            count = self._read_stored(fd, chunk, stored.data.cast("B"), bounce)
+            decoded = target[: buffer_bytes(matrix, len(chunk))].view(np.float32)
+            decoded.reshape(len(chunk), matrix.cols)[:] = decode_blocks(unit.name, stored)
+            return count
+        return self._read_stored(fd, chunk, target.data[: matrix.nbytes(len(chunk))], bounce)
+
+    def _read_stored(self, fd: Opened, chunk: range, data: memoryview, bounce: U8) -> int:
+        matrix, unit = self.matrix, self.matrix.element
+        rows, cols = len(chunk) // unit.unit_rows, matrix.cols // unit.unit_cols
+        if matrix.col_stride == 1:
+            runs, run_length, stride = rows, cols, matrix.row_stride
+        else:
+            runs, run_length, stride = cols, rows, matrix.col_stride
+        start = matrix.start + chunk.start // unit.unit_rows * matrix.row_stride
+        size = unit.unit_bytes
+        if matrix.col_stride != 1 and unit.items > 1:
+            # The words of a unit are in rows of their own.
+            size //= unit.items
+            where = Runs(start * size, rows * size, stride * size, runs * unit.items)
+            self.reader.read_runs(fd, matrix.tensor, data, where, bounce.data)
+            words = np.frombuffer(data, f"V{size}").reshape(runs, unit.items, rows)
+            data[:] = words.swapaxes(1, 2).tobytes()
+            return len(data)
+        apart = matrix.row_stride if matrix.col_stride != 1 else 1
+        if apart != 1:  # every second output is of another matrix
+            width = (run_length - 1) * apart + 1
+            all_rows = np.empty(runs * width, f"V{size}")
+            where = Runs(start * size, width * size, stride * size, runs)
+            self.reader.read_runs(fd, matrix.tensor, all_rows.data.cast("B"), where, bounce.data)
+            own = all_rows.reshape(runs, width)[:, ::apart]
+            np.frombuffer(data, f"V{size}").reshape(own.shape)[:] = own
+            return len(data)
+        where = Runs(start * size, run_length * size, stride * size, runs)
+        self.reader.read_runs(fd, matrix.tensor, data, where, bounce.data)
+        return len(data)
+
+    def decoded(self, buffer: U8, bounce: U8) -> Iterator[tuple[range, F32]]:
+        """All rows as float32, a chunk at a time; `buffer` is large enough for any of them."""
+        for chunk, view in self.views(buffer, bounce):
+            yield chunk, native.decode(view)
+
+    def views(self, buffer: U8, bounce: U8) -> Iterator[tuple[range, native.Matrix]]:
+        """The same for the C library; a view is good until the next one."""
+        with self.open() as fd:
+            scales = self.load_scales()
+            for chunk in chunks(self.matrix, self.matrix.rows):
+                self.read(fd, chunk, buffer, bounce)
+                yield chunk, self.view(chunk, scales, buffer, 0, self.matrix.cols)
+
+    def _kept(self, scales: Scales | None, chunk: range) -> F32 | None:
+        if scales is None or scales.row_scale is None or not self.keep_integers or self.factors:
+            return None
+        return scales.row_scale[chunk.start : chunk.stop]
+
+    def view(
+        self, chunk: range, scales: Scales | None, data: U8, first_col: int, cols: int
+    ) -> native.Matrix:
+        """Columns from `first_col` on of the chunk that `read` left in `data`."""
+        matrix, unit, rows = self.matrix, self.matrix.element, len(chunk)
+        if unit.by_package:  # `read` has decoded them
+            unit = ELEMENT_F32
+        row_stride, col_stride = matrix.cols // unit.unit_cols, 1
+        if matrix.col_stride != 1:
+            row_stride, col_stride = 1, rows // unit.unit_rows
+        scale, groups = matrix.scale, scales.group_of_col if scales else None
+        own = self.factors or Factors()
+        return native.Matrix(
+            data,
+            unit.name,
+            rows,
+            cols,
+            start=first_col // unit.unit_cols * col_stride,
+            row_stride=row_stride,
+            col_stride=col_stride,
+            first_col=first_col % unit.unit_cols,
+            block_scale=scales.scale if scales else None,
+            block=(scale.block_rows, scale.block_cols) if scale else (1, 1),
+            origin=_origin(scale, chunk.start, first_col),
+            zero_point=scales.zero_point if scales else None,
+            group_of_col=None if groups is None else groups[first_col : first_col + cols],
+            row_scale=self._kept(scales, chunk),
+            row_factor=None if own.rows is None else own.rows[chunk.start : chunk.stop],
+            col_factor=None if own.cols is None else own.cols[first_col : first_col + cols],
+            round_to_bf16=self.round_to_bf16,
+        )
+
+
+def _beyond(tensor: TensorRef, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"tensor {tensor.name} in {tensor.file}: {what} times the factor that --fold chose is "
+        "beyond float32",
+        "omit --fold",
+    )
+
+
+def _origin(scale: BlockGrid | None, row: int, col: int) -> tuple[int, int]:
+    """The position of element (row, col) of a matrix in its grid of block scales, in elements.
+
+    `load_grid` starts the grid at the block of element (0, 0).
+    """
+    if scale is None:
+        return 0, 0
+    return scale.row_origin % scale.block_rows + row, scale.col_origin % scale.block_cols + col

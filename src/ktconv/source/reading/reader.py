@@ -1,0 +1,199 @@
+"""Reading the bytes of a checkpoint while it is converted."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from ktconv.errors import ResourceError, SourceChangedError
+from ktconv.source import BlockGrid, SourceFile, TensorRef
+from ktconv.system import elsewhere
+from ktconv.system.elsewhere import Span as Span
+from ktconv.system.files import io_error, opened_fd
+from ktconv.system.opened import Opened, State, open_source
+from ktconv.system.regular_files import MissingFileError
+from ktconv.system.text import path_text
+
+BOUNCE_BYTES = 1 << 20
+KEPT_FILES = 32  # per unit of commit, of which few are under way
+
+
+def advise(spans: Sequence[Span]) -> None:
+    """Ask for spans to be read ahead, in this order: the system, or what serves files that are
+    elsewhere. Only a hint: errors are found when the bytes are read."""
+    elsewhere.advise(spans, _advise_local)
+
+
+def _advise_local(spans: Sequence[Span]) -> None:
+    for file, following in groupby(spans, lambda span: span.file):
+        with suppress(OSError), opened_fd(file, os.O_RDONLY | os.O_NONBLOCK) as fd:
+            for start, stop in _joined(following):
+                os.posix_fadvise(fd, start, stop - start, os.POSIX_FADV_WILLNEED)
+
+
+def _joined(spans: Iterable[Span]) -> Iterator[tuple[int, int]]:
+    """First byte and end of each run of neighbours: experts lie one behind the other."""
+    start = stop = 0
+    for span in spans:
+        if span.offset != stop:
+            if stop > start:
+                yield start, stop
+            start = span.offset
+        stop = span.offset + span.nbytes
+    if stop > start:
+        yield start, stop
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """`count` runs of `length` bytes, `stride` bytes apart, from `start` on of a tensor."""
+
+    start: int
+    length: int
+    stride: int
+    count: int
+
+
+class SourceReader:
+    """Reads spans of source files; refuses a file that changed since it was opened."""
+
+    def __init__(self, files: Sequence[Path], sources: Sequence[SourceFile]) -> None:
+        known = {
+            source.name: State(source.nbytes, source.mtime_ns, source.etag)
+            for source in sources
+            if (source.mtime_ns, source.etag) != (None, None)
+        }
+        self._state: Mapping[Path, State] = {
+            path: known[name] for path in files if (name := path_text(path.name)) in known
+        }
+
+    @contextmanager
+    def open(self, path: Path) -> Iterator[Opened]:
+        """A shard that is as it was when the headers were read, to the end."""
+        opened = _open(path)
+        try:
+            self._refuse_changed(opened)
+            try:
+                yield opened
+            finally:  # also where reading failed: that can be the change's doing
+                self._refuse_changed(opened)
+        finally:
+            opened.close()
+
+    def keeping(self) -> KeptReader:
+        """One that keeps files open from one matrix to the next."""
+        return KeptReader(self._state)
+
+    def _refuse_changed(self, opened: Opened) -> None:
+        known = self._state.get(opened.path)
+        if known is not None and known != opened.state:
+            raise SourceChangedError(
+                f"{opened.path} changed while it was read",
+                "make sure nothing writes there, then start again",
+            )
+
+    def found_zeros(self, scale: BlockGrid, count: int) -> None:
+        """So many scales of a matrix are zero: for who counts them."""
+
+    def read(self, fd: Opened, tensor: TensorRef, target: memoryview, offset: int) -> None:
+        """Bytes from `offset` on of a tensor."""
+        try:
+            fd.read(target, tensor.offset + offset)
+        except OSError as error:
+            raise io_error(f"read tensor {tensor.name} from", tensor.file, error) from error
+
+    def read_runs(
+        self, fd: Opened, tensor: TensorRef, target: memoryview, runs: Runs, bounce: memoryview
+    ) -> None:
+        """All runs, one behind the other. Short runs are read with the gaps between them,
+        through `bounce`: a large read and a copy cost less than many small reads."""
+        if runs.stride == runs.length:
+            self.read(fd, tensor, target, runs.start)
+        elif runs.stride <= min(4 * runs.length, len(bounce)):
+            self._read_with_gaps(fd, tensor, target, runs, bounce)
+        else:
+            for run in range(runs.count):
+                piece = target[run * runs.length : (run + 1) * runs.length]
+                self.read(fd, tensor, piece, runs.start + run * runs.stride)
+
+    def _read_with_gaps(
+        self, fd: Opened, tensor: TensorRef, target: memoryview, runs: Runs, bounce: memoryview
+    ) -> None:
+        per_read = len(bounce) // runs.stride
+        dense = np.frombuffer(target, np.uint8).reshape(runs.count, runs.length)
+        for first in range(0, runs.count, per_read):
+            count = min(per_read, runs.count - first)
+            span = bounce[: (count - 1) * runs.stride + runs.length]
+            self.read(fd, tensor, span, runs.start + first * runs.stride)
+            dense[first : first + count] = np.ndarray(
+                (count, runs.length), np.uint8, span, strides=(runs.stride, 1)
+            )
+
+
+class KeptReader(SourceReader):
+    """Opens each file once, of a few: to open and to look at a file for each of many small matrices
+    takes longer than to convert them, and threads wait for each other after every call of the
+    system. What was read counts only after `confirm`, unless reading failed."""
+
+    def __init__(self, state: Mapping[Path, State]) -> None:
+        self._state = state
+        self._lock = threading.Lock()
+        self._kept: dict[Path, Opened] = {}
+        self._zeros: dict[tuple[str, int, int, int], int] = {}
+
+    @property
+    def zero_scales(self) -> int:
+        """How many scales of the matrices that were read are zero."""
+        return sum(self._zeros.values())
+
+    def found_zeros(self, scale: BlockGrid, count: int) -> None:
+        """A matrix that is read twice counts once."""
+        if count:
+            place = scale.tensor.name, scale.start, scale.row_origin, scale.col_origin
+            self._zeros[place] = count
+
+    @contextmanager
+    def open(self, path: Path) -> Iterator[Opened]:
+        opened = self._kept.get(path) or self._keep(path)
+        if opened is None:
+            with super().open(path) as opened:
+                yield opened
+            return
+        try:
+            yield opened
+        except BaseException:  # that can be the change's doing
+            self._refuse_changed(opened)
+            raise
+
+    def _keep(self, path: Path) -> Opened | None:
+        """None: enough are open."""
+        with self._lock:
+            if path not in self._kept and len(self._kept) < KEPT_FILES:
+                self._kept[path] = _open(path)
+                self._refuse_changed(self._kept[path])
+            return self._kept.get(path)
+
+    def confirm(self) -> None:
+        """Refuses files that changed since they were opened, or are others now."""
+        for path in list(self._kept):
+            with super().open(path):
+                pass
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        while self._kept:
+            self._kept.popitem()[1].close()
+
+
+def _open(path: Path) -> Opened:
+    try:
+        return open_source(path)
+    except MissingFileError as error:  # it was there when the headers were read
+        raise ResourceError(f"cannot read {path}: No such file or directory") from error

@@ -1,0 +1,188 @@
+"""Which experts of each layer run on the GPU: the file of --experts and --exclude-experts.
+
+    {"schema": 1, "experts": {"3": [0, 5, 17], "4": [2]}}
+
+A layer that is not named has none of its experts in the set. `ktconv stats --write` makes such
+files; they can be written by hand as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ktconv.errors import CheckpointError, UsageError
+from ktconv.source.strict_json import parse_object
+from ktconv.system.files import io_error
+from ktconv.system.pointers import refuse_pointer_at
+from ktconv.system.units import format_ranges, parse_ranges
+from ktconv.writer.option_files import WrittenFile
+
+SCHEMA = 1
+EXCLUDED = "exclude_experts"  # the option, in a manifest, that names the experts left out
+COUNTS = "router statistics"  # the kind of document that `ktconv stats --json` prints
+
+_FORM = 'write it like {"schema": 1, "experts": {"3": [0, 5, 17]}}'
+_NUMBER = re.compile("0|[1-9][0-9]{0,5}")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSet:
+    """Ids of experts by layer, both ascending; a layer without any is not named."""
+
+    layers: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.layers)
+
+    def of(self, layer: int) -> tuple[int, ...]:
+        return self.layers.get(layer, ())
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.layers.values()))
+
+    @property
+    def sha256(self) -> str:
+        """Of what it says: equal for files that differ in spaces or order only."""
+        return hashlib.sha256(
+            json.dumps(self.as_dict(), separators=(",", ":")).encode()
+        ).hexdigest()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of a file."""
+        return {
+            "schema": SCHEMA,
+            "experts": {str(layer): list(ids) for layer, ids in self.layers.items()},
+        }
+
+    def as_record(self) -> dict[str, Any]:
+        """For a manifest: {"sha256": "...", "layers": {"3": "0,5,17-20"}}; empty for no expert."""
+        if not self:
+            return {}
+        layers = {str(layer): format_ranges(list(ids)) for layer, ids in self.layers.items()}
+        return {"sha256": self.sha256, "layers": layers}
+
+
+def expert_set(layers: Mapping[int, Sequence[int]]) -> ExpertSet:
+    """Puts ids in order and leaves out layers without any."""
+    named = sorted(layer for layer, ids in layers.items() if ids)
+    return ExpertSet({layer: tuple(sorted(layers[layer])) for layer in named})
+
+
+def set_of_record(record: object, where: str) -> ExpertSet:
+    """The inverse of `ExpertSet.as_record`; CheckpointError names `where` for anything else."""
+    ranges = record.get("layers", {}) if isinstance(record, dict) else None
+    if isinstance(ranges, dict) and all(map(_is_ranges, ranges, ranges.values())):
+        try:
+            found = expert_set({int(layer): parse_ranges(ranges[layer], "") for layer in ranges})
+        except UsageError:
+            found = expert_set({})
+        if found.as_record() == record:
+            return found
+    raise CheckpointError(f"{where} does not contain a valid set of experts")
+
+
+def _is_ranges(layer: str, text: object) -> bool:
+    return _NUMBER.fullmatch(layer) is not None and isinstance(text, str)
+
+
+def others(chosen: ExpertSet, experts: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    """By layer all ids that are not chosen; `experts` is the number of experts by layer."""
+    return {
+        layer: tuple(number for number in range(count) if number not in set(chosen.of(layer)))
+        for layer, count in experts.items()
+    }
+
+
+# ---- files -----------------------------------------------------------------------------
+
+
+def read_expert_set(path: Path, option: str = "--experts") -> ExpertSet:
+    """Read FILE of `option`. Raises a KtconvError that names what is wrong with it."""
+    if not path.is_file():
+        raise UsageError(f"{option}: {path} is not a file", _FORM)
+    refuse_pointer_at(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise io_error("read", path, error) from error
+    content = parse_object(data, str(path), _FORM)
+    if content.get("kind") == COUNTS:
+        raise UsageError(
+            f"{path} contains counts, not a set of experts",
+            f"select experts with: ktconv stats {path} --hot N --write FILE.json",
+        )
+    if content.get("schema") != SCHEMA or type(content["schema"]) is not int:
+        raise UsageError(f"{path} has no schema {SCHEMA}", _FORM)
+    if unknown := sorted(content.keys() - {"schema", "experts"}):
+        raise UsageError(f"{path} has {unknown[0]!r}, which is not a known key", _FORM)
+    layers = content.get("experts")
+    if not isinstance(layers, dict):
+        raise UsageError(f"{path} has no object of experts by layer", _FORM)
+    if not layers:
+        raise UsageError(f"{path} contains no expert", _FORM)
+    return expert_set({_layer(path, key): _ids(path, key, ids) for key, ids in layers.items()})
+
+
+def _layer(path: Path, key: str) -> int:
+    if not _NUMBER.fullmatch(key):
+        raise UsageError(f"{path}: layer {key!r} is not a number", _FORM)
+    return int(key)
+
+
+def _ids(path: Path, layer: str, ids: object) -> list[int]:
+    if not isinstance(ids, list):
+        raise UsageError(f"{path}: the experts of layer {layer} are not a list", _FORM)
+    if not ids:
+        raise UsageError(
+            f"{path}: the list of layer {layer} is empty", "omit the layer if it has none"
+        )
+    for number in ids:
+        if type(number) is not int or number < 0:
+            raise UsageError(f"{path}: {number!r} of layer {layer} is not an expert id", _FORM)
+    if len(set(ids)) < len(ids):
+        twice = next(number for at, number in enumerate(ids) if number in ids[:at])
+        raise UsageError(f"{path} names expert {twice} of layer {layer} twice", "name it once")
+    return ids
+
+
+def check_expert_set(chosen: ExpertSet, experts: Mapping[int, int], path: Path | str) -> None:
+    """UsageError unless every layer and id is one of the model's: `experts` is their number by
+    layer."""
+    for layer, ids in chosen.layers.items():
+        if layer not in experts:
+            raise UsageError(
+                f"{path} names layer {layer}, which is not an MoE layer of this model",
+                f"MoE layers are {format_ranges(list(experts))}",
+            )
+        if ids[-1] >= experts[layer]:
+            raise UsageError(
+                f"{path} names expert {ids[-1]} of layer {layer}, but it has {experts[layer]}",
+                f"experts are 0 to {experts[layer] - 1}",
+            )
+
+
+def expert_set_file(path: Path) -> WrittenFile:
+    """FILE of --write: it replaces sets that ktconv wrote, and not those written by hand."""
+    return WrittenFile(path, "--write", "a set of experts that ktconv wrote", _is_written)
+
+
+def _is_written(path: Path) -> bool:
+    return path.read_bytes() == _text(read_expert_set(path))
+
+
+def write_expert_set(chosen: ExpertSet, path: Path) -> None:
+    """Write FILE for --experts and --exclude-experts, one layer per line. UsageError where there
+    is another file, or a model around it."""
+    expert_set_file(path).write(_text(chosen))
+
+
+def _text(chosen: ExpertSet) -> bytes:
+    lines = [f'  "{layer}": {json.dumps(list(ids))}' for layer, ids in chosen.layers.items()]
+    return (f'{{"schema": {SCHEMA}, "experts": {{\n' + ",\n".join(lines) + "\n}}\n").encode()

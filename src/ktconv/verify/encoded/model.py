@@ -1,0 +1,196 @@
+"""Level model for experts on GPUs: the source's, and what ours dequantize to, on the same text.
+
+To write text, a checkpoint with every expert is loaded by transformers, as users would:
+compressed-tensors unpacks it, and must come to the same as we. If it has only some of the experts,
+or is of a family whose experts transformers reads in fused form alone, we put them into the source
+model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ktconv.errors import CheckpointError
+from ktconv.families.family import Projection
+from ktconv.system.arrays import F32
+from ktconv.system.text import Notify
+from ktconv.verify.encoded.output import GpuOutput
+from ktconv.verify.encoded.weights import dequantized
+from ktconv.verify.findings import Facts
+from ktconv.verify.model import LEVEL, ModelCheck, require
+from ktconv.verify.request import Thresholds
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ktconv.model.streamed.compare import Predictions
+    from ktconv.model.streamed.experts import Converted
+
+_LEAST_KL = 0.005  # what other orders of sums can make
+
+_MODULES_WITH_BARS = (
+    "compressed_tensors.compressors.model_compressors.model_compressor",
+    "compressed_tensors.offload.dispatch",
+    "compressed_tensors.quantization.lifecycle.apply",
+)
+
+
+class GpuModelCheck(ModelCheck):
+    _output: GpuOutput
+    models_loaded = 2  # experts are unpacked when they are loaded
+
+    @property
+    def _named(self) -> Path:
+        return self._output.directory
+
+    @property
+    def _bits(self) -> int:
+        return min(8, *(group.bits for group in self._output.quantization.groups))
+
+    @cached_property
+    def _swapped(self) -> bool:
+        from ktconv.targets.encoded.loading import transformers_reads_packed
+
+        output, target = self._output, self._output.source_target
+        if target is not None and not target.read_by_transformers(output.source_layers.values()):
+            return True
+        return output.is_partial or not transformers_reads_packed(output.source)
+
+    @property
+    def _about(self) -> Facts:
+        by_transformers = self._why_not_loaded is None and not self._swapped
+        return super()._about | {"loaded_by": "transformers" if by_transformers else "ktconv"}
+
+    def _check_loadable(self) -> None:
+        super()._check_loadable()
+        if not self._swapped:
+            require(compressed_tensors="compressed-tensors")
+
+    @property
+    def _converted(self) -> Converted:
+        return self._values
+
+    def _values(self, layer: int, expert: int) -> dict[Projection, F32] | None:
+        """An expert's matrices as they are in the output; None where it is not there."""
+        output = self._output
+        if expert not in output.layers.get(layer, ()):
+            return None
+        sources = output.source_layers[layer].experts[expert]
+        return {
+            proj: dequantized(output, output.experts[layer, expert, proj], matrix).values()
+            for proj, matrix in sources.items()
+        }
+
+    @contextmanager
+    def _loaded(self, notify: Notify) -> Iterator[tuple[Any, Any]]:
+        from ktconv.quantize.llm_compressor.library import silenced
+
+        with ExitStack() as stack:
+            if not self._swapped:
+                # compressed-tensors draws bars when a model is first called, too, and warns of
+                # names that only engines know.
+                names = ["compressed_tensors.utils.match"]
+                stack.enter_context(silenced(_MODULES_WITH_BARS, names))
+            yield stack.enter_context(super()._loaded(notify))
+
+    @contextmanager
+    def _pair(self, model: Any, notify: Notify) -> Iterator[tuple[Any, Any]]:
+        from ktconv.model import load_model
+
+        if self._swapped:
+            notify("replacing its experts with the dequantized ones")
+            pair: _Pair = _Swapped(model, self._output)
+        else:
+            notify("loading the converted model")
+            try:
+                converted, _ = load_model(self._output.directory, decode=False)
+            except CheckpointError as error:
+                self._findings.fail(LEVEL, "loading", f"{error}.")
+                raise
+            converted.config._experts_implementation = "eager"
+            pair = _Pair(model, converted)
+        yield pair, pair
+
+    def _check_loaded(
+        self, both: Any, experts: Any, predictions: Predictions, limits: Thresholds
+    ) -> None:
+        """Whether compressed-tensors unpacks what we dequantize, on the first window."""
+        from ktconv.model.evaluate import predictions_of_both
+
+        if self._swapped:
+            return
+        loaded = predictions_of_both(both, experts, predictions.texts[:1]).result().kl_mean
+        passed = predictions.result(1).kl_mean
+        if not abs(loaded - passed) <= max(limits.max_kl or 0.0, _LEAST_KL):
+            self._findings.fail(
+                LEVEL,
+                "loading",
+                f"as transformers loads {self._output.directory}, the mean KL divergence of the "
+                f"first window is {loaded:.4g}, but {passed:.4g} by what its tensors contain.",
+                value=loaded,
+            )
+
+
+class _Pair:
+    """Two models behind the interface of one, for `ktconv.model.evaluate`."""
+
+    def __init__(self, source: Any, converted: Any) -> None:
+        self._source, self._current, self.config = source, converted, source.config
+
+    @contextmanager
+    def originals(self) -> Iterator[None]:
+        """A context in which the source's model runs."""
+        converted, self._current = self._current, self._source
+        try:
+            yield
+        finally:
+            self._current = converted
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self._current(**arguments)
+
+    def generate(self, *arguments: Any, **named: Any) -> Any:
+        return self._current.generate(*arguments, **named)
+
+
+class _Swapped(_Pair):
+    """One model with dequantized experts in place of some of its own."""
+
+    def __init__(self, model: Any, output: GpuOutput) -> None:
+        super().__init__(model, model)
+        self._kept: list[tuple[Tensor, Tensor]] = []  # view of a parameter, its other content
+        self._put_all(model, output)
+
+    @contextmanager
+    def originals(self) -> Iterator[None]:
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        for view, other in self._kept:
+            now = view.clone()
+            view.copy_(other)
+            other.copy_(now)
+
+    def _put_all(self, model: Any, output: GpuOutput) -> None:
+        import torch
+
+        from ktconv.model.sites import find_experts
+
+        sources, here, modules = output.source_layers, output.layers, output.experts
+        with torch.no_grad():
+            for index, site in find_experts(model).items():
+                layer = sources[index]
+                for expert in here.get(index, ()):
+                    for proj, view in site.own.matrices(expert).items():
+                        matrix = layer.experts[expert][proj]
+                        found = dequantized(output, modules[index, expert, proj], matrix).values()
+                        self._kept.append((view, torch.from_numpy(found).to(view.dtype)))
+        self._exchange()

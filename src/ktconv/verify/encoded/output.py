@@ -1,0 +1,428 @@
+"""A checkpoint with encoded experts on disk: which modules are encoded, and by which tool."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from ktconv.conversion.plan import plan_checkpoint
+from ktconv.errors import CheckpointError, KtconvError, UsageError
+from ktconv.families.family import PROJECTIONS, UNGATED
+from ktconv.families.names import ExpertModule, expert_module, layer_number
+from ktconv.source import (
+    Checkpoint,
+    ExpertMatrix,
+    NamingMap,
+    Projection,
+    TensorRef,
+    open_checkpoint,
+)
+from ktconv.source.agreement import Dimensions
+from ktconv.source.config import CONFIG_NAME, read_config
+from ktconv.source.encodings.base import BIAS
+from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
+from ktconv.targets.encoded.layouts.base import Layout
+from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
+from ktconv.targets.encoded.recipe import Recipe, parse_recipe
+from ktconv.targets.encoded.scheme import CHANNEL, FORMATS, MIXABLE, MIXED, SCHEMES, Scheme
+from ktconv.targets.encoded.target import RECIPE, EncodedTarget, Options
+from ktconv.targets.expert_sets import others as left
+from ktconv.targets.expert_sets import set_of_record
+from ktconv.targets.packed.weights import PackedWeights, open_packed
+from ktconv.verify.encoded.quantization import (
+    Group,
+    Quantization,
+    quantization_section_of,
+    read_quantization,
+)
+from ktconv.verify.output import NO_LIMIT, OpenedOutput
+from ktconv.writer.journal import Journal
+from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
+
+_OTHER_PARTS = ("weight_zero_point", "weight_g_idx")  # of schemes that experts do not have
+# Observers with which the scale follows from the largest weight.
+_TAKING_LARGEST = ("", "minmax", "memoryless_minmax", "static_minmax")
+_BLK = re.compile(r"(blk\.[0-9]+)\.ffn_(gate|up|down)_exps\.([0-9]+)")  # of KTransformers' AWQ
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A packed module and its tensors by the last component of their names."""
+
+    name: str
+    parts: Mapping[str, TensorRef]
+    where: ExpertModule | None  # None: no routed expert
+    layer: int | None
+    layout: Layout = PACK_QUANTIZED
+
+    @property
+    def whole(self) -> bool:
+        return all(part in self.parts for part in self.layout.parts)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.parts.values())
+
+    @property
+    def at(self) -> dict[str, Any]:
+        """The fields of a failure that locate this module."""
+        if self.where is None:
+            return {}
+        return {"layer": self.layer, "expert": self.where.expert, "projection": self.where.proj}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuOutput(OpenedOutput):
+    quantization: Quantization
+    why_not: str | None  # the fault of config.json, if `quantization` is the manifest's
+    modules: Mapping[str, Module]
+    layers: Mapping[int, Sequence[int]]  # ids of experts with at least one tensor
+    method: str  # rtn, gptq or unknown; search: without a manifest, as the scales are
+    config: Mapping[str, Any]
+    scheme: Scheme | None  # by our manifest; MIXED: `scheme_of` has that of each matrix
+    recipe: Recipe | None
+    numbers: Mapping[str, int]  # of layers, by the path of their experts
+
+    @property
+    def layout(self) -> Layout:
+        return PACK_QUANTIZED if self.scheme is None else self.scheme.layout
+
+    def scheme_of(self, module: Module) -> Scheme:
+        """That of a matrix, by our manifest."""
+        assert self.scheme is not None
+        return _scheme_of(self.scheme, self.recipe, module.layer, module.where)
+
+    def module(self, name: str) -> Module:
+        """The one of that name, or one without tensors."""
+        found = self.modules.get(name)
+        if found is not None:
+            return found
+        if self.scheme is None or self.recipe is None:
+            return Module(name, {}, None, None, self.layout)
+        where, layer = _place(name, self.numbers)
+        scheme = _scheme_of(self.scheme, self.recipe, layer, where)
+        return Module(name, {}, None, None, scheme.layout)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        if self.scheme is not None and self.scheme.row.command == "quantize-cpu":
+            about = {"method": self.scheme.name, "numa": None}
+            if self.recipe is not None:
+                return {**about, "recipe": self.recipe.toml.split("\n")}
+            return {**about, "group_size": self.scheme.group_size}
+        groups = {(group.scheme, group.group_size) for group in self.quantization.groups}
+        scheme, size = next(iter(groups)) if len(groups) == 1 else ("mixed", None)
+        return {"method": self.method, "numa": None, "scheme": scheme, "group_size": size}
+
+    @property
+    def source_target(self) -> EncodedTarget | None:
+        """As which the source would be converted."""
+        target = None if self.plan is None else self.plan.target
+        return target if isinstance(target, EncodedTarget) else None
+
+    def experts_in(self, layer: int) -> Sequence[int]:
+        return self.layers.get(layer, ())
+
+    @property
+    def dimensions(self) -> dict[int, Dimensions]:
+        """By the rows of packed matrices; empty with a source, whose config.json is compared
+        instead. The number of experts is that of the manifest, if it says how many there are."""
+        if self.checkpoint is not None:
+            return {}
+        recorded = self.manifest.layers if self.manifest else {}
+        rows: dict[int, dict[str, int]] = {}
+        for (layer, _, proj), module in self.experts.items():
+            packed = module.parts.get(module.layout.parts[0])
+            if layer is not None and packed and packed.shape:
+                count = packed.shape[0 if module.layout.streamed else -1]
+                rows.setdefault(layer, {}).setdefault(proj, count)
+        whole = {
+            layer: found for layer, found in sorted(rows.items()) if found.keys() >= {*UNGATED}
+        }
+        counts = {n: recorded.get(n, {}).get("experts", len(self.layers[n])) for n in whole}
+        return {
+            n: (counts[n], found["down"], found["up"], "gate" in found)
+            for n, found in whole.items()
+        }
+
+    def projections(self, layer: int) -> Sequence[Projection]:
+        """The matrices that an expert of a layer has: by the source, else the manifest, else by the
+        experts that are there."""
+        if layer in self.source_layers:
+            return self.source_layers[layer].projections
+        if self.manifest is not None:
+            gated = self.manifest.layers.get(layer, {}).get("gated") is not False
+        else:
+            here = (one.where for one in self.modules.values() if one.layer == layer)
+            gated = any(where.proj == "gate" for where in here if where is not None)
+        return PROJECTIONS if gated else UNGATED
+
+    @property
+    def experts(self) -> dict[tuple[int | None, int, Projection], Module]:
+        """Modules by layer, expert and projection."""
+        return {
+            (module.layer, module.where.expert, module.where.proj): module
+            for module in self.modules.values()
+            if module.where is not None
+        }
+
+    @property
+    def decoded(self) -> Mapping[str, ExpertMatrix]:
+        """Non-expert tensors that are quantized in the source and bf16 here, by their new names."""
+        if self.plan is None:
+            return {}
+        target = self.plan.target
+        assert isinstance(target, EncodedTarget)
+        return {target.output_name(name): one.matrix for name, one in target.decoded.items()}
+
+
+def is_gpu_output(directory: Path) -> bool:
+    """Whether it is a checkpoint with encoded experts: by its manifest, else by config.json or
+    names of tensors, unless it has experts for KTransformers, which keep their source's
+    config.json."""
+    manifest = read_manifest(directory)
+    if manifest is not None:
+        return manifest.options.get("format") in FORMATS
+    packed = open_packed(directory)
+    if packed.tensors:
+        return False
+    if any(name.endswith(f".{PACK_QUANTIZED.parts[0]}") for name in packed.others):
+        return True
+    try:
+        return quantization_section_of(read_config(directory).content) is not None
+    except KtconvError:
+        return False
+
+
+def open_gpu_output(
+    output: Path,
+    source: str | None,
+    side_files: Path | None = None,
+    naming: NamingMap | None = None,
+    tower: str | None = None,
+) -> GpuOutput:
+    """`side_files`, `naming` and `tower`: of `open_checkpoint`.
+
+    Raises CheckpointError for an unsupported checkpoint, UsageError for one without packed
+    modules.
+    """
+    packed = open_packed(output)
+    manifest = _usable(read_manifest(output))
+    scheme = _scheme(manifest)
+    recipe = _recipe(manifest)
+    quantization, why_not, config = _quantization(output, manifest, scheme)
+    checkpoint = open_checkpoint(source, side_files, naming, tower) if source else None
+    plan = _plan(checkpoint, manifest, scheme) if checkpoint else None
+    numbers = _numbers(checkpoint, manifest)
+    modules, others = _sort(packed, numbers, scheme, recipe)
+    if not modules and not packed.damaged and manifest is None:
+        raise UsageError(f"{output} contains no packed modules", "give an OUTPUT of quantize-gpu")
+    return GpuOutput(
+        packed=packed,
+        manifest=manifest,
+        checkpoint=checkpoint,
+        plan=plan,
+        quantization=quantization,
+        why_not=why_not,
+        modules=modules,
+        layers=_experts_by_layer(modules),
+        others=others,
+        method=_method(output, manifest, quantization),
+        config=config,
+        scheme=scheme,
+        recipe=recipe,
+        numbers=numbers,
+    )
+
+
+def _usable(manifest: Manifest | None) -> Manifest | None:
+    """The manifest if it is a valid one of ours, else None."""
+    if manifest is None or not manifest.has_source:
+        return None
+    options = manifest.options
+    size, row = options.get("group_size"), SCHEMES.get(str(options.get("scheme")))
+    sound = row is not None and type(size) is int and isinstance(options.get("method"), str)
+    if row is MIXED:
+        sound = sound and _recipe(manifest) is not None
+    return manifest if sound else None
+
+
+def _recipe(manifest: Manifest | None) -> Recipe | None:
+    """That of the manifest; None without a valid one."""
+    lines = manifest.options.get("recipe") if manifest is not None else None
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        return None
+    try:
+        return parse_recipe("\n".join(lines))
+    except UsageError:
+        return None
+
+
+def _scheme_of(
+    scheme: Scheme, recipe: Recipe | None, layer: int | None, where: ExpertModule | None
+) -> Scheme:
+    if recipe is None:
+        return scheme
+    if layer is None or where is None:
+        return recipe.method.scheme(scheme.search)
+    return recipe.of(layer, where.expert, where.proj).scheme(scheme.search)
+
+
+def _scheme(manifest: Manifest | None) -> Scheme | None:
+    if manifest is None:
+        return None
+    options = manifest.options
+    return Scheme(options["scheme"], options["group_size"], options.get("scale") == "search")
+
+
+def _quantization(
+    output: Path, manifest: Manifest | None, scheme: Scheme | None
+) -> tuple[Quantization, str | None, Mapping[str, Any]]:
+    """By config.json; by our manifest where config.json cannot be used, with the reason, or has a
+    form that is compared as a whole."""
+    config: Mapping[str, Any] = {}
+    try:
+        config = read_config(output).content
+        if scheme is not None and scheme.layout is not PACK_QUANTIZED:
+            return _by_manifest(scheme), None, config
+        section = quantization_section_of(config)
+        if section is None:
+            raise CheckpointError(f"{CONFIG_NAME} has no quantization_config of compressed-tensors")
+        return read_quantization(section), None, config
+    except CheckpointError as error:
+        if manifest is None and Journal(output).run_file.exists():
+            raise CheckpointError(
+                f"{output} is incomplete", "run the same quantize-gpu command again, then verify"
+            ) from error
+        if scheme is None:
+            raise
+        return _by_manifest(scheme), str(error), config
+
+
+def _by_manifest(scheme: Scheme) -> Quantization:
+    size = None if scheme.group_size == CHANNEL else scheme.group_size
+    target = r"re:.*(\.experts\.[0-9]+\.|_exps\.[0-9]+$)"
+    return Quantization([Group("manifest", [target], scheme.bits, size, "")], [])
+
+
+def _plan(checkpoint: Checkpoint, manifest: Manifest | None, scheme: Scheme | None) -> Any:
+    """The planned copies, side files and experts. A group size is not that of the output: it is
+    checked elsewhere."""
+    options = manifest.options if manifest else {}
+    selection = None
+    counts = {layer.index: len(layer.experts) for layer in checkpoint.layers}
+    if options.get("experts"):
+        chosen = set_of_record(options["experts"], MANIFEST)
+        selection = {index: chosen.of(index) for index in counts}
+    elif options.get("exclude_experts"):
+        excluded = set_of_record(options["exclude_experts"], MANIFEST)
+        remaining = left(excluded, {index: counts.get(index, 0) for index in excluded.layers})
+        selection = {
+            index: remaining[index] if index in remaining else tuple(range(count))
+            for index, count in counts.items()
+        }
+    known = scheme or Scheme("W4A16", CHANNEL)
+    if known.row is not MIXED and CHANNEL in known.row.groups:
+        # Any size will do, and this one fits; a search changes no name or shape.
+        known = Scheme(known.name, CHANNEL)
+    ours = Options(
+        scheme=known.name,
+        group_size=known.group_size,
+        mtp=options.get("mtp", True),
+        max_shard_size=NO_LIMIT,
+        experts_only=bool(options.get("experts_only")),
+        requantize=bool(options.get("requantize")),
+        allow_activation_mismatch=True,
+        recipe="\n".join(options.get("recipe") or ()),
+    )
+    return plan_checkpoint(checkpoint, EncodedTarget(ours, checkpoint), selection)
+
+
+def _numbers(checkpoint: Checkpoint | None, manifest: Manifest | None) -> dict[str, int]:
+    """Layers by the path of their experts, as far as source or manifest say."""
+    if checkpoint is not None:
+        return {layer.source: layer.index for layer in checkpoint.layers}
+    return {
+        about["source"]: index
+        for index, about in (manifest.layers if manifest else {}).items()
+        if isinstance(about.get("source"), str)
+    }
+
+
+def _sort(
+    packed: PackedWeights,
+    numbers: Mapping[str, int],
+    scheme: Scheme | None,
+    recipe: Recipe | None,
+) -> tuple[dict[str, Module], dict[str, TensorRef]]:
+    """Encoded modules and all other tensors. Parts that plain weights have too, as `weight`, make a
+    module only of an expert."""
+    layout = PACK_QUANTIZED if scheme is None else scheme.layout
+    telling = layout is PACK_QUANTIZED
+    known = (*layout.parts, *(_OTHER_PARTS if telling else ()))
+    if recipe is not None:
+        known = tuple({part: None for name in MIXABLE for part in SCHEMES[name].layout.parts})
+    ends = re.compile(rf"(.+)\.({'|'.join((*known, BIAS))})")
+    parts: dict[str, dict[str, TensorRef]] = {}
+    others = {}
+    for name, tensor in packed.others.items():
+        found = ends.fullmatch(name)
+        if found and ((telling and found[2] != BIAS) or _where(found[1]) is not None):
+            parts.setdefault(found[1], {})[found[2]] = tensor
+        else:
+            others[name] = tensor
+    modules = {}
+    for name, tensors in parts.items():
+        if tensors.keys() == {BIAS}:  # of an expert that is not encoded
+            others[f"{name}.{BIAS}"] = tensors[BIAS]
+            continue
+        where, layer = _place(name, numbers)
+        own = layout if scheme is None else _scheme_of(scheme, recipe, layer, where).layout
+        modules[name] = Module(name, tensors, where, layer, own)
+    return modules, others
+
+
+def _place(module: str, numbers: Mapping[str, int]) -> tuple[ExpertModule | None, int | None]:
+    """Which expert's matrix it is, and the layer's number."""
+    where = _where(module)
+    return where, numbers.get(where.source, _number_of(where.source)) if where else None
+
+
+def is_expert(module: str) -> bool:
+    """Whether a module of that name is a matrix of a routed expert."""
+    return _where(module) is not None
+
+
+def _where(module: str) -> ExpertModule | None:
+    if found := _BLK.fullmatch(module):
+        return ExpertModule(found[1], int(found[3]), cast("Projection", found[2]))
+    return expert_module(module)
+
+
+def _number_of(source: str) -> int | None:
+    return int(source[4:]) if re.fullmatch(r"blk\.[0-9]+", source) else layer_number(source)
+
+
+def _experts_by_layer(modules: Mapping[str, Module]) -> dict[int, list[int]]:
+    found: dict[int, set[int]] = {}
+    for module in modules.values():
+        if module.where is not None and module.layer is not None:
+            found.setdefault(module.layer, set()).add(module.where.expert)
+    return {layer: sorted(found[layer]) for layer in sorted(found)}
+
+
+def _method(output: Path, manifest: Manifest | None, quantization: Quantization) -> str:
+    """How weights were rounded, by the manifest or by another tool's recipe."""
+    if manifest is not None:
+        return str(manifest.options["method"])
+    try:
+        text = read_small(output, RECIPE, MAX_CONFIG_BYTES).decode(errors="replace")
+    except MissingFileError:
+        return "unknown"
+    modifiers = set(re.findall(r"\b(\w+Modifier)\b", text))
+    plain = all(group.observer in _TAKING_LARGEST for group in quantization.groups)
+    known = {"GPTQModifier": "gptq", "QuantizationModifier": "rtn"}
+    return known.get(modifiers.pop(), "unknown") if len(modifiers) == 1 and plain else "unknown"
