@@ -221,13 +221,13 @@ def wrong_scales(
     scale = roles.get(SCALE, beside[0])
     more = (tensor for tensor in beside if tensor not in (scale, roles.get(SHAPE)))
     shapes = " and ".join(f"{tensor.name} {list(tensor.shape)}" for tensor in more)
+    others = f" (with {shapes})" if shapes else ""
     fp8 = encoding.name.startswith("fp8")
     blocks = f", in blocks of {list(config.block_size)} or otherwise" if config.block_size else ""
     return CheckpointError(
-        f"{scale.name} has shape {list(scale.shape)}"
-        + (f" (with {shapes})" if shapes else "")
-        + f", which fits no way to scale the {view.rows} x {view.cols} weights of {weight.name} "
-        f"{list(weight.shape)} as {encoding.name}" + (blocks if fp8 else ""),
+        f"{scale.name} has shape {list(scale.shape)}{others}, which fits no way to scale the "
+        f"{view.rows} x {view.cols} weights of {weight.name} {list(weight.shape)} as "
+        f"{encoding.name}{blocks if fp8 else ''}",
         f"Check {_BLOCK_SIZE} in config.json; if it is right, download the checkpoint again."
         if fp8
         else _hint_of_groups(scale, view, config),
