@@ -123,7 +123,7 @@ def test_outputs(model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
     damaged = Path(shutil.copytree(output, tmp_path / "shard"))
-    pointer(damaged / SHARD)
+    pointer(next(damaged.glob("model-00002-of-*.safetensors")))
     found = ktconv("verify", damaged)
     assert found.exit_code == 1 and WORDS in found.stdout
     refused(ktconv("push", damaged, "org/name", "--dry-run"), 2, WORDS)

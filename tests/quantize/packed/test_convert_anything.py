@@ -114,11 +114,16 @@ def store_fp8(
 OTHERS: dict[str, tuple[str, Tensor]] = {  # source name: output name, tensor
     "model.embed_tokens.weight": ("embed_tokens.weight", np.arange(300, dtype=np.int64)),
     "model.norm.weight": ("norm.weight", bf16(np.ones(3))),
-    "model.layers.0.mlp.gate.weight": ("blk.0.mlp.gate.weight", np.ones((2, 1), np.float32)),
     "model.layers.1.flag": ("blk.1.flag", np.array(True)),
     "empty": ("empty", np.empty((0, 5), np.float16)),
     "größe.重み.🙂": ("größe.重み.🙂", fp8(np.arange(7, dtype=np.uint8))),
 }
+
+
+def others_of(case: dict[str, Any]) -> dict[str, tuple[str, Tensor]]:
+    """OTHERS, and a router, whose shape has to be that of the experts."""
+    router = np.ones((case["experts"], case["hidden"]), np.float32)
+    return {**OTHERS, "model.layers.0.mlp.gate.weight": ("blk.0.mlp.gate.weight", router)}
 
 
 @st.composite
@@ -153,7 +158,7 @@ def build(case: dict[str, Any], root: Path) -> tuple[Path, dict[int, Weights]]:
     """Write the checkpoint; the values of its layers."""
     rng = np.random.default_rng(case["seed"])
     sizes = case["experts"], case["hidden"], case["inner"]
-    tensors: dict[str, Tensor] = {name: tensor for name, (_, tensor) in OTHERS.items()}
+    tensors: dict[str, Tensor] = {name: tensor for name, (_, tensor) in others_of(case).items()}
     layers = {}
     for index in range(case["layers"]):
         source = SOURCE.format(index)
@@ -173,9 +178,9 @@ def build(case: dict[str, Any], root: Path) -> tuple[Path, dict[int, Weights]]:
     return write_checkpoint(root / "model", tensors, config, case["shards"]), layers
 
 
-def largest(experts: dict[str, Raw]) -> int:
+def largest(experts: dict[str, Raw], case: dict[str, Any]) -> int:
     """The smallest --max-shard-size that leaves room for each tensor and its header."""
-    tensors = [*experts.values(), *(raw(tensor) for _, tensor in OTHERS.values())]
+    tensors = [*experts.values(), *(raw(tensor) for _, tensor in others_of(case).values())]
     return max(len(tensor.data) for tensor in tensors) + 1024
 
 
@@ -200,16 +205,15 @@ def test_anything(case: dict[str, Any]) -> None:
         experts = expected_experts(matrices, case["method"], case["numa"])
         options = {key: case[key] for key in ("method", "numa", "layout", "experts_only")}
         if case["max_shard_size"]:
-            options["max_shard_size"] = largest(experts) * case["max_shard_size"]
+            options["max_shard_size"] = largest(experts, case) * case["max_shard_size"]
         before = matrix_reader.CHUNK_BYTES, matrix_reader.STRIDED_CHUNK_BYTES
         matrix_reader.CHUNK_BYTES = matrix_reader.STRIDED_CHUNK_BYTES = case["chunk"]
         try:
             convert(model, root / "out", **options, threads=case["threads"], verify=case["verify"])
         finally:
             matrix_reader.CHUNK_BYTES, matrix_reader.STRIDED_CHUNK_BYTES = before
-        others = (
-            {} if case["experts_only"] else {new: raw(tensor) for new, tensor in OTHERS.values()}
-        )
+        kept = {} if case["experts_only"] else others_of(case)
+        others = {new: raw(tensor) for new, tensor in kept.values()}
         limits = {key: case[key] for key in ("method", "numa", "layout")}
         limit = options.get("max_shard_size", 0)
         assert_output(root / "out", matrices, others, **limits, max_shard_size=limit)

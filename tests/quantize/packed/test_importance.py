@@ -279,10 +279,10 @@ def zeros(index: int, **parts: float) -> Change:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda layers: layers.pop(1), r"has no importance of layer\(s\) 1"),
+        (lambda layers: layers.pop(1), r"has no importance of layer 1"),
         (
             lambda layers: layers.update({5: layers[0]}),
-            r"another model: it has MoE layer\(s\) 5",
+            r"another model: it has MoE layer 5",
         ),
         (cut(1, experts=2), "of another model: layer 1 has 2 experts of hidden size 128"),
         (cut(1, hidden=64), "of another model: layer 1 has 3 experts of hidden size 64"),

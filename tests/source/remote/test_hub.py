@@ -127,7 +127,10 @@ def test_another_range_than_asked_for_is_refused(hub: HubServer, tmp_path: Path)
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("less", "99 of the 100 bytes from 7 on of big.json, 2 times in a row"),
+        (
+            "less",
+            "99 bytes where 100 bytes were asked for, from 7 on of big.json, 2 times in a row",
+        ),
         ("short", "answers for hf://org/big were broken off again and again"),
         ("reset", "answers for hf://org/big were broken off again and again"),
     ],
