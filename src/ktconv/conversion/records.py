@@ -101,12 +101,12 @@ class ErrorSummary:
         self.zero_scales += record.get(ZERO_SCALES, 0)
         tensors = record["tensors"].items()
         errors = {name: entry.get("relative_rms_error") for name, entry in tensors}
-        known = {name: error for name, error in errors.items() if error is not None}
-        if not known:
-            return
         lost = [name for name, entry in tensors if is_lost(entry)]
         self.lost += len(lost)
         self.lost_names = sorted([*self.lost_names, *lost])[:LOST_NAMED]
+        known = {name: error for name, error in errors.items() if error is not None}
+        if not known:
+            return
         self.count += len(known)
         self.totals.append(math.fsum(known.values()))
         found = [*known.items(), *([self.worst] if self.worst else [])]

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ktconv.conversion.pipeline import Observer, Task
-from ktconv.conversion.plan import Copy, LayerContent, lay_out
-from ktconv.conversion.records import ErrorSummary
+from ktconv.conversion.plan import Copy, LayerContent, Unit, lay_out
+from ktconv.conversion.records import ZERO_SCALES
 from ktconv.conversion.run import MANIFEST_EXPANSION, MEMORY_MARGIN, BaseRequest, Conversion
 from ktconv.conversion.run import Preflight as AnyPreflight
 from ktconv.conversion.tasks import Advance, CopyTask
@@ -61,6 +61,13 @@ class Preflight(AnyPreflight[KTransformersTarget]):
     origin: Record  # for run.json and manifest: {"merged_from": {...}}
     about: str  # for the model card: what the weights come from
     command: str  # the command that was given
+    zeros: Mapping[str, int]  # zero scales of the source by unit, as a manifest records them
+
+    def zero_scales(self) -> int | None:
+        """As their conversion counted them; without its manifest, those of a source that is
+        given."""
+        known = [self.zeros[unit.key] for unit in self.pending() if unit.key in self.zeros]
+        return sum(known) if known else super().zero_scales()
 
 
 @dataclass(frozen=True)
@@ -106,12 +113,13 @@ class Derived(Conversion, ABC):
             f"Routed experts for {whose} CPU kernels, from {preflight.about}",
             "contains a checksum of every tensor." + (f"\n\n{why}" if why else ""),
             preflight.command,
-            errors_line(self.measured()),
+            errors_line(self.errors),
         )
 
-    def measured(self) -> ErrorSummary:
-        """Errors of the weights, as far as they are known, for the card."""
-        return self.errors
+    def unit_facts(self, unit: Unit) -> Record:
+        """With the zero scales that its conversion counted in the source of the packed weights."""
+        zeros = self.preflight.zeros.get(unit.key)
+        return super().unit_facts(unit) | ({ZERO_SCALES: zeros} if zeros else {})
 
     def copy_task(self, reader: SourceReader, tensor: TensorRef, name: str) -> Task:
         return CheckedCopy(reader, tensor, name, self.request.verify, self.known)
@@ -144,7 +152,14 @@ def needs(
         "threads": threads,
         "peak_memory": base + threads * (BUFFERS.nbytes + per_thread),
         "disk_free": machine.disk_free(request.output),
+        "zeros": _zero_scales(manifest),
     }
+
+
+def _zero_scales(manifest: Manifest | None) -> dict[str, int]:
+    """By unit; units without any are left out."""
+    units = manifest.units.items() if manifest else ()
+    return {key: unit[ZERO_SCALES] for key, unit in units if unit.get(ZERO_SCALES)}
 
 
 def plan_alone(

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import LayerUnit, lay_out
-from ktconv.conversion.records import ErrorSummary
 from ktconv.conversion.run import Report, check_output, refuse_nested
 from ktconv.errors import CheckpointError
 from ktconv.formats import KINDS, TensorId
@@ -236,15 +235,6 @@ class Merging(Derived):
                     tensors = (TensorId(found.index, proj, expert, part, kind) for kind in KINDS)
                     entries = [files[tensor] for tensor in tensors]
                     yield MergeTask(self._tree.root, entries, self.known, self.request.verify)
-
-    def measured(self) -> ErrorSummary:
-        """Those that the manifest of the folders records: the bytes are the same."""
-        names = {
-            name for unit in self.plan.units for shard in unit.shards for name in shard.offsets
-        }
-        found = ErrorSummary()
-        found.add({"tensors": {name: self.known[name] for name in names & self.known.keys()}})
-        return found
 
     def _listing(self, found: TreeLayer) -> list[KtEntry]:
         """The files of a layer, which are what they were when the merge was planned."""

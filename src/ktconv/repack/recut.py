@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from ktconv import native
-from ktconv.conversion.tasks import Advance, write_tensor
+from ktconv.conversion.records import is_lost
+from ktconv.conversion.tasks import Advance, four_digits, write_tensor
 from ktconv.errors import CheckpointError, UsageError, VerificationError
 from ktconv.formats import KINDS, Kind, Matrix, TensorId, cut_by_rows, scales
 from ktconv.formats.folding import FoldError, decode, encode
@@ -82,6 +83,14 @@ def carried(records: Sequence[Record]) -> Record:
     found = {key: records[0][key] for key in (CODES, "calibration_tokens") if key in records[0]}
     bounds = [record[ROW_ERROR_BOUND] for record in records if ROW_ERROR_BOUND in record]
     return found | ({ROW_ERROR_BOUND: max(bounds)} if bounds else {})
+
+
+def lost_share(records: Sequence[Record], codes: I8) -> Record:
+    """The share of zeros of a part with these codes, if the parts with these records, which it was
+    put together from, became nearly all zeros. Of others, codes alone do not tell whether the
+    source's weights are zeros too."""
+    lost = any(is_lost(record) for record in records)
+    return {"zero_share": four_digits(float(np.mean(codes == 0)))} if lost else {}
 
 
 def _zero_rows(codes: I8) -> Bools:
@@ -209,11 +218,12 @@ class RecutTask:
 
     # ---- writing ----
 
-    def _carried(self, index: int) -> Record:
-        """What is recorded of codes that a new part takes from old ones."""
+    def _carried(self, index: int, codes: I8) -> Record:
+        """What is recorded of the codes of a new part, which it takes from old ones."""
         found = shares(self.layer.intermediate, self.layer.parts, self.parts, index)
         names = (name_of(self._tensor(share.part, "weight")) for share in found)
-        return carried([self.known.get(name, {}) for name in names])
+        records = [self.known.get(name, {}) for name in names]
+        return carried(records) | lost_share(records, codes)
 
     def _write(self, index: int, codes: I8, scale: Array, staging: Staging) -> dict[str, Any]:
         """To verify, packed codes are unpacked by code that the packer does not share."""
@@ -231,5 +241,5 @@ class RecutTask:
         records = {
             name: write_tensor(name, [data], staging, self.verify) for name, data in written.items()
         }
-        records[weight] |= self._carried(index)
+        records[weight] |= self._carried(index, codes)
         return records

@@ -128,7 +128,8 @@ def errors_line(errors: ErrorSummary) -> str:
             f"- Relative RMS error of the weights: mean {errors.mean:.4f} over the tensors, worst "
             f"{errors.worst[1]:.4f} (`{errors.worst[0]}`)\n"
         )
-        lines += f"- Warning: {errors.lost_line('`')}\n" if errors.lost else ""
+    if errors.lost:
+        lines += f"- Warning: {errors.lost_line('`')}\n"
     if errors.zero_scales:
         lines += f"- Zero scales in the source: {zero_scales_in_words(errors.zero_scales)}\n"
     return lines
