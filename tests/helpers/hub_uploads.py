@@ -43,11 +43,12 @@ class Hub:
         self.requests: list[tuple[str, str]] = []  # method and path
         self.refused: dict[str, tuple[int, str]] = {}  # pattern of a path -> status and message
         self.fail_after: int | None = None  # large files that are still taken
+        self.released: threading.Event | None = None  # which answers about large files wait for
         self.lock = threading.Lock()
 
     def reset(self) -> None:
         self.repositories, self.storage, self.stored, self.requests = {}, {}, [], []
-        self.refused, self.fail_after = {}, None
+        self.refused, self.fail_after, self.released = {}, None, None
 
     def asked(self, pattern: str) -> int:
         """How many requests had such a path."""
@@ -73,6 +74,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _handle(self) -> None:
         body, path = self._body(), unquote(urlsplit(self.path).path)
+        if (released := self.hub.released) is not None and path.startswith("/store/"):
+            with self.hub.lock:
+                self.hub.requests.append((self.command, path))
+            released.wait(60)
+            return
         with self.hub.lock:
             self.hub.requests.append((self.command, path))
             for pattern, (status, said) in self.hub.refused.items():

@@ -6,9 +6,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +89,33 @@ def test_an_interrupted_push_goes_on(hub: Hub, kept: Path) -> None:
     pushed(kept, NAME)
     assert hub.repositories[NAME].branches["main"] == all_files(kept)
     assert len(hub.stored) == len(set(hub.stored))
+
+
+def test_the_first_interrupt_ends_an_upload(
+    hub: Hub, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the library waits in threads of its own, for storage that does not answer."""
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    hub.released = threading.Event()
+    words = [sys.executable, "-m", "ktconv", "push", str(kept), NAME]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not hub.asked("/store/") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert hub.asked("/store/")
+        process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=20)  # storage would hold it for 60 s
+    finally:
+        hub.released.set()
+        process.kill()
+        process.wait()
+    assert process.returncode == 130 and said == ""
+    assert "nterrupted" in errors and "Traceback" not in errors and TOKEN not in errors
+    hub.released = None
+    pushed(kept, NAME)
+    assert hub.repositories[NAME].branches["main"] == all_files(kept)
 
 
 def test_a_changed_card_is_all_that_is_sent(hub: Hub, output: Path) -> None:

@@ -10,7 +10,7 @@ import resource
 import sys
 from typing import NoReturn
 
-from ktconv.cli.process import open_streams, quit_on_signals
+from ktconv.cli.process import INTERRUPTED, open_streams, quit_on_signals
 
 _OBJECTS = 50_000  # between two searches for cycles; imports make some 100 000 that stay
 _PLENTY = 4 << 30  # bytes of address space with which all imports succeed
@@ -40,6 +40,13 @@ def main() -> None:
             application()
         finally:
             sys.stdout.flush()
+    except SystemExit as end:
+        from ktconv.system import waiting
+
+        if end.code == INTERRUPTED and waiting.left_behind():
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)  # Python, and exit functions of libraries, wait for their threads
+        raise
     except OSError as error:  # of --help and --version; commands show their own
         print(
             f"Error: the operating system reported an error: {error.strerror or error}.",

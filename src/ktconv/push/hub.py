@@ -18,6 +18,7 @@ from ktconv import __version__
 from ktconv.errors import KtconvError, ResourceError, UsageError
 from ktconv.push.content import Content
 from ktconv.source.remote.network_errors import cause, first_line, is_of_network, status_of
+from ktconv.system import waiting
 
 MAIN = "main"
 _NO_BRANCH = re.compile(r"[^\w./-]|\.\.|\s", re.ASCII)  # git allows more, tools and URLs do not
@@ -96,11 +97,12 @@ def send(
     cannot be reached or refuses.
     """
     api = _api()
-    with errors_explained(repository), _bars(bars):
+
+    def upload() -> Any:
         _prepare(api, repository, private)
         if revision not in (None, MAIN) and not str(revision).startswith("refs/"):
             api.create_branch(repository, branch=str(revision), exist_ok=True)
-        done = api.upload_folder(
+        return api.upload_folder(
             repo_id=repository,
             folder_path=content.output,
             commit_message=message,
@@ -108,6 +110,9 @@ def send(
             create_pr=create_pr,
             allow_patterns=[glob.escape(name) for name in content.files],
         )
+
+    with errors_explained(repository), _bars(bars):
+        done = waiting.abandoned(upload)
     return Sent(str(done.oid), str(done.commit_url), done.pr_url)
 
 

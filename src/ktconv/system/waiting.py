@@ -82,6 +82,13 @@ def _pipe() -> tuple[int, int]:
     return reading, writing
 
 
+class _Ended:
+    """What interrupts end, and whether something goes on after one."""
+
+    by_interrupts = 0  # open contexts of commands
+    left_behind = False
+
+
 @contextmanager
 def interrupts_end_waits() -> Iterator[Callable[[], None]]:
     """Yields what a handler of signals calls: all waits of this process end then, with
@@ -91,9 +98,11 @@ def interrupts_end_waits() -> Iterator[Callable[[], None]]:
     def end() -> None:
         os.write(writing, b"!")
 
+    _Ended.by_interrupts += 1
     try:
         yield end
     finally:
+        _Ended.by_interrupts -= 1
         while _interrupted(0.0):
             os.read(reading, 64)
 
@@ -116,6 +125,35 @@ def answer(call: Callable[[], T], subject: str) -> T:
     in a thread that nobody waits for. KeyboardInterrupt after an interrupt."""
     if threading.current_thread() is threading.main_thread():
         return call()  # where Python raises the interrupt
+    started = time.monotonic()
+
+    def look() -> None:
+        if (passed := time.monotonic() - started) > SLOW_SECONDS:
+            tell(Wait(subject, f"it was asked {passed:.0f} s ago and has not answered"))
+
+    return _in_thread(call, look)
+
+
+def abandoned(call: Callable[[], T]) -> T:
+    """What `call` returns, of a library that waits for threads of its own whatever is raised. In a
+    command, an interrupt leaves it behind in a thread, for the end of the process; elsewhere
+    nothing would end it, so that the library is waited for."""
+    if not _Ended.by_interrupts:
+        return call()
+    try:
+        return _in_thread(call, lambda: None)
+    except KeyboardInterrupt:
+        _Ended.left_behind = True
+        raise
+
+
+def left_behind() -> bool:
+    """Whether an interrupt left a library's threads behind, for which the end of Python waits."""
+    return _Ended.left_behind
+
+
+def _in_thread(call: Callable[[], T], look: Callable[[], None]) -> T:
+    """`look` is called from time to time while `call` runs."""
     future: Future[T] = Future()
 
     def work() -> None:
@@ -125,11 +163,10 @@ def answer(call: Callable[[], T], subject: str) -> T:
             future.set_exception(error)
 
     sleep(0.0)
-    started = time.monotonic()
     threading.Thread(target=work, name="ktconv-request", daemon=True).start()
     while not future.done():
         wait([future], _SLICE)
         sleep(0.0)
-        if (passed := time.monotonic() - started) > SLOW_SECONDS and not future.done():
-            tell(Wait(subject, f"it was asked {passed:.0f} s ago and has not answered"))
+        if not future.done():
+            look()
     return future.result()
