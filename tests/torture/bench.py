@@ -104,14 +104,16 @@ class Bench:
         self._number += 1
         place = self.room / "trials" / f"{name}-{self._number}"
         place.mkdir(parents=True)
-        told = Told(place, self.room / "state", self.room / "log" if log else None)
-        (self.room / "log").unlink(missing_ok=True)
+        # Of its own: `clean` can begin a trial inside of another, which counts on.
+        state, calls = (place.with_name(f"{place.name}.{what}") for what in ("state", "log"))
+        told = Told(place, state, calls if log else None)
         trial = Trial(name, SUBJECTS[name], place, told)
         trial.subject.prepare(self.sources, place)
         try:
             yield trial
         finally:
             shutil.rmtree(place, ignore_errors=True)
+            calls.unlink(missing_ok=True)
 
     def _keep(self, trial: Trial, why: str) -> None:
         target = self.kept / trial.place.name
