@@ -1,50 +1,49 @@
-"""The pages of commands on the site.
+"""The pages of commands on the site, made from the program.
 
-Names, values, defaults and the usage line are the program's. What an option means is what --help
-says about it, or, where the hand-written documentation (`PLACES`) says more, what that says; tests
-hold the two to each other.
+Names, meanings, values, defaults and the usage line are what the command line has; what there is to
+say beyond that is on the page in `GUIDES`.
 """
 
 from __future__ import annotations
 
-import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Where the options of a command are documented by hand: page and heading.
-PLACES = {
-    "quantize-cpu": ("README.md", "Convert"),
-    "quantize-gpu": ("docs/quantize-gpu.md", "quantize-gpu: formats of compressed-tensors"),
-    "merge": ("README.md", "Change"),
-    "reshard": ("README.md", "Change"),
-    "verify": ("README.md", "Verify"),
-    "compare": ("docs/compare.md", "Conversions side by side"),
-    "push": ("README.md", "Publish"),
-    "inspect": ("README.md", "Look"),
-    "stats": ("docs/hot-experts.md", "Counting"),
-    "plan": ("README.md", "Plan"),
-    "bench": ("README.md", "Measure"),
-    "doctor": ("README.md", "Look"),
-    "completion": ("README.md", "Look"),
+# The page about a command: what an option's own text does not say.
+GUIDES = {
+    "quantize-cpu": "quantize-cpu",
+    "quantize-gpu": "quantize-gpu",
+    "merge": "repack",
+    "reshard": "repack",
+    "verify": "verify",
+    "compare": "compare",
+    "push": "push",
+    "inspect": "inspect",
+    "stats": "hot-experts",
+    "plan": "plan",
+    "bench": "performance",
+    "doctor": "inspect",
+    "completion": "inspect",
 }
 
-# Pages that explain what a command does.
+# Further pages to read.
 MORE = {
-    "quantize-cpu": "which-method methods recipes calibration estimate hot-experts remote ray",
-    "quantize-gpu": "quantize-gpu calibration hot-experts remote ray",
-    "merge": "formats maps",
+    "quantize-cpu": "which-method from-ktransformers methods recipes calibration estimate "
+    "hot-experts remote ray",
+    "quantize-gpu": "calibration hot-experts remote ray",
+    "merge": "from-ktransformers formats maps",
     "reshard": "formats calibration",
-    "verify": "verify accuracy ray",
-    "compare": "compare verify performance",
-    "push": "verify security",
+    "verify": "accuracy ray",
+    "compare": "verify performance",
+    "push": "security",
     "inspect": "families encodings maps",
-    "stats": "hot-experts calibration",
-    "plan": "plan hot-experts",
-    "bench": "performance benchmarks/measuring benchmarks/results",
+    "stats": "calibration",
+    "plan": "hot-experts",
+    "bench": "benchmarks/measuring benchmarks/results",
     "doctor": "performance",
     "completion": "",
 }
@@ -63,18 +62,6 @@ CHECKS = {
 }
 
 
-_WORDS = re.compile(r"`[^`]*`")
-
-
-class Row(NamedTuple):
-    """A row of a hand-written table: the options that it names, as they stand there, and its text
-    with links from the site's pages of commands."""
-
-    options: frozenset[str]
-    cell: str
-    text: str
-
-
 def commands() -> dict[str, Any]:
     import typer
 
@@ -82,33 +69,6 @@ def commands() -> dict[str, Any]:
 
     found: dict[str, Any] = vars(typer.main.get_command(application()))["commands"]
     return found
-
-
-def section_of(name: str) -> str:
-    """What the hand-written documentation says about a command."""
-    page, heading = PLACES[name]
-    _, *found = re.split(r"^#+ (.+)\n", (ROOT / page).read_text("utf-8"), flags=re.MULTILINE)
-    return dict(zip(found[::2], found[1::2], strict=True))[heading]
-
-
-def rows_of(name: str) -> list[Row]:
-    """The tables of options there, without one row for each value of an option."""
-    found = re.findall(r"^\| (`--.*?`) \| (.*) \|$", section_of(name), re.MULTILINE)
-    return [
-        Row(frozenset(re.findall(r"--[a-z][a-z-]+", cell)), cell, _relinked(text, PLACES[name][0]))
-        for cell, text in found
-        if text != "what is checked"  # the head of a table of levels
-    ]
-
-
-def _relinked(text: str, page_of: str) -> str:
-    def changed(match: re.Match[str]) -> str:
-        file = match[2] or posixpath.basename(page_of)
-        path = posixpath.normpath(posixpath.join(posixpath.dirname(page_of), file))
-        title = match[1].removeprefix("docs/")
-        return f"[{title}]({posixpath.relpath(path, 'docs/commands')}{match[3] or ''})"
-
-    return re.sub(r"\[([^]]+)\]\(([^)#\s]*)(#[^)\s]*)?\)", changed, text)
 
 
 def page(name: str, command: Any) -> str:
@@ -122,9 +82,8 @@ def page(name: str, command: Any) -> str:
     if arguments:
         parts.append("## Arguments\n\n| argument | meaning |\n| --- | --- |")
         parts += [f"| `{_metavar(one)}` | {_cell(one.help)} |" for one in arguments]
-    rows = rows_of(name)
     parts.append("\n## Options\n\n| option | meaning |\n| --- | --- |")
-    parts += [f"| {_names(one)} | {_cell(' '.join(_meaning(one, rows)))} |" for one in options]
+    parts += [f"| {_names(one)} | {_cell(' '.join(_meaning(one)))} |" for one in options]
     parts += ["| `-h`, `--help` | Show this text in the terminal. |", *_exit_codes(name)]
     return "\n".join([*parts, *_read_on(name)]) + "\n"
 
@@ -162,25 +121,9 @@ def _choices(one: Any) -> list[str]:
     return [] if any(re.fullmatch(r"[A-Z]+(\..*)?|\[.*\]", value) for value in values) else values
 
 
-def _meaning(one: Any, rows: list[Row]) -> Iterator[str]:
+def _meaning(one: Any) -> Iterator[str]:
     """In sentences."""
-    names = {*one.opts, *one.secondary_opts}
-    mine = [row for row in rows if row.options & names]
-    own = [row for row in mine if row.options <= names]
-    if len(own) == 1 and re.match(r"`(?!--)|also (?!measure)", own[0].text):  # goes on from --help
-        yield _sentence(one.help)
-        yield from (
-            [_sentence(own[0].text)] if re.search(r"[a-z]", _WORDS.sub("", own[0].text)) else []
-        )
-    elif len(own) == 1 and len(own[0].text) > len(one.help):
-        off = own[0].options <= set(one.secondary_opts)  # it is about --no-...
-        yield from (_sentence(one.help),) if off else ()
-        yield _sentence(f"{own[0].cell}: {own[0].text}" if off else own[0].text)
-    else:
-        yield _sentence(one.help)
-        yield from (_sentence(f"{row.cell}: {row.text}") for row in own if len(own) > 1)
-        links = [link for row in mine for link in re.findall(r"\[[^]]+\]\([^)]+\)", row.text)]
-        yield from (f"More: {', '.join(links)}." for _ in links[:1] if not own)
+    yield _sentence(one.help)
     if choices := _choices(one):
         yield "Values: " + ", ".join(f"`{value}`" for value in choices) + "."
     default = one.default
@@ -215,14 +158,9 @@ def _exit_codes(name: str) -> Iterator[str]:
 
 def _read_on(name: str) -> Iterator[str]:
     yield "\n## Read on\n"
-    page_of, heading = PLACES[name]
-    anchor = re.sub(r"[^\w]+", "-", heading.lower()).strip("-")
-    target = posixpath.relpath(page_of, "docs/commands")
-    title = f"Overview: {heading}" if page_of == "README.md" else heading
-    yield f"- [{title}]({target}#{anchor})"
-    for one in MORE[name].split():
-        if f"docs/{one}.md" != page_of:
-            yield f"- [{_title(one)}]({_source(one)})"
+    for one in dict.fromkeys([GUIDES[name], *MORE[name].split()]):
+        yield f"- [{_title(one)}]({_source(one)})"
+    yield "- [The same from Python](../api/functions.md)"
     yield "- [Troubleshooting, by message](../troubleshooting.md)"
 
 

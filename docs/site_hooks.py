@@ -28,6 +28,11 @@ WIDE = ("families.md",)  # whose tables get the room of the table of contents
 # Pages of the API reference: what they are about, and their packages, modules and classes, which
 # can be followed by those of their members that the page has.
 API = {
+    "functions": (
+        "The commands as functions",
+        "What `import ktconv` offers: `ktconv.quantize_cpu(...)` and the others.",
+        ["ktconv.cli.library"],
+    ),
     "converting": (
         "Converting",
         "What `ktconv quantize-cpu`, `merge` and `reshard` do, as functions. A request says what "

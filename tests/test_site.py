@@ -38,14 +38,32 @@ def test_a_command_has_a_page_with_all_its_options(name: str) -> None:
     assert ("| 1 |" in page) == (name in module("site_commands").CHECKS)
 
 
-def test_a_page_has_defaults_values_and_what_is_written_by_hand() -> None:
+def test_a_page_has_defaults_and_values() -> None:
     rows = dict(re.findall(r"^\| (`--.*?) \| (.*) \|$", PAGES["commands/quantize-cpu.md"], re.M))
     assert rows["`--max-shard-size SIZE`"] == "Maximum size of a shard. Default: `5GB`."
     assert rows["`--layout LAYOUT`"].endswith("`safetensors`, `layers`. Default: `safetensors`.")
-    assert "[methods.md](../methods.md)" in rows["`--method METHOD`"]
     assert rows["`--verify`, `--no-verify`"].endswith("Default: `--verify`.")
+    assert "`mxfp8`" in rows["`--method METHOD`"]
     assert "Values" not in rows["`--json`"]
     assert r"`--importance FILE\|weights`" in rows
+
+
+def test_a_page_needs_nothing_but_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an option means is written once: in its help."""
+    site = module("site_commands")
+    option = next(one for one in BY_NAME["merge"].params if one.opts[0] == "--source")
+    monkeypatch.setattr(option, "help", "quite another text | with a bar")
+    assert "| `--source MODEL` | Quite another text \\| with a bar. |" in site.page(
+        "merge", BY_NAME["merge"]
+    )
+
+
+def test_guides_are_pages_and_read_on() -> None:
+    site = module("site_commands")
+    assert list(site.GUIDES) == list(site.MORE) == list(COMMANDS)
+    for name, guide in site.GUIDES.items():
+        assert (DOCS / f"{guide}.md").is_file()
+        assert f"](../{guide}.md)" in PAGES[f"commands/{name}.md"]
 
 
 def test_a_link_that_is_called_like_a_file_is_called_like_its_page() -> None:

@@ -5,7 +5,10 @@
 No source is needed, unless parts are joined whose scales differ: then the error says to give one.
 """
 
+from ktconv import callable_module
 from ktconv.conversion.run import Report
 from ktconv.repack.reshard import Preflight, Request, prepare, reshard
 
 __all__ = ["Preflight", "Report", "Request", "prepare", "reshard"]
+
+callable_module(__name__)

@@ -32,7 +32,7 @@ from ktconv.formats import output_formats
 from ktconv.targets.packed.target import ScaleRule as OfLibrary
 
 EXAMPLE = ROOT / "docs" / "example" / "tiny-moe"
-SITE = module("site_commands")  # knows where the options of a command are documented
+SITE = module("site_commands")  # makes the page of a command
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 
@@ -336,6 +336,7 @@ ELSEWHERE = {
 }
 PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"]
 PAGES += [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))]
+OF_THEIRS = "docs/from-ktransformers.md"
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 
 
@@ -353,6 +354,8 @@ def test_documented_options_exist(page: str) -> None:
     elsewhere = {option for options in ELSEWHERE.values() for option in options.split()}
     if page in ("benchmarks/README.md", "docs/accuracy.md"):
         elsewhere |= options_of_benchmarks()
+    if page == OF_THEIRS:
+        elsewhere |= set(OPTION.findall(" ".join(THEIRS.values())))
     assert set(OPTION.findall(text)) <= elsewhere.union(*known.values())
     for code in re.findall(r"`([^`\n]+)`", text):
         words = code.removeprefix("ktconv ").split()
@@ -368,17 +371,54 @@ def options_of(name: str) -> list[set[str]]:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_is_documented(name: str) -> None:
-    used = set(re.findall(r"`(--[a-z][a-z-]+)", SITE.section_of(name)))
-    assert [names for names in options_of(name) if not names & used] == []
+    """On the site's page of the command, which is made from the program, with what it means."""
+    rows = re.findall(r"^\| (`-.*?`) \| (\S.*) \|$", SITE.page(name, COMMANDS[name]), re.MULTILINE)
+    told = {word for cell, _ in rows for word in OPTION.findall(cell)}
+    assert told == {"--help"}.union(*options_of(name))
+    assert all(len(text.split()) > 1 for _, text in rows)
 
 
-@pytest.mark.parametrize("place", sorted(set(SITE.PLACES.values())), ids=" ".join)
-def test_tables_of_options_have_no_unknown_one(place: tuple[str, str]) -> None:
-    """In the first column, except for levels and other values."""
-    commands = [name for name in COMMANDS if SITE.PLACES[name] == place]
-    known = set[str]().union(*(names for name in commands for names in options_of(name)))
-    for row in SITE.rows_of(commands[0]):
-        assert row.options <= known, row.cell
+@pytest.mark.parametrize("guide", sorted(set(SITE.GUIDES.values())))
+def test_guides_have_no_unknown_option(guide: str) -> None:
+    """In what the rows of a table of options, or the items of a list, are about."""
+    names = [name for name in COMMANDS if SITE.GUIDES[name] == guide]
+    known = set[str]().union(*(both for name in names for both in options_of(name)))
+    text = (ROOT / "docs" / f"{guide}.md").read_text("utf-8").replace("\\|", "/")
+    cells = re.findall(r"^- (`--.*?): ", text, re.MULTILINE)
+    for table in re.findall(r"^\| option \|.*\n((?:\|.*\n)+)", text, re.MULTILINE):
+        cells += re.findall(r"^\| (`--.*?) \|", table, re.MULTILINE)
+    assert cells
+    for cell in cells:
+        assert set(OPTION.findall(cell)) <= known, cell
+
+
+# Options of KTransformers' scripts of 0.7.2.
+THEIRS = {
+    "convert_cpu_weights.py": "--input-path -i --input-type --output -o --quant-method "
+    "--cpuinfer-threads --threadpool-count --gpu --no-merge-safetensor --resume-layer "
+    "--save-backward-weights --profile",
+    "merge_cpu_weights.py": "--input-path -i --output -o --original-path -r --max-tensors",
+    "convert_gpu_weights.py": "--model_id --output_dir --quant_method --quant_type "
+    "--num_calibration_samples --max_sequence_length --dampening_frac --dataset --dataset_split "
+    "--force_cpu --ignore_patterns --torch_dtype --trust_remote_code --random_seed "
+    "--max_gpu_memory --max_cpu_memory",
+    "compare_weights.py": "--tolerance",
+}
+
+
+def test_the_page_for_users_of_ktransformers_has_each_of_their_options() -> None:
+    """In the first column; the second has ours, of the command that the heading names."""
+    text = (ROOT / OF_THEIRS).read_text("utf-8").replace("\\|", "/")
+    _, *parts = re.split(r"^## (.*): `ktconv ([a-z-]+).*`$", text, flags=re.MULTILINE)
+    scripts = list(zip(parts[::3], parts[1::3], parts[2::3], strict=True))
+    assert [script for script, _, _ in scripts] == list(THEIRS)
+    for script, command, section in scripts:
+        rows = re.findall(r"^\| (.*?) \| (.*?) \| .*\|$", section, re.MULTILINE)[2:]
+        named = re.findall(r"(?<![\w-])--?[a-z][a-z0-9_-]*", " ".join(cell for cell, _ in rows))
+        assert set(named) == set(THEIRS[script].split())
+        known = set[str]().union(*options_of(command))
+        for _, cell in rows:
+            assert set(OPTION.findall(cell)) <= known, cell
 
 
 def test_choices_of_quantize_cpu_are_those_of_the_library() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from typing import Any, Literal
 
+from ktconv.cli import calls
 from ktconv.system.text import valid_unicode
 
 Mode = Literal["auto", "bar", "lines", "json", "none"]
@@ -80,12 +81,12 @@ class _Command:
 
 
 def mode() -> Mode:
-    return _Command.mode
+    return "none" if calls.is_called() else _Command.mode
 
 
 def events() -> Events | None:
     """What writes the events of the running command, if it writes any."""
-    return _Command.events
+    return None if calls.is_called() else _Command.events
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import typer
 
+from ktconv.cli import calls
 from ktconv.cli.events import Mode, events, mode, shown_as
 from ktconv.cli.output import notify, print_json, sentence
 from ktconv.cli.process import INTERRUPTED, SIGNALS
@@ -38,8 +39,12 @@ def errors_shown(
 
     Hints of the command (`hints`) take precedence over the hint of the error. With `as_json` the
     same is on stdout as a JSON document. `progress` is how the command shows what it does: with
-    json its last event has the exit code.
+    json its last event has the exit code. A program that called the command gets them raised.
     """
+    if calls.is_called():
+        with waiting.told_to(_show_wait), _caught(as_json, hints):
+            yield
+        return
     with shown_as(progress), waiting.told_to(_show_wait), _last_event(), _caught(as_json, hints):
         yield
 
@@ -49,7 +54,7 @@ def _show_wait(wait: waiting.Wait) -> None:
     if listener := events():
         seconds = None if wait.seconds is None else round(wait.seconds, 1)
         listener.emit("waiting", **{"for": wait.subject}, why=wait.why, seconds=seconds)
-    elif mode() != "none":
+    elif mode() != "none" or calls.is_called():
         notify(wait.words)
 
 
@@ -77,23 +82,26 @@ def _caught(as_json: bool, hints: Hints) -> Iterator[None]:
     try:
         yield
     except KtconvError as error:
-        _fail(str(error), _hint(error, hints) or error.hint, error.exit_code, as_json)
+        _fail(error, str(error), _hint(error, hints) or error.hint, error.exit_code, as_json)
     except OSError as error:  # most are caught in the library, which can name the file or tensor
         where = f" {error.filename}" if error.filename else ""
         message = f"the operating system reported an error{where}: {error.strerror or error}"
-        _fail(message, _hint(error, hints), 3, as_json)
+        _fail(error, message, _hint(error, hints), 3, as_json)
     except MemoryError as error:
-        _fail("out of memory", _hint(error, hints), 3, as_json)
+        _fail(error, "out of memory", _hint(error, hints), 3, as_json)
     except RuntimeError as error:
         if "start new thread" not in str(error):  # Python has no class for this error
             raise
         _fail(
+            error,
             "cannot start another thread: the limit of this process is reached",
             _NO_THREADS,
             3,
             as_json,
         )
     except KeyboardInterrupt as error:
+        if calls.is_called():
+            raise
         next_step = error.next_step if isinstance(error, _Interrupted) else None
         if next_step and not events():
             notify("")  # leaves the line on which the terminal shows ^C
@@ -105,7 +113,11 @@ def _hint(error: BaseException, hints: Hints) -> str | None:
     return next((text for kind, text in hints.items() if isinstance(error, kind)), None)
 
 
-def _fail(message: str, hint: str | None, code: int, as_json: bool) -> NoReturn:
+def _fail(
+    error: BaseException, message: str, hint: str | None, code: int, as_json: bool
+) -> NoReturn:
+    if calls.is_called():
+        raise calls.raised(error, message, hint, code)
     if not events():
         notify(f"Error: {sentence(message)}")
         if hint:
@@ -123,7 +135,9 @@ def _end(message: str, hint: str | None, code: int, as_json: bool) -> NoReturn:
 
 
 def print_error(message: str, hint: str | None, code: int) -> None:
-    """The JSON document of a command that failed."""
+    """The JSON document of a command that failed. A program gets the error itself."""
+    if calls.is_called():
+        return
     print_json({"schema": 1, "error": {"message": message, "hint": hint, "exit_code": code}})
 
 
@@ -144,8 +158,11 @@ def interruptible(next_step: Callable[[], str]) -> Iterator[None]:
     `errors_shown`.
 
     `next_step` returns the sentence that says how to continue. A second signal during the cleanup
-    ends the process at once.
+    ends the process at once. Signals of a program that called the command stay its own.
     """
+    if calls.is_called():
+        yield
+        return
     before = {number: signal.getsignal(number) for number in SIGNALS}
     caught = [number for number, action in before.items() if action is not signal.SIG_IGN]
     with waiting.interrupts_end_waits() as end_waits:

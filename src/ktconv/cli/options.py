@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ktconv.cli import events
+from ktconv.cli import calls, events
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, interruptible
 from ktconv.cli.output import fact_lines, notify, print_result
 from ktconv.cli.parsing import argument, choice, flag, option
@@ -134,7 +134,8 @@ def convert(
     notes = [f"note: {note}" for note in preflight.plan.notes]
     for line in (*lines, *notes, *(f"skipped: {what}" for what in preflight.plan.skipped)):
         notify(line)
-    gc.freeze()  # the plan lives as long as the process, so collections need not walk it
+    if not calls.is_called():
+        gc.freeze()  # the plan lives as long as the process, so collections need not walk it
     with interruptible(lambda: _next_step(request.output, request.overwrite)):
         observer = progress_over({unit.key: unit.source_bytes for unit in preflight.plan.units})
         with observer:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
+from ktconv.cli import calls
 from ktconv.cli.events import events
 from ktconv.system.text import printable, valid_unicode
 from ktconv.system.units import format_size
@@ -29,12 +30,16 @@ def given_options(context: typer.Context) -> frozenset[str]:
 
 
 def print_text(text: str) -> None:
-    """A table or document on stdout, line by line."""
+    """A table or document on stdout, line by line. A program gets the document."""
+    if calls.is_called() and calls.keep(json.loads(text)):
+        return
     _print(map(printable, text.split("\n")))
 
 
 def print_result(as_json: bool, facts: dict[str, Any], lines: Callable[[], Iterable[str]]) -> None:
-    """On stdout: `facts` as one JSON document, or `lines` for people."""
+    """On stdout: `facts` as one JSON document, or `lines` for people. A program gets `facts`."""
+    if calls.keep(facts):
+        return
     if as_json:
         print_json(facts)
     else:
@@ -103,7 +108,11 @@ def _fact_text(name: str, value: object) -> str:
 
 
 def notify(text: str) -> None:
-    """One line on stderr; with `--progress json` an event."""
+    """One line on stderr; with `--progress json` an event; a program's log has it instead."""
+    if calls.is_called():
+        if text:
+            calls.LOG.info("%s", text)
+        return
     if listener := events():
         if text:
             listener.emit("note", text=text)

@@ -9,6 +9,7 @@ NumPy only; results are the same on every machine, of equal candidates the first
 (`ktconv.plan.command`) plans a whole model with them.
 """
 
+from ktconv import callable_module
 from ktconv.plan.placement.balance import (
     Replicas,
     balance,
@@ -43,3 +44,5 @@ __all__ = [
     "round_robin_tables",
     "tp_slice",
 ]
+
+callable_module(__name__)

@@ -7,6 +7,9 @@ The same request continues a run that was interrupted; finished layers are kept.
 `ktconv.quantize.packed`.
 """
 
+from ktconv import callable_module
 from ktconv.quantize.packed.run import Preflight, Request, prepare, quantize_cpu
 
 __all__ = ["Preflight", "Request", "prepare", "quantize_cpu"]
+
+callable_module(__name__)

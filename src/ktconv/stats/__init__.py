@@ -9,6 +9,7 @@ statistics.layers[0].hottest(32)            # the ids of the 32 most used expert
 write_expert_set(statistics.hot(32), Path("hot.json"))
 """
 
+from ktconv import callable_module
 from ktconv.model.text import text_pieces
 from ktconv.stats.counts import LayerCounts, Statistics
 from ktconv.stats.hessian import Hessians, open_hessians
@@ -27,3 +28,5 @@ __all__ = [
     "read_importance",
     "text_pieces",
 ]
+
+callable_module(__name__)

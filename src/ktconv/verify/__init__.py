@@ -6,6 +6,7 @@
 Failures are in the result, not raised; a KtconvError means that nothing could be checked.
 """
 
+from ktconv import callable_module
 from ktconv.verify.findings import Failure
 from ktconv.verify.request import LEVELS, Thresholds, VerifyRequest
 from ktconv.verify.run import Result, prepare, verify
@@ -22,3 +23,5 @@ __all__ = [
     "prepare",
     "verify",
 ]
+
+callable_module(__name__)

@@ -1,0 +1,512 @@
+"""The functions of `import ktconv`: the commands, called from a program.
+
+    import ktconv
+
+    report = ktconv.quantize_cpu("MODEL", "OUTPUT", method="int4", numa=2)
+    report["mean_relative_rms_error"]
+
+Arguments are those of the command line: `--max-shard-size 5GB` is `max_shard_size="5GB"`,
+`--no-mtp` is `mtp=False`, and `--with` is `with_`, as Python reserves the word. A list of numbers
+or names may be a sequence, `layers=range(4)`, and a size a number of bytes. What is left out, or is
+None, is the command's default.
+
+Functions return the document that the command prints with `--json`, also where a check failed: then
+`passed` is False. They raise `ktconv.KtconvError`, with a sentence, a hint and an exit code. They
+print nothing and install no handler of signals: notes go to the log `ktconv`, at level INFO.
+"""
+
+from __future__ import annotations
+
+import keyword
+import os
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ktconv.cli.bench import BenchMode, BenchStage
+    from ktconv.cli.compare import CompareLevel
+    from ktconv.cli.mix import MixEngine
+    from ktconv.cli.plan import PlacementName
+    from ktconv.cli.quantize_cpu import Layout, ScaleRule
+    from ktconv.cli.quantize_gpu import GpuMethod, Scheme
+    from ktconv.cli.verify import Level
+    from ktconv.runtime import MoELayer
+
+Name = str | os.PathLike[str]  # of a file or a directory
+Size = str | int  # "5GB", "8GiB", or bytes
+Listed = str | int | Iterable[str | int]  # "0-3,7", 3, or numbers one by one
+Report = dict[str, Any]  # a document of --json
+
+__all__ = [
+    "bench",
+    "compare",
+    "doctor",
+    "inspect",
+    "load_layer",
+    "merge",
+    "plan",
+    "push",
+    "quantize_cpu",
+    "quantize_gpu",
+    "reshard",
+    "stats",
+    "verify",
+]
+
+# Options that are no arguments, and why.
+WITHOUT = {
+    "--json": "a function returns that document",
+    "--format": "of bench: a function returns the document of --format json",
+    "--progress": "the program's own log and display are not ktconv's to write to",
+    "--ray": "a cluster runs jobs for a command line that ends with them",
+    "--ray-scratch": "it belongs to --ray",
+    "--from-list": "a program loops over its models; the command starts a process for each",
+    "--at-once": "it belongs to --from-list",
+}
+# Commands that are no functions, and why.
+COMMANDS_WITHOUT = {"completion": "it is a script for a shell"}
+
+
+def quantize_cpu(
+    model: Name,
+    output: Name,
+    *,
+    method: str = "int4",
+    recipe: Name | None = None,
+    target_size: Size | None = None,
+    target_bits: float | None = None,
+    engine: MixEngine | None = None,
+    methods: Listed | None = None,
+    write_recipe: Name | None = None,
+    numa: int = 0,
+    threads: int = 0,
+    layers: Listed = "",
+    revision: str | None = None,
+    download: bool = False,
+    cache_dir: Name | None = None,
+    config: Name | None = None,
+    map: Name | None = None,
+    tower: str | None = None,
+    layout: Layout = "safetensors",
+    scale: ScaleRule | None = None,
+    importance: Name | None = None,
+    fold: str | None = None,
+    calibrate: Name | None = None,
+    max_shard_size: Size = "5GB",
+    max_memory: Size = "8GiB",
+    save_backward: bool = False,
+    experts_only: bool = False,
+    mtp: bool = True,
+    compat: bool = False,
+    requantize: bool = False,
+    verify: bool = True,
+    overwrite: bool = False,
+    finalize: bool = False,
+    experts: Name | None = None,
+    exclude_experts: Name | None = None,
+    allow_partial: bool = False,
+    allow_activation_mismatch: bool = False,
+    dry_run: bool = False,
+    estimate: bool = False,
+) -> Report:
+    """Convert the routed experts of a checkpoint into quantized CPU weights.
+
+    The same call again continues an interrupted run. With `dry_run` the plan is returned, and
+    nothing is written.
+
+        report = ktconv.quantize_cpu("Qwen/Qwen3-30B-A3B", "qwen3-int4", method="int4", numa=2)
+        report["complete"], report["mean_relative_rms_error"]
+    """
+    return _run("quantize-cpu", locals())
+
+
+def quantize_gpu(
+    model: Name,
+    output: Name,
+    *,
+    method: GpuMethod = "rtn",
+    scheme: Scheme = "W4A16",
+    group_size: int | None = None,
+    scale: ScaleRule = "amax",
+    experts: Name | None = None,
+    dataset: Name = "",
+    split: str = "train",
+    samples: int = 512,
+    max_seq_len: int = 2048,
+    dampening: float = 0.1,
+    seed: int = 0,
+    self_test: bool = True,
+    device: str = "auto",
+    layers: Listed = "",
+    revision: str | None = None,
+    download: bool = False,
+    cache_dir: Name | None = None,
+    config: Name | None = None,
+    map: Name | None = None,
+    mtp: bool = True,
+    max_shard_size: Size = "5GB",
+    threads: int = 0,
+    max_memory: Size = "8GiB",
+    max_gpu_memory: Size = "",
+    max_cpu_memory: Size = "",
+    verify: bool = True,
+    requantize: bool = False,
+    overwrite: bool = False,
+    finalize: bool = False,
+    dry_run: bool = False,
+) -> Report:
+    """Quantize the routed experts of a checkpoint for GPUs, into a compressed-tensors format.
+
+    The same call again continues an interrupted run.
+
+        report = ktconv.quantize_gpu("Qwen/Qwen3-30B-A3B", "qwen3-w4a16", scheme="W4A16")
+        report["classes"]
+    """
+    return _run("quantize-gpu", locals())
+
+
+def merge(
+    layers_dir: Name,
+    output: Name,
+    *,
+    source: Name | None = None,
+    config: Name | None = None,
+    map: Name | None = None,
+    tower: str | None = None,
+    experts_only: bool = False,
+    mtp: bool | None = None,
+    max_shard_size: Size = "5GB",
+    threads: int = 0,
+    verify: bool = True,
+    overwrite: bool = False,
+    dry_run: bool = False,
+) -> Report:
+    """Merge layer folders into safetensors shards, byte for byte what quantize-cpu writes.
+
+    `ktconv.merge` is also the module with the request and the function of the same name.
+
+        ktconv.merge("qwen3-layers", "qwen3-int4", source="Qwen/Qwen3-30B-A3B")["complete"]
+    """
+    return _run("merge", locals())
+
+
+def reshard(
+    packed: Name,
+    output: Name,
+    *,
+    numa: int,
+    source: Name | None = None,
+    config: Name | None = None,
+    map: Name | None = None,
+    tower: str | None = None,
+    importance: Name | None = None,
+    max_shard_size: Size = "5GB",
+    threads: int = 0,
+    verify: bool = True,
+    overwrite: bool = False,
+    dry_run: bool = False,
+) -> Report:
+    """Change the number of NUMA parts of a conversion without changing any weight.
+
+    `ktconv.reshard` is also the module with the request and the function of the same name.
+
+        ktconv.reshard("qwen3-int4", "qwen3-int4-numa2", numa=2)["complete"]
+    """
+    return _run("reshard", locals())
+
+
+def verify(
+    output: Name,
+    other: Name | None = None,
+    *,
+    source: Name | None = None,
+    revision: str | None = None,
+    download: bool = False,
+    cache_dir: Name | None = None,
+    config: Name | None = None,
+    map: Name | None = None,
+    tower: str | None = None,
+    importance: Name | None = None,
+    calibrate: Name | None = None,
+    level: Level | None = None,
+    sample: float = 1.0,
+    seed: int = 0,
+    threads: int = 0,
+    max_memory: Size | None = None,
+    tokens: int = 16,
+    gradients: bool = False,
+    text: Name | None = None,
+    windows: int = 40,
+    work_dir: Name | None = None,
+    max_ppl_increase: float | None = None,
+    max_kl: float | None = None,
+    with_: Name | None = None,
+    tp: Listed = "",
+    ep: Listed = "",
+    report: Name | None = None,
+    card: bool = False,
+) -> Report:
+    """Check that a conversion is complete, uncorrupted and as accurate as its format allows.
+
+    With `other`, two conversions are compared. A check that fails is in the document, not raised.
+
+        found = ktconv.verify("qwen3-int4", source="Qwen/Qwen3-30B-A3B", level="weights")
+        found["passed"], found["failures"]
+    """
+    return _run("verify", locals())
+
+
+def compare(
+    *outputs: Name,
+    source: Name,
+    revision: str | None = None,
+    download: bool = False,
+    cache_dir: Name | None = None,
+    config: Name | None = None,
+    map: Name | None = None,
+    tower: str | None = None,
+    level: CompareLevel | None = None,
+    sample: float = 1.0,
+    seed: int = 0,
+    threads: int = 0,
+    max_memory: Size | None = None,
+    text: Name | None = None,
+    windows: int = 40,
+    tokens: Listed = "1,64",
+    seconds: float = 0.5,
+    speed: bool = True,
+    report: Name | None = None,
+    plot: Name | None = None,
+) -> Report:
+    """Compare conversions of one model: size, errors, KL divergence and tokens per second.
+
+    A check that fails is in the document, not raised.
+
+        ktconv.compare("qwen3-rawint4", "qwen3-fp8", source="Qwen/Qwen3-30B-A3B", speed=False)
+    """
+    return _run("compare", locals())
+
+
+def inspect(
+    path: Name,
+    *,
+    revision: str | None = None,
+    config: Name | None = None,
+    map: Name | None = None,
+    tower: str | None = None,
+    explain: bool = False,
+) -> Report:
+    """Tell what a checkpoint or a converted output contains; only headers are read.
+
+    With `explain` the document says how experts were found, and of unknown names has a map to edit.
+
+        ktconv.inspect("qwen3-int4")["kind"]
+    """
+    return _run("inspect", locals())
+
+
+def plan(
+    model: Name,
+    *,
+    ep: int = 1,
+    tp: int = 1,
+    placement: PlacementName | None = None,
+    redundant: int = 0,
+    nodes: int = 1,
+    load: Name | None = None,
+    gpu_memory: Size = "",
+    hot: int | str | None = None,
+    per_layer: bool = False,
+    method: str | None = None,
+    numa: int = 0,
+    revision: str | None = None,
+    config: Name | None = None,
+    map: Name | None = None,
+    tower: str | None = None,
+    write: Name | None = None,
+    plot: Name | None = None,
+) -> Report:
+    """Plan which GPUs and NUMA nodes hold which experts; only headers are read.
+
+    `ktconv.plan` is also the module with the functions that make maps, masks and slices.
+
+        ktconv.plan("Qwen/Qwen3-30B-A3B", ep=8, redundant=8, load="counts.json")
+    """
+    return _run("plan", locals())
+
+
+def stats(
+    model: Name,
+    *,
+    revision: str | None = None,
+    download: bool = False,
+    cache_dir: Name | None = None,
+    config: Name | None = None,
+    text: Name | None = None,
+    max_tokens: int | None = None,
+    max_memory: Size = "",
+    work_dir: Name | None = None,
+    layers: Listed = "",
+    hot: int | None = None,
+    hot_share: float | None = None,
+    hot_total: int | None = None,
+    write: Name | None = None,
+    trace: Name | None = None,
+    placement: Name | None = None,
+    importance: Name | None = None,
+    hessian: Name | None = None,
+    dry_run: bool = False,
+) -> Report:
+    """Count how often a model's own router chooses each expert on a text.
+
+    Needs transformers. The model is read once, layer by layer, and need not fit into memory.
+
+        ktconv.stats("Qwen/Qwen3-30B-A3B", text="prose.txt", hot=32, write="hot.json")["layers"]
+    """
+    return _run("stats", locals())
+
+
+def bench(
+    *,
+    mode: BenchMode = "infer",
+    method: Listed = "",
+    shape: Iterable[str] | None = None,
+    model: Name | None = None,
+    layer: int | None = None,
+    top_k: int | None = None,
+    experts: int | None = None,
+    routing: str = "balanced",
+    tokens: Listed = "",
+    rank: Listed = "16",
+    threads: Listed = "",
+    isa: Listed = "auto",
+    numa: int = 0,
+    iters: int | None = None,
+    seconds: float = 0.5,
+    seed: int = 0,
+    stage: BenchStage = "forward",
+    plot: Iterable[Name] | None = None,
+    compare: Name | None = None,
+    tolerance: float = 0.1,
+    peers: bool = False,
+) -> Report:
+    """Measure the MoE kernels against this machine's own limits.
+
+    A kernel that was wrong, or slower than in `compare`, is in the document, not raised.
+
+        report = ktconv.bench(method=["int4", "int8"], shape=["128,128,4,2"], tokens=[1, 64])
+        report["rows"]
+    """
+    return _run("bench", locals())
+
+
+def push(
+    output: Name,
+    repository: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    create_pr: bool = False,
+    message: str | None = None,
+    dry_run: bool = False,
+) -> Report:
+    """Send a finished output to the Hugging Face hub, with the token of `hf auth login`.
+
+    With `dry_run` the output is read and checked, and nothing is sent.
+
+        ktconv.push("qwen3-int4", "org/Qwen3-30B-A3B-int4", private=True, dry_run=True)
+    """
+    return _run("push", locals())
+
+
+def doctor() -> Report:
+    """Tell what this machine supports: CPU, AMX, NUMA, memory, disk, optional packages.
+
+    The disk is that of the current directory.
+
+        ktconv.doctor()["cpu"]
+    """
+    return _run("doctor", locals())
+
+
+def load_layer(
+    path: Name, layer: int | None = None, *, method: str | None = None, parts: int | None = None
+) -> MoELayer:
+    """Load an MoE layer of a conversion or a checkpoint, to call with torch or NumPy arrays.
+
+    The layer is `ktconv.runtime.MoELayer.load(path, layer)`, whose other arguments are there.
+
+        y = ktconv.load_layer("qwen3-int4", 3)(x, ids, weights)
+    """
+    from pathlib import Path
+
+    from ktconv.runtime import MoELayer
+
+    return MoELayer.load(Path(path), layer, method=method, parts=parts)
+
+
+# ---- how a command is called -------------------------------------------------------------
+
+
+def _run(name: str, arguments: Mapping[str, Any]) -> Report:
+    """The document of a command. The command parses the words that a shell would give it, so that
+    values, defaults, limits and refusals are the same."""
+    import typer
+
+    from ktconv.cli.app import application
+    from ktconv.cli.calls import called
+    from ktconv.errors import UsageError
+
+    command = vars(typer.main.get_command(application([name])))["commands"][name]
+    words = _words(command, arguments)
+    with called() as documents:
+        try:
+            with command.make_context(name, words) as context:
+                command.invoke(context)
+        except typer.Exit:  # a check failed, as the document says
+            pass
+        except Exception as error:
+            wrong: Any = error
+            if not hasattr(wrong, "format_message"):
+                raise
+            raise UsageError(wrong.format_message(), "see the arguments of the function") from None
+    document: Report = documents[-1]
+    return document
+
+
+def _words(command: Any, arguments: Mapping[str, Any]) -> list[str]:
+    """What a shell would give the command: options that are not their default, and arguments."""
+    options: list[str] = []
+    positional: list[str] = []
+    for parameter in command.params:
+        value = arguments.get(argument_of(parameter))
+        if parameter.opts[0] == "--json":
+            options.append("--json")
+        elif parameter.opts[0] == "--format":
+            options.append("--format=json")
+        elif parameter.param_type_name == "argument":
+            values = value if isinstance(value, tuple) else (value,)
+            positional += [_text(one) for one in values if one is not None]
+        elif value is None or value == parameter.default:
+            continue
+        elif parameter.is_flag:
+            options.append((parameter.opts if value else parameter.secondary_opts)[0])
+        else:
+            several = [value] if isinstance(value, (str, os.PathLike)) else value
+            words = map(_text, several if parameter.multiple else [value])
+            options += [f"{parameter.opts[0]}={word}" for word in words]
+    return [*options, "--", *positional]
+
+
+def argument_of(parameter: Any) -> str:
+    """The argument that an option, or an argument of the command line, is here."""
+    if parameter.param_type_name == "argument":
+        return str(parameter.name)
+    name = str(parameter.opts[0]).lstrip("-").replace("-", "_")
+    return f"{name}_" if keyword.iskeyword(name) else name
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (str, os.PathLike)):
+        return os.fspath(value)
+    return ",".join(map(_text, value)) if isinstance(value, Iterable) else str(value)
