@@ -214,3 +214,17 @@ def test_other_weights_are_quantized(tmp_path: Path) -> None:
         assert note.startswith("the experts are BF16, but quantization_config in config.json")
     [note] = opened(tmp_path, quantization_config={"quant_method": "compressed-tensors"}).notes
     assert "does not say that they are left as they are" in note
+
+
+@pytest.mark.parametrize("name", ["gate.weight", "gate.qweight"])
+def test_a_layer_without_a_router(name: str, tmp_path: Path) -> None:
+    """Two layers with experts of which one has a router."""
+    second = numbered("model.layers.1.mlp.experts", random_weights(seed=1))
+    router: dict[str, Tensor] = {f"{BLOCK}.gate.weight": ones(4, HIDDEN)}
+    said = refusal(tmp_path / "one", {**second, **router}, num_hidden_layers=2)
+    assert said.startswith("model.layers.1.mlp.gate.weight is missing: layer 1 has no router")
+    packed = np.zeros((HIDDEN // 8, 4), np.int32)  # GPTQ
+    own: Tensor = packed if name.endswith("qweight") else ones(4, HIDDEN)
+    both = {**second, **router, f"model.layers.1.mlp.{name}": own}
+    opened(tmp_path / "both", both, num_hidden_layers=2)
+    opened(tmp_path / "none", second, num_hidden_layers=2)

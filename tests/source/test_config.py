@@ -420,3 +420,15 @@ def test_false_for_none() -> None:
     """As Hunyuan's files say that there are no groups and no factor."""
     none = dict.fromkeys(("n_group", "topk_group", "routed_scaling_factor"), False)
     interpret_config({"model_type": "hunyuan_v1_moe", "num_experts": 64, "moe_topk": 8, **none})
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])
+def test_a_byte_order_mark(encoding: str, tmp_path: Path) -> None:
+    """Editors of Windows write it; transformers does not read such a file either."""
+    path = model(tmp_path) / "config.json"
+    mark = "" if encoding in ("utf-8-sig", "utf-16") else chr(0xFEFF)
+    path.write_bytes((mark + path.read_text()).encode(encoding))
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(tmp_path)
+    assert f"{path} begins with a byte order mark" in str(caught.value)
+    assert caught.value.hint == "Save it as UTF-8 without a byte order mark."

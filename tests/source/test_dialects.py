@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from helpers.families import (
     Tensor,
     Weights,
     bf16,
+    fp8,
     raw,
     simple_config,
     write_checkpoint,
@@ -22,7 +24,10 @@ from helpers.families import (
 )
 
 from ktconv.errors import CheckpointError
-from ktconv.source import open_checkpoint
+from ktconv.source import PROJECTIONS, open_checkpoint
+from ktconv.source.reading.reader import SourceReader
+from ktconv.verify import Request, verify
+from ktconv.verify.second_reader import SecondReader
 
 SOURCE = "model.layers.0.mlp.experts"
 HIDDEN, INNER = 128, 192
@@ -162,6 +167,65 @@ def test_projections_stacked_by_themselves(asymmetric: bool, tmp_path: Path) -> 
             tensors[f"{SOURCE}.{name}.{part}"] = Raw(of_each[0].dtype, shape, data)
         stacks.append(np.stack([value for _, value in made]))
     converted(tmp_path, tensors, Weights(*stacks))
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 2, 1)])
+@pytest.mark.parametrize("method", ["bf16", "nvfp4", "int8"])
+def test_second_scales_of_gate_and_up(method: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Stacked NVFP4 of Qwen3.5 (sgl-project/sglang#18965): gate_up_proj_scale_2 is [E, 2]."""
+    rng = np.random.default_rng(9)
+    made = {
+        name: [of_nvfp4(rng, *shape_of(name), ("weight", "weight_scale_2"), False) for _ in "12"]
+        for name in NAMES
+    }
+    stacks = Weights(*(np.stack([value for _, value in made[name]]) for name in NAMES))
+    tensors: dict[str, Tensor] = {}
+    for word, names in (("gate_up_proj", NAMES[:2]), ("down_proj", NAMES[2:])):
+        for part, suffix in (("weight", ""), ("weight_scale", "_scale")):
+            own = [[raw(made[name][expert][0][part]) for name in names] for expert in range(2)]
+            data = b"".join(one.data for expert in own for one in expert)
+            rows, cols = own[0][0].shape
+            stored = (2, rows * len(names), cols)
+            tensors[f"{SOURCE}.{word}{suffix}"] = Raw(own[0][0].dtype, stored, data)
+        outer = [[made[name][expert][0]["weight_scale_2"] for name in names] for expert in range(2)]
+        size = shape if len(names) == 2 else (2,)
+        tensors[f"{SOURCE}.{word}_scale_2"] = np.array(outer, np.float32).reshape(size)
+    model = write_checkpoint(tmp_path / "model", tensors, simple_config(**SIZES))
+    checkpoint = open_checkpoint(model)
+    [layer] = checkpoint.layers
+    assert layer.encoding == "nvfp4"
+    second = SecondReader(checkpoint, SourceReader(checkpoint.files, checkpoint.sources))
+    for expert, proj in product(range(2), PROJECTIONS):
+        values = getattr(stacks, proj)[expert]
+        found = second.expert(layer, expert, proj).values(*map(range, values.shape))
+        np.testing.assert_array_equal(found, values)
+    convert(model, tmp_path / "out", method=method, numa=method == "int8")
+    if method == "int8":
+        assert_output(tmp_path / "out", matrices_of({0: stacks}), {}, method=method, numa=1)
+    assert verify(Request(tmp_path / "out", source=str(model), level="weights")).passed
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (4,), (1, 4)])
+def test_second_scales_of_nothing(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Nothing says what four scales in a row are."""
+    tensors: dict[str, Tensor] = {
+        f"{SOURCE}.gate_up_proj": np.zeros((2, 2 * INNER, HIDDEN // 2), np.uint8),
+        f"{SOURCE}.gate_up_proj_scale": fp8(np.ones((2, 2 * INNER, HIDDEN // 16), np.uint8)),
+        f"{SOURCE}.gate_up_proj_scale_2": np.ones(shape, np.float32),
+        f"{SOURCE}.down_proj": np.zeros((2, HIDDEN, INNER // 2), np.uint8),
+        f"{SOURCE}.down_proj_scale": fp8(np.ones((2, HIDDEN, INNER // 16), np.uint8)),
+        f"{SOURCE}.down_proj_scale_2": np.ones(2, np.float32),
+    }
+    assert f"gate_up_proj_scale_2 {list(shape)}" in refusal(tmp_path, tensors, {})
+
+
+@pytest.mark.parametrize("part", ["base_layer.weight", "lora_A.weight", "lora_B.default.weight"])
+def test_an_adapter_that_is_not_merged(part: str, tmp_path: Path) -> None:
+    """As PEFT saves a whole model."""
+    tensors, _ = experts(lambda *_: of_int8)
+    said = refusal(tmp_path, tensors, {f"1.up_proj.{part}": np.zeros((4, HIDDEN), np.float32)})
+    assert f"1.up_proj.{part}: the model was saved with a LoRA adapter" in said
+    assert "Merge it" in said
 
 
 # ---- msModelSlim ------------------------------------------------------------------------

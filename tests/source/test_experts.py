@@ -493,3 +493,17 @@ def test_experts_in_an_unknown_place_are_noted(tmp_path: Path, tensors: dict[str
     checkpoint = opened(tmp_path, {**tensors, "vision.stages.0.experts.0.w.weight": ONE})
     assert "vision.stages.0.experts.0.w.weight" in checkpoint.notes[0]
     assert len(checkpoint.other_tensors) == 1
+
+
+@pytest.mark.parametrize("number", ["00", "01", "007"])
+def test_leading_zeros(tmp_path: Path, tensors: dict[str, Tensor], number: str) -> None:
+    """No engine reads them, and `experts.01` could be beside `experts.1`."""
+    padded = {
+        name.replace(f"experts.{int(number)}.", f"experts.{number}."): one
+        for name, one in tensors.items()
+    }
+    if int(number) > 3:
+        padded = tensors | {f"{SOURCE}.{number}.gate_proj.weight": bf16(np.ones((1, 1)))}
+    said = refusal(tmp_path, padded)
+    assert f"{SOURCE}.{number}." in said
+    assert said.endswith("has leading zeros in the number of its expert")

@@ -259,3 +259,14 @@ def test_outputs_are_the_same_files_as_before(tmp_path: Path) -> None:
     done(model, tmp_path / "out")
     files = json.loads((tmp_path / "out" / "ktconv.json").read_text())["source"]["files"]
     assert INDEX not in files and "ktconv.json" in contents(tmp_path / "out")
+
+
+def test_names_that_begin_with_this_directory(overlaid: Path) -> None:
+    before = open_checkpoint(overlaid)
+    write_index(overlaid, {name: f"./{shard}" for name, shard in read_map(overlaid).items()})
+    after = open_checkpoint(overlaid)
+    assert after.layers == before.layers
+    for name in ("./../a.safetensors", ".//a.safetensors", "././a.safetensors", "./"):
+        write_index(overlaid, dict.fromkeys(read_map(overlaid), name))
+        with pytest.raises(CheckpointError, match="not a plain name"):
+            open_checkpoint(overlaid)

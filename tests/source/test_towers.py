@@ -213,3 +213,18 @@ def test_no_gpu_output_of_several_towers(tmp_path: Path) -> None:
     result = ktconv("quantize-gpu", omni(tmp_path / "model"), tmp_path / "out", "--method=rtn")
     refused(result, 2, "experts in several towers", "only those of thinker would be quantized")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", ["bf16", "rawint4", "fp8", "nvfp4"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_checkpoints_of_one_tower(kind: str, method: str, tmp_path: Path) -> None:
+    """Those of the other are no strays, and the way out is right."""
+    write, usual, _ = MODELS[kind]
+    model, output = write(tmp_path / "model"), tmp_path / "out"
+    words = ("quantize-cpu", model, output, "--method", method, "--threads=1")
+    refused(
+        ktconv(*words), 2, "experts in several towers", f"of {usual} would be", "--experts-only"
+    )
+    assert not output.exists()
+    done(*words, "--experts-only")
+    done("verify", output, "--source", model, "--level=weights", "--threads=1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -79,3 +80,27 @@ def test_what_computes_differs(changes: dict[str, Any], words: str) -> None:
                                   "sliding_window")])  # fmt: skip
 def test_every_key_that_is_lost(key: str) -> None:
     assert config_differences({k: v for k, v in OLD.items() if k != key}, OLD)
+
+
+def test_nan_is_nan() -> None:
+    """Python's json reads and writes it, and so do tools that save models."""
+    nan = float("nan")
+    assert config_differences({"a": nan, "b": [nan, 1]}, {"a": float("nan"), "b": [nan, 1]}) == []
+    assert config_differences({"a": nan}, {"a": 1.0}) == ["a is NaN, but 1.0 in the source"]
+    assert config_differences({"a": 1.0}, {"a": nan}) == ["a is 1.0, but NaN in the source"]
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+def test_floats_that_json_has_not(value: float) -> None:
+    """Nemotron-3's time_step_limit as transformers 5 writes it, huggingface/transformers#42959."""
+    word = json.dumps(value)
+    old = {"time_step_limit": [0.0, value], "section": {"limit": value}}
+    new = {
+        "time_step_limit": [0.0, {"__float__": word}], "section": {"limit": {"__float__": word}}
+    }  # fmt: skip
+    assert config_differences(old, new) == config_differences(new, old) == []
+    assert config_differences(old, json.loads(json.dumps(new).replace(word, "5"))) == [
+        f"section.limit is {word}, but not given in the source",
+        'section.limit.__float__ is not given, but "5" in the source',
+        f'time_step_limit is [0.0, {word}], but [0.0, {{"__float__": "5"}}] in the source',
+    ]

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.convert import convert
-from helpers.encoded import KINDS, encoded_model
+from helpers.encoded import KINDS, encoded_model, of_gptq
 from helpers.families import (
     Tensor,
     Weights,
     bf16,
     fp8,
     fused,
+    numbered,
     random_weights,
     simple_config,
     write_checkpoint,
@@ -398,3 +399,22 @@ def test_a_layout_that_only_the_converter_knows_is_a_failure(
     assert {failure.check for failure in result.failures} == {"reading"}
     what = "0.gate_proj is no weight that verify knows: weight F8_E4M3 [384, 256]"
     assert any(what in failure.message for failure in result.failures)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("outputs", [1, 4, 9, 60])
+def test_zero_points_of_a_part_of_a_word(outputs: int, bits: int, tmp_path: Path) -> None:
+    """A router in GPTQ (ModelCloud/GPTQModel#1439: 60 experts): the last word of zero points has
+    some of outputs that there are not."""
+    columns = -(-outputs // 16) * 16
+    parts, values = of_gptq(np.random.default_rng(3), columns, 128, bits, v2=False)
+    widths = {"qweight": outputs, "scales": outputs, "qzeros": -(-outputs * bits // 32)}
+    router: dict[str, Tensor] = {
+        f"model.layers.0.mlp.gate.{part}": np.asarray(parts[part])[:, :width]
+        for part, width in widths.items()
+    }
+    every = numbered(SOURCE, random_weights()) | router
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path, every, simple_config()))
+    _, second = second_reader(checkpoint)
+    found = second.module("model.layers.0.mlp.gate.qweight", outputs, 128)
+    np.testing.assert_array_equal(found.values(range(outputs), range(128)), values[:outputs])

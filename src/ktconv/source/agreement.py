@@ -47,11 +47,12 @@ def check_agreement(
     """Notes about what is odd in config.json (`content`, read as `config`) or the tensors beside
     the experts.
 
-    Raises CheckpointError for a router that the family does not have or that the numbers of
-    experts do not allow, a quantization_config that the weights contradict, and tensors whose
-    shapes do not fit the experts.
+    Raises CheckpointError for a router that the family does not have, that the numbers of experts
+    do not allow or that only other layers have, a quantization_config that the weights
+    contradict, and tensors whose shapes do not fit the experts.
     """
     tensors, notes = MoETensors(others, config, family_of(content)), dict[str, list[int]]()
+    tensors.check_routers(layers)
     for layer in layers:
         corrected = tensors.has_correction(layer)
         spec = stated_router(content, layer.index, len(layer.experts), corrected)

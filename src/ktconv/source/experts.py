@@ -24,7 +24,7 @@ from ktconv.source.stacks import MAP_HINT, Stack
 from ktconv.source.types import BlockGrid, ExpertMatrix, MoELayer, TensorRef
 from ktconv.source.views import StoredView
 
-_NUMBER = re.compile("[0-9]{1,6}")
+_NUMBER = re.compile("0|[1-9][0-9]{0,5}")
 _SHOWN = 8  # experts that an error lists
 _INCOMPLETE = "Download the checkpoint again; incomplete layers are not converted."
 _NO_GATE = 'If they have none by design, give a map with like = "nomic_bert" (docs/maps.md).'
@@ -156,6 +156,11 @@ def _group_by_expert(stack: Stack) -> _Found:
         projection = projections.get(name)
         if projection is None and name in fused:
             projection = "up"
+        if projection is not None and re.fullmatch("0[0-9]+", number):
+            raise UnknownNamesError(
+                f"{tensor.name} has leading zeros in the number of its expert",
+                f"Number experts 0, 1, 2 and so on, as all engines do; {MAP_HINT}.",
+            )
         if projection is None or not part or not _NUMBER.fullmatch(number):
             raise UnknownNamesError(
                 f"{tensor.name} ({tensor.dtype} {list(tensor.shape)}) is not a known tensor of "

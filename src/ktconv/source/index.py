@@ -67,6 +67,8 @@ def read_index(directory: Path, names: Sequence[str]) -> Index | None:
     for key, name in weight_map.items():
         if not isinstance(name, str):
             raise CheckpointError(f"{path} maps {key!r} to {name!r}, not a file", _HINT)
+        if name.startswith("./"):  # which is the same directory
+            weight_map[key] = name = name[2:]
         if not name.isascii():
             weight_map[key] = path_of(name)
     digest = hashlib.sha256(data).hexdigest()

@@ -48,6 +48,27 @@ class MoETensors:
         """Whether there is a correction bias for the router of `layer`."""
         return self._first(router_tensors(layer.source).correction) is not None
 
+    def check_routers(self, layers: Iterable[MoELayer]) -> None:
+        """CheckpointError if some layers have a router, and others none. If no layer has one, it
+        has a name that no family has, or these are the experts alone."""
+        modules = {name.rpartition(".")[0] for name in self._by_name}
+        found, without = list[int](), list[MoELayer]()
+        for layer in layers:
+            if not layer.is_mtp:  # whose router may be called otherwise
+                own = _router_modules(layer)
+                place = next((at for at, name in enumerate(own) if name in modules), None)
+                if place is None:
+                    without.append(layer)
+                else:
+                    found.append(place)
+        if found and without:
+            name = _router_modules(without[0])[found[0]]
+            raise CheckpointError(
+                f"{name}.weight is missing: layer {without[0].index} has no router, although "
+                "other layers have one",
+                "Download the checkpoint again.",
+            )
+
     def check(self, layer: MoELayer, spec: RouterSpec | None) -> list[str]:
         """Notes about sizes that config.json gives otherwise. `spec`: the layer's router, if known.
 
@@ -202,3 +223,9 @@ class MoETensors:
     def _matrix(self, name: str) -> TensorRef | None:
         found = self._first((name,))
         return found if found is not None and len(found.shape) == 2 else None
+
+
+def _router_modules(layer: MoELayer) -> list[str]:
+    """What the router of a layer, or its table of experts by token, may be called."""
+    names = router_tensors(layer.source)
+    return [name.rpartition(".")[0] for name in (*names.weight, *names.table)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 from ktconv.errors import CheckpointError
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escaped: a pair is sound, half of one is not
+_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _Pairs = list[tuple[str, Any]]
 
 
@@ -22,6 +24,11 @@ def parse_object(
     counts; with `allow_same_twice` only if the values differ.
     Raises CheckpointError with `hint` for whatever is wrong.
     """
+    if data.startswith(_ORDER_MARKS):
+        raise CheckpointError(
+            f"{source} begins with a byte order mark, which readers of JSON refuse",
+            "Save it as UTF-8 without a byte order mark.",
+        )
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ _DEFAULTS: Mapping[str, Any] = {
 _ROPE = ("rope_theta", "partial_rotary_factor")  # in rope_parameters, or next to rope_scaling
 _FULL = "full_attention"
 _NO_SECTIONS = (*QUANTIZATION_KEYS, "rope_scaling", "rope_parameters")  # of a model
+_FLOAT, _FLOATS = "__float__", ("Infinity", "-Infinity", "NaN")
 _SHOWN = 60  # characters of a value
 _NOTHING = object()
 
@@ -42,7 +44,7 @@ def config_differences(
     """ "num_experts_per_tok is 3, but 2 in the source" for every key that matters; sections are
     compared key by key."""
     try:
-        a, b = (flat(_canonical(config)) for config in (here, there))
+        a, b = (flat(_canonical(_with_floats(config))) for config in (here, there))
     except RecursionError:
         return ["sections are nested too deeply to be compared"]
     return differences(a, b, other)
@@ -76,11 +78,13 @@ def flat(section: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _same(one: Any, two: Any) -> bool:
-    """1 is 1.0, but not true."""
+    """1 is 1.0, but not true; NaN, which JSON of Python may have, is NaN."""
     if isinstance(one, list) and isinstance(two, list):
         return len(one) == len(two) and all(map(_same, one, two))
     if isinstance(one, dict) and isinstance(two, dict):
         return one.keys() == two.keys() and all(_same(one[key], two[key]) for key in one)
+    if isinstance(one, float) and isinstance(two, float) and isnan(one):
+        return isnan(two)
     return isinstance(one, bool) == isinstance(two, bool) and bool(one == two)
 
 
@@ -110,6 +114,17 @@ def _is_default(section: Mapping[str, Any], key: str, value: Any) -> bool:
     if type(rope) is not int or type(other) is not int:
         return False
     return (key, value) in (("qk_head_dim", rope + other), ("head_dim", rope))
+
+
+def _with_floats(value: Any) -> Any:
+    """With floats for what transformers 5 writes in place of those that JSON has not."""
+    if isinstance(value, list):
+        return list(map(_with_floats, value))
+    if not isinstance(value, Mapping):
+        return value
+    if value.keys() == {_FLOAT} and value[_FLOAT] in _FLOATS:
+        return float(value[_FLOAT])
+    return {key: _with_floats(one) for key, one in value.items()}
 
 
 def _spell_dtype(kept: dict[str, Any]) -> None:

@@ -83,12 +83,17 @@ def encode(
 
 def _check_tower(request: Request, checkpoint: Checkpoint) -> None:
     row = Scheme(request.options.scheme).row
-    if checkpoint.tower is not None and row.naming is OWN:
+    if checkpoint.tower is None:
+        return
+    own = row.naming is OWN
+    if own or not request.options.experts_only:
         raise CheckpointError(
             f"{checkpoint.path} has experts in several towers, of which only those of "
             f"{checkpoint.tower} would be quantized: engines find quantized experts by one "
             "pattern, which fits those of all towers",
-            "Convert the experts for CPUs, with quantize-cpu, or serve the original model.",
+            "Convert the experts for CPUs, with quantize-cpu, or serve the original model."
+            if own
+            else "Convert them alone, with --experts-only, or with --method int4 or int8.",
         )
 
 

@@ -10,13 +10,14 @@ NVFP4's second scale divides where compressed-tensors writes it, and multiplies 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 from ktconv.errors import CheckpointError
 from ktconv.source.config import ModelConfig
 from ktconv.source.elements import F4_E0M3, F4_E2M1
 from ktconv.source.encodings.base import BLOCKS, OUTER, SCALE, Companion, Encoding, Roles
-from ktconv.source.encodings.shapes import POWERS, grid_with_blocks
-from ktconv.source.types import OuterScale, Quantization
+from ktconv.source.encodings.shapes import POWERS, grid_with_blocks, outputs_and_inputs
+from ktconv.source.types import OuterScale, Quantization, TensorRef
 from ktconv.source.views import StoredView
 
 _MX_GROUP, _NV_GROUP = 32, 16
@@ -42,14 +43,24 @@ def _mx_int(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization
 def _nv(roles: Roles, view: StoredView, divides: bool) -> Quantization | None:
     grid = grid_with_blocks(roles[SCALE], view, "E4M3", (1, _NV_GROUP))
     outer = roles[OUTER]
-    experts = view.experts or 1
-    count = 1
-    for size in outer.shape:
-        count *= size
-    if grid is None or count not in (1, experts):
+    index = _outer_index(outer, view)
+    if grid is None or index is None:
         return None
-    index = view.expert if count > 1 else 0
     return Quantization(replace(grid, outer=OuterScale(outer, index, divides)))
+
+
+def _outer_index(outer: TensorRef, view: StoredView) -> int | None:
+    """Which of the second scales is that of the matrix: of one for all, one for each expert, or
+    where gate and up are fused one for each of both, gate's first. None if there are others."""
+    count, experts = prod(outer.shape), view.experts or 1
+    if count == 1:
+        return 0
+    if count == experts:
+        return view.expert
+    halves = view.step == 1 and outputs_and_inputs(view)[0] == 2 * view.rows
+    if halves and outer.shape in ((experts, 2), (experts, 2, 1)):
+        return 2 * view.expert + (view.first_output > 0)
+    return None
 
 
 def _nv_divided(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:

@@ -51,6 +51,8 @@ _FOREIGN = {
     "s_channel": "QQQ",
     "zeros": "BitBLAS packing",
 }
+# Words in the names of a model that PEFT saved with an adapter in it.
+_ADAPTED = ("base_layer", "lora_A", "lora_B", "lora_magnitude_vector")
 _ONLINE = "a rotation of the inputs while the model runs (SpinQuant, QuaRot)"
 _KNOWN_TYPES = ("FLOAT", "W8A8", "W8A8_DYNAMIC")  # of msModelSlim
 
@@ -109,6 +111,12 @@ def packed_without_straddling(
 def unsupported(parts: Parts, encodings: Iterable[Encoding]) -> CheckpointError:
     """The error for tensors that are no known encoding."""
     for part, tensor in parts.items():
+        if any(word in _ADAPTED for word in part.split(".")):
+            raise CheckpointError(
+                f"{tensor.name}: the model was saved with a LoRA adapter that is not merged",
+                "Merge it (merge_and_unload of PEFT) and save the model again, or use the model "
+                "without it.",
+            )
         if what := _foreign(part):
             return CheckpointError(
                 f"{tensor.name} ({tensor.dtype}): {what} is not supported as an input", _HINT

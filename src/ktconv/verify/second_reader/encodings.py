@@ -257,8 +257,9 @@ def _mxfp4(source: Source) -> Weight | None:
 def _nvfp4(source: Source) -> Weight | None:
     primary, parts = primary_of(source.parts), source.parts
     scale = numbers.floats(source.items("weight_scale"), "F8_E4M3")
-    outer = source.items("weight_global_scale" if "weight_global_scale" in parts
-                         else "weight_scale_2").reshape(-1)[0]  # fmt: skip
+    second = "weight_global_scale" if "weight_global_scale" in parts else "weight_scale_2"
+    of_expert = source.items(second).reshape(-1)  # of gate and up where they have two
+    outer = of_expert[1 if of_expert.size == 2 and source.place.first else 0]
     with np.errstate(all="ignore"):
         scale = scale / outer if "weight_global_scale" in parts else scale * outer
     return _scaled(source, primary, _FP4, scale, (1, 16))
@@ -342,7 +343,8 @@ def _gptq(source: Source) -> Weight | None:
     found = _float_grid(source, "scales")
     if found is None or rest or not 2 <= bits <= 8:
         return None
-    zero = numbers.stream(source.items("qzeros"), bits).T  # [outputs, groups]
+    # [outputs, groups]; the last word has more where eight, say, do not divide the outputs
+    zero = numbers.stream(source.items("qzeros"), bits).T[: place.outs]
     if _packing(source) not in _TRUE_ZEROS:
         zero = (zero + 1) % (1 << bits)
     middle, groups = 1 << bits - 1, _groups(source, "g_idx")
