@@ -128,7 +128,7 @@ def _meaning(one: Any) -> Iterator[str]:
         yield "Values: " + ", ".join(f"`{value}`" for value in choices) + "."
     default = one.default
     shown = one.show_default and "default:" not in (one.help or "")
-    if one.secondary_opts:
+    if one.secondary_opts and default is not None:
         yield f"Default: `{(one.opts if default else one.secondary_opts)[0]}`."
     elif shown and default not in (None, False, (), [], "") and not callable(default):
         yield f"Default: `{getattr(default, 'value', default)}`."
@@ -160,7 +160,8 @@ def _read_on(name: str) -> Iterator[str]:
     yield "\n## Read on\n"
     for one in dict.fromkeys([GUIDES[name], *MORE[name].split()]):
         yield f"- [{_title(one)}]({_source(one)})"
-    yield "- [The same from Python](../api/functions.md)"
+    if name != "completion":
+        yield "- [The same from Python](../api/functions.md)"
     yield "- [Troubleshooting, by message](../troubleshooting.md)"
 
 

@@ -45,6 +45,7 @@ def test_a_page_has_defaults_and_values() -> None:
     assert rows["`--verify`, `--no-verify`"].endswith("Default: `--verify`.")
     assert "`mxfp8`" in rows["`--method METHOD`"]
     assert "Values" not in rows["`--json`"]
+    assert "| `--mtp`, `--no-mtp` | Include or omit MTP layers. |" in PAGES["commands/merge.md"]
     assert r"`--importance FILE\|weights`" in rows
 
 

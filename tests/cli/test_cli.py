@@ -387,7 +387,7 @@ def test_guides_have_no_unknown_option(guide: str) -> None:
     cells = re.findall(r"^- (`--.*?): ", text, re.MULTILINE)
     for table in re.findall(r"^\| option \|.*\n((?:\|.*\n)+)", text, re.MULTILINE):
         cells += re.findall(r"^\| (`--.*?) \|", table, re.MULTILINE)
-    assert cells
+    assert cells or guide == "inspect"  # which tells of its options in sentences
     for cell in cells:
         assert set(OPTION.findall(cell)) <= known, cell
 

@@ -11,9 +11,9 @@ import pytest
 from helpers.cli import write_model
 from helpers.convert import convert
 
-from ktconv import verify
 from ktconv.errors import CheckpointError
 from ktconv.merge import Request, merge
+from ktconv.verify import VerifyRequest, verify
 
 Made = Callable[[str, int], Path]
 Backward = Callable[[Path, str, int], dict[str, bytes]]
@@ -106,7 +106,7 @@ def test_denormal_scale(foreign: Made) -> None:
 def test_merged_without_config(foreign: Made, model: Path, tmp_path: Path) -> None:
     """Nothing had one: that is no failure of the merge."""
     merge(Request(foreign("int4", 1), tmp_path / "out"))
-    result = verify.verify(verify.Request(tmp_path / "out", str(model), "weights"))
+    result = verify(VerifyRequest(tmp_path / "out", str(model), "weights"))
     assert result.passed, result.failures
     assert any("has no config.json" in note for note in result.facts["notes"])
 
