@@ -239,7 +239,7 @@ def largest_error(output: GpuOutput) -> float | None:
     search chose scales: it may cut the largest weights of a group off."""
     if not rules_of(output.method, output.ours).elements or output.layout is not PACK_QUANTIZED:
         return None
-    if output.scheme.search:
+    if output.scheme is not None and output.scheme.search:
         return None
     scales = (module.parts.get(PARTS[1]) for module in output.modules.values())
     found = {scale.dtype for scale in scales if scale is not None}
