@@ -16,7 +16,6 @@ import pytest
 
 import ktconv
 from ktconv.bench.measure import Batch, Effort
-from ktconv.bench.peers import launch
 from ktconv.bench.peers import table as peer_table
 from ktconv.bench.peers.base import Layer, PeerError, reference
 from ktconv.bench.peers.launch import measure
@@ -27,6 +26,7 @@ from ktconv.bench.presets import Shape
 from ktconv.bench.weights import RandomWeights
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.native import Activation
+from ktconv.system import children
 
 SHAPE = Shape("small", 256, 256, 6, 2)
 ONE = Effort(iterations=1)
@@ -151,7 +151,7 @@ def test_request_and_result_survive_json() -> None:
 def other_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A script in place of the peer's process."""
     script = tmp_path / "peer.sh"
-    monkeypatch.setattr(launch, "sys", SimpleNamespace(executable=str(script)))
+    monkeypatch.setattr(children, "sys", SimpleNamespace(executable=str(script)))
     yield script
 
 

@@ -22,7 +22,6 @@ from ktconv import native
 from ktconv.bench import command
 from ktconv.bench.cases import Request as LayersRequest
 from ktconv.bench.measure import Effort
-from ktconv.bench.peers import launch
 from ktconv.bench.peers.base import PeerError
 from ktconv.bench.peers.table import why_not
 from ktconv.bench.presets import Shape
@@ -36,7 +35,7 @@ from ktconv.bench.sft.steps import Times, in_turn
 from ktconv.cli.app import app
 from ktconv.formats import FORMATS
 from ktconv.native import Activation
-from ktconv.system import machine
+from ktconv.system import children, machine
 from ktconv.train.gradients import MATRICES, NAMES, Found
 from ktconv.train.step import Step
 
@@ -250,7 +249,7 @@ def test_a_crash_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     script = tmp_path / "peer.sh"
     script.write_text(f"#!{sys.executable}\nimport sys; sys.exit('no AVX here')\n")
     script.chmod(0o755)
-    monkeypatch.setattr(launch, "sys", SimpleNamespace(executable=str(script)))
+    monkeypatch.setattr(children, "sys", SimpleNamespace(executable=str(script)))
     with pytest.raises(PeerError, match="status 1: no AVX here"):
         PeerRunner(request("torch bf16"))
     done = bench(*SMALL, "--method", "bf16", "--peers")

@@ -511,7 +511,7 @@ def test_a_system_that_allows_no_more_threads(
 
 
 def test_a_limit_that_reshard_cannot_raise(model: Path, output: Path, tmp_path: Path) -> None:
-    words = ["--numa=2", "--source", model, "--threads=1000000"]
+    words = ["--numa=2", "--source", model, "--threads=4096"]
     hint = hint_of(invoke("reshard", output, tmp_path / "new", *words), 3)
     assert hint == "use fewer --threads.\n"
 

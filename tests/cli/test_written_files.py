@@ -119,7 +119,7 @@ def test_files_that_options_name_are_written_in_one_way() -> None:
         "distributed/conversion.py",  # a file that nodes look for
         "distributed/units.py",  # likewise
         "model/streamed/states.py",  # of a pass
-        "remote/mirror.py",  # a cache
+        "source/remote/mirror.py",  # a cache
         "stats/hessian.py",  # a directory, which `check_written_directory` checks
         "stats/importance.py",  # of `importance_file`
         "system/files.py",

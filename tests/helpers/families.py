@@ -288,7 +288,7 @@ _BIASED = {
         "GptOss", {**_DECODER, "intermediate_size": 128, "num_local_experts": 4}, (0, 1), 128
     ),
 }
-FAMILIES = tuple(_FAMILIES)  # gpt_oss can be written too, see checkpoint/test_gpt_oss.py
+FAMILIES = tuple(_FAMILIES)  # gpt_oss can be written too, see source/test_gpt_oss.py
 
 
 def family(name: str) -> Family:

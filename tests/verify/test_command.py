@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from helpers.cli import ktconv
+from helpers.cli import ktconv, ktconv_done
+from helpers.families import numbered, random_weights, simple_config, write_checkpoint
 
 from ktconv.cli.verify import Level, verify
 from ktconv.errors import ResourceError, UsageError
@@ -54,6 +55,26 @@ def test_verify_json(model: Path, converted: Convert) -> None:
     assert facts["schema"] == 1 and facts["passed"] is True and facts["level"] == "weights"
     assert {"failures", "weights", "layers", "model"} <= facts.keys()
     assert facts["weights"]["passed"] and facts["layers"] is None
+
+
+@pytest.mark.parametrize("scale", ["amax", "search"])
+@pytest.mark.parametrize("method", ["int4", "int8", "rawint4", "int4-g64", "int8-g128"])
+def test_a_bound_is_only_named_where_there_is_one(method: str, scale: str, tmp_path: Path) -> None:
+    """A search of group scales may cut weights off, "at most 1.7 steps off (0.5 allowed)"."""
+    weights = random_weights()
+    weights.up[:, :, 5] = 3.5  # times the standard deviation of the others
+    tensors = numbered("model.layers.0.mlp.experts", weights)
+    model = write_checkpoint(tmp_path / "model", tensors, simple_config())
+    numa = ("--numa=1",) if method in ("int4", "int8") else ()
+    ktconv_done(
+        "quantize-cpu", model, tmp_path / "out", "--method", method, "--scale", scale, *numa
+    )
+    words = ("verify", tmp_path / "out", "--source", model, "--level", "weights")
+    about = json.loads(ktconv_done(*words, "--json"))["weights"]
+    bound, largest, said = about["bound_steps"], about["max_error_steps"], ktconv_done(*words)
+    assert (bound is None) == (scale == "search" and not numa)
+    assert largest > 1 if bound is None else largest <= bound
+    assert ("allowed)" in said) == (bound is not None)
 
 
 def test_failure(model: Path, damaged: Convert) -> None:

@@ -57,9 +57,7 @@ def _coverage(about: Mapping[str, Any]) -> Iterator[str]:
 def _weights(about: Mapping[str, Any]) -> Iterator[str]:
     sample, bound = about["sample"], about["bound_steps"]
     part = "" if sample >= 1 else f" (a sample of {sample:g})"
-    # Of codes that a search or factors chose; others are held to rules of their own.
-    held = bound is not None and about["max_error_steps"] <= bound
-    allowed = f" ({bound:.4f} allowed)" if held else ""
+    allowed = f" ({bound:.4f} allowed)" if bound is not None else ""
     yield (
         f"{about['matrices']} matrices{part}, relative RMS error "
         f"{about['relative_rms_error']:.4f} over all weights, cosine {about['cosine']:.6f}, at "

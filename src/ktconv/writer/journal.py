@@ -141,6 +141,7 @@ def is_unit_record(record: object) -> TypeGuard[Record]:
         and all(map(_is_file_record, files))
         and isinstance(tensors, dict)
         and all(map(_is_tensor_record, tensors.values()))
+        and type(record.get("zero_scales", 0)) is int
     )
 
 
@@ -160,8 +161,10 @@ def _is_file_record(file: object) -> bool:
 def _is_tensor_record(record: object) -> bool:
     if not isinstance(record, dict):
         return False
-    error = record.get("relative_rms_error", 0.0)
-    return checksums.is_sound(record) and isinstance(error, float) and math.isfinite(error)
+    figures = [record.get(key, 0.0) for key in ("relative_rms_error", "zero_share")]
+    return checksums.is_sound(record) and all(
+        isinstance(one, float) and math.isfinite(one) for one in figures
+    )
 
 
 def encode(record: Mapping[str, Any]) -> bytes:

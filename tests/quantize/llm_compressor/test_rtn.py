@@ -249,8 +249,9 @@ def test_what_transformers_cannot_load_is_told(torch: Any, tmp_path: Path) -> No
 
 
 def test_config_keeps_other_words_and_drops_other_quantization(torch: Any, tmp_path: Path) -> None:
+    other = {"quant_method": "fp8", "modules_to_not_convert": [SOURCE]}
     config = simple_config(
-        text_config={"quantization_config": {"quant_method": "fp8"}, "words": "ü"}, dtype="bfloat16"
+        text_config={"quantization_config": other, "words": "ü"}, dtype="bfloat16"
     )
     model = write_checkpoint(tmp_path / "model", numbered(SOURCE, random_weights()), config)
     quantize(model, tmp_path / "out")

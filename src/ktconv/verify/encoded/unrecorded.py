@@ -1,5 +1,5 @@
 """How packed integers without a manifest were quantized: by the rule that explains most of some
-experts. `verify/cpu/unrecorded.py` does the same for KTransformers' files."""
+experts. `verify/packed/unrecorded.py` does the same for KTransformers' files."""
 
 from __future__ import annotations
 

@@ -235,8 +235,11 @@ def _pieces(module: Module, matrix: ExpertMatrix, group: Group) -> Iterator[Piec
 
 
 def largest_error(output: GpuOutput) -> float | None:
-    """The largest error of rounding to nearest, in steps; None for other methods."""
+    """The largest error of rounding to nearest, in steps; None for other methods, and where a
+    search chose scales: it may cut the largest weights of a group off."""
     if not rules_of(output.method, output.ours).elements or output.layout is not PACK_QUANTIZED:
+        return None
+    if output.scheme is not None and output.scheme.search:
         return None
     scales = (module.parts.get(PARTS[1]) for module in output.modules.values())
     found = {scale.dtype for scale in scales if scale is not None}
