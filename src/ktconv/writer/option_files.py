@@ -110,7 +110,7 @@ def _check_outside(option: str, path: Path, place: Path, apart: Iterable[str | P
         if Path(other).is_dir() and place.is_relative_to(os.path.realpath(other)):
             raise _inside(option, path, str(other))
     for directory in (place, *place.parents):
-        if (why := _model_in(directory)) is not None:
+        if (why := model_in(directory)) is not None:
             raise _inside(option, path, f"{directory}, {why}")
 
 
@@ -118,7 +118,7 @@ def _inside(option: str, path: Path, what: str) -> UsageError:
     return UsageError(f"{option} {path} is in {what}, to which nothing may be added", _ELSEWHERE)
 
 
-def _model_in(directory: Path) -> str | None:
+def model_in(directory: Path) -> str | None:
     """Why files of a directory belong together; None if nothing says so."""
     if directory.name.startswith(_HUB_CACHE):
         return "a model in the cache of the hub"
