@@ -98,6 +98,11 @@ def check_written_directory(path: Path, option: str, apart: Iterable[str | Path 
     _check_outside(option, path, Path(os.path.realpath(path)), ())
 
 
+def is_output(directory: Path) -> bool:
+    """Whether ktconv has written there, or does now."""
+    return any(os.path.lexists(directory / name) for name in (MANIFEST, STATE_DIRECTORY))
+
+
 def _here(paths: Iterable[str | Path | None]) -> Iterator[Path]:
     for path in paths:
         if path is not None and os.path.lexists(path):
@@ -110,7 +115,7 @@ def _check_outside(option: str, path: Path, place: Path, apart: Iterable[str | P
         if Path(other).is_dir() and place.is_relative_to(os.path.realpath(other)):
             raise _inside(option, path, str(other))
     for directory in (place, *place.parents):
-        if (why := model_in(directory)) is not None:
+        if (why := _model_in(directory)) is not None:
             raise _inside(option, path, f"{directory}, {why}")
 
 
@@ -118,11 +123,11 @@ def _inside(option: str, path: Path, what: str) -> UsageError:
     return UsageError(f"{option} {path} is in {what}, to which nothing may be added", _ELSEWHERE)
 
 
-def model_in(directory: Path) -> str | None:
+def _model_in(directory: Path) -> str | None:
     """Why files of a directory belong together; None if nothing says so."""
     if directory.name.startswith(_HUB_CACHE):
         return "a model in the cache of the hub"
-    if any(os.path.lexists(directory / name) for name in (MANIFEST, STATE_DIRECTORY)):
+    if is_output(directory):
         return "an output of ktconv"
     if any(os.path.lexists(directory / name) for name in (INDEX, _ADAPTER)):
         return "a model"

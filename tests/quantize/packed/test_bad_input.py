@@ -381,13 +381,6 @@ def test_output_in_another_output(model: Path, tmp_path: Path) -> None:
     assert contents(outer) == before
 
 
-def test_output_in_another_model(model: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(model, other)
-    refused(run(model, other / "new"), 2, f"is inside {other}, a model")
-    assert contents(other) == contents(model)
-
-
 def test_model_in_the_output(model: Path, tmp_path: Path) -> None:
     before = contents(tmp_path)
     refused(run(model, tmp_path), 2, "contains model, which this conversion did not write")
