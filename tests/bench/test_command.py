@@ -379,6 +379,7 @@ def test_memory_of_packing_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--plot", "plot.txt"), "is not a picture file"),
         (("--plot", "nowhere/plot.png"), "there is no directory nowhere"),
         (("--compare", "nowhere.json"), "nowhere.json cannot be read"),
+        (("--compare", "/dev/zero"), "--compare /dev/zero is a device"),
         (("--layer", "0"), "--layer and --top-k belong to --model"),
         (("--model", "nowhere"), "--model nowhere is not a directory"),
         (("--model", ""), "--model is empty"),

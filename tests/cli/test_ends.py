@@ -719,6 +719,12 @@ def test_numbers_beyond_their_limits(option: str, most: int, value: str, tmp_pat
     assert value == "-1" or f"less than or equal to {most}" in result.stderr
 
 
+def test_at_once_without_a_list(tmp_path: Path) -> None:
+    result = invoke("quantize-cpu", EXAMPLE, tmp_path / "out", "--at-once", 2)
+    refused(result, 2, "--at-once belongs to --from-list")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("value", ["99999999999999999999", "9999999PB", "8388608TiB"])
 def test_sizes_beyond_all_files(value: str, tmp_path: Path) -> None:
     result = invoke("quantize-cpu", EXAMPLE, tmp_path / "out", f"--max-memory={value}")

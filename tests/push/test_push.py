@@ -296,6 +296,18 @@ def test_outputs_that_are_not_sent(spoil: Any, said: str, hub: Hub, output: Path
     assert not hub.requests
 
 
+@pytest.mark.parametrize("spoil", [_flipped_weight, _changed_config, _wrong_index])
+def test_the_way_out_of_damage(spoil: Any, hub: Hub, tmp_path: Path) -> None:
+    """The same command alone would say that there is nothing to do."""
+    model, output = write_model(tmp_path / "model", layers=1), tmp_path / "out"
+    words = ("quantize-cpu", model, output, "--numa", 1)
+    assert run(*words).exit_code == 0
+    spoil(output)
+    assert "convert again with --overwrite" in fails(output, NAME, "--dry-run")
+    assert run(*words, "--overwrite").exit_code == 0
+    pushed(output, NAME, "--dry-run")
+
+
 def test_paths_that_are_no_output(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     assert "does not exist" in fails(tmp_path / "nothing", NAME)

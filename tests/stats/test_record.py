@@ -523,6 +523,7 @@ def test_table(torch: Any) -> None:
     [
         ({"text": "absent.txt"}, "absent.txt cannot be read: No such file or directory$"),
         ({"text": "empty.txt"}, "empty.txt is empty"),
+        ({"text": "/dev/zero"}, "--text /dev/zero is a device$"),  # it has no end
         ({"text": "binary.txt"}, "binary.txt cannot be read: it is not UTF-8 text"),
         ({"hot": 9}, "--hot 9 is more than the 8 experts of layer 0"),
         ({"layers": [5]}, "--layers names layer 5"),

@@ -70,6 +70,9 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Names:
         (errno.EIO, ResourceError, "the device reports an I/O error", None),
         (errno.EFBIG, FileSizeError, "files this large are not allowed here",
          "raise the limit of the file system or process"),
+        (errno.EMFILE, ResourceError, "too many open files",
+         "raise the limit of open files (ulimit -n)"),
+        (errno.ENFILE, ResourceError, "too many open files on this machine", None),
         (errno.ELOOP, ResourceError, os.strerror(errno.ELOOP), None),
     ],
 )  # fmt: skip
@@ -405,3 +408,35 @@ def test_removing_what_this_process_has_open_on_nfs(
                 with pytest.raises(ResourceError, match=words):
                     files.remove(tmp_path / "a", **({"but_held": True} if held else {}))
         assert (tmp_path / "a").is_dir()
+
+
+# ---- devices, and limits of the process --------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/null"])
+def test_devices_are_refused(device: str, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(device)
+    for path in (Path(device), tmp_path / "link"):
+        with pytest.raises(UsageError, match=f"^--text {path} is a device$"):
+            files.refuse_device(path, "--text")
+
+
+def test_files_and_pipes_are_no_devices(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").touch()
+    for name in ("pipe", "file", "missing"):
+        files.refuse_device(tmp_path / name, "--text")
+
+
+@pytest.mark.parametrize(
+    ("number", "hint"),
+    [
+        (errno.EMFILE, "raise the limit of open files (ulimit -n)"),
+        (errno.ENOSPC, "free some space, then run the same command again"),
+        (errno.EACCES, None),  # reading and writing have different ones
+        (errno.ELOOP, None),
+        (None, None),
+    ],
+)
+def test_what_helps_whatever_was_tried(number: int | None, hint: str | None) -> None:
+    assert files.way_out(OSError(number, "x") if number else OSError("x")) == hint

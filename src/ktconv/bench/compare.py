@@ -12,6 +12,7 @@ from typing import Any
 from ktconv.bench.rows import DIMENSIONS, Key, Row
 from ktconv.bench.run import SCHEMA, Report
 from ktconv.errors import UsageError
+from ktconv.system.files import refuse_device
 
 _WORDS, _COUNTS = ("method", "routing", "isa", "engine"), ("tokens", "threads", "parts")
 _NAMED = 3  # rows that a note lists
@@ -43,6 +44,7 @@ class Baseline:
 
 def read_report(path: Path) -> Baseline:
     """Raises UsageError if the file is no report of `--format json`."""
+    refuse_device(path, "--compare")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -18,6 +18,7 @@ from ktconv.cli.output import notify, print_json, sentence
 from ktconv.cli.process import INTERRUPTED, SIGNALS
 from ktconv.errors import KtconvError
 from ktconv.system import waiting
+from ktconv.system.files import way_out
 from ktconv.system.text import printable
 
 NOTHING_WRITTEN = "Nothing was written."
@@ -86,7 +87,11 @@ def _caught(as_json: bool, hints: Hints) -> Iterator[None]:
     except OSError as error:  # most are caught in the library, which can name the file or tensor
         where = f" {error.filename}" if error.filename else ""
         message = f"the operating system reported an error{where}: {error.strerror or error}"
+<<<<<<< HEAD
         _fail(error, message, _hint(error, hints), 3, as_json)
+=======
+        _fail(message, _hint(error, hints) or way_out(error), 3, as_json)
+>>>>>>> w-hostile
     except MemoryError as error:
         _fail(error, "out of memory", _hint(error, hints), 3, as_json)
     except RuntimeError as error:

@@ -187,6 +187,8 @@ def quantize_cpu_command(
         if from_list is not None:
             convert_list(context, from_list, (model, output), at_once, as_json)
             return
+        if "--at-once" in given_options(context):
+            raise UsageError("--at-once belongs to --from-list", "omit it")
         if model is None or output is None:
             raise UsageError(
                 f"missing argument {'MODEL' if model is None else 'OUTPUT'}",

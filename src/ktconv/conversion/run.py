@@ -49,6 +49,7 @@ from ktconv.writer.journal import (
 )
 from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest, write_manifest
 from ktconv.writer.metadata import CARD, copy_sidecars, write_index, write_made_files
+from ktconv.writer.option_files import is_output
 from ktconv.writer.staging import FolderStaging, ShardStaging, Staging
 
 DISK_MARGIN = 64 << 20  # for index, manifest and what file systems need themselves
@@ -181,7 +182,14 @@ def fit_memory(request: BaseRequest, per_thread: int, libraries: int = 0) -> tup
 
 
 def check_output(plan: Plan[Target], output: Path) -> None:
-    """Refuse an output directory with files that ktconv did not write."""
+    """Refuse an output directory with files that ktconv did not write, or inside another output:
+    later runs there would find it in their way, and KTransformers reads every shard below."""
+    for directory in Path(os.path.realpath(output)).parents:
+        if is_output(directory):
+            raise UsageError(
+                f"the output {output} is inside {directory}, an output of ktconv",
+                "choose a directory outside of it",
+            )
     OutputState(plan, Journal(output)).refuse_foreign_files()
 
 

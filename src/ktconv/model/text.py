@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from ktconv.errors import UsageError
+from ktconv.system.files import refuse_device
 from ktconv.system.pointers import refuse_pointer_at
 
 _PIECE = 1 << 20  # characters that are in memory at a time
@@ -18,12 +19,13 @@ _HINT = "give a UTF-8 text file of a few pages"
 def text_pieces(path: Path | None) -> Iterator[str]:
     """A text file's lines, about a million characters at a time; the text that ships for None.
 
-    Raises UsageError for a file that cannot be read or is no UTF-8 text, PointerError for a pointer
-    of Git LFS.
+    Raises UsageError for a device, and a file that cannot be read or is no UTF-8 text, PointerError
+    for a pointer of Git LFS.
     """
     if path is None:
         yield resources.files("ktconv.model").joinpath("sample.txt").read_text(encoding="utf-8")
         return
+    refuse_device(path, "--text")
     refuse_pointer_at(path)
     try:
         with path.open("rb") as bytes_of, TextIOWrapper(bytes_of, "utf-8") as file:

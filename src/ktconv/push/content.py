@@ -28,7 +28,9 @@ from ktconv.writer.journal import STATE_DIRECTORY, Record, file_is_intact
 from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
 from ktconv.writer.metadata import INDEX, read_index
 
-_AGAIN = "run the conversion again, which writes it anew; `ktconv verify` finds all flaws"
+_AGAIN = (
+    "convert again with --overwrite, or into another directory; `ktconv verify` finds all flaws"
+)
 _MOST_THREADS = 8  # a disk has no more to give
 
 # Sizes of files -> what shows how far their check is

@@ -24,7 +24,7 @@ from ktconv.source.config import MAX_SIZE
 from ktconv.source.strict_json import parse_object
 from ktconv.stats.counts import NUM_LAYERS, LayerCounts, Statistics, from_facts
 from ktconv.system.arrays import I32, I64
-from ktconv.system.files import translated
+from ktconv.system.files import refuse_device, translated
 from ktconv.system.pointers import refuse_pointer_at
 from ktconv.system.units import parse_ranges
 from ktconv.writer.option_files import WrittenFile
@@ -84,6 +84,7 @@ def write_trace(path: Path, ids: Mapping[int, I32], experts: Mapping[int, int]) 
 def read_statistics(path: Path) -> Statistics:
     """Counts that `ktconv stats` wrote: with --json, or as a trace. Raises a KtconvError for any
     other file."""
+    refuse_device(path, "the file of counts")
     refuse_pointer_at(path)
     if path.suffix == ".safetensors":
         return read_trace(path)

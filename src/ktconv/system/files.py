@@ -24,6 +24,7 @@ from ktconv.errors import (
 
 _AGAIN = "free some space, then run the same command again"
 _OTHER_PLACE = "choose a directory that can be written"
+_OPEN_FILES = "raise the limit of open files (ulimit -n)"
 _KINDS: dict[int, tuple[type[ResourceError], str, str | None]] = {  # class, reason, hint
     errno.ENOSPC: (DiskFullError, "the disk is full", _AGAIN),
     errno.EDQUOT: (DiskFullError, "the disk quota is used up", _AGAIN),
@@ -36,10 +37,18 @@ _KINDS: dict[int, tuple[type[ResourceError], str, str | None]] = {  # class, rea
         "files this large are not allowed here",
         "raise the limit of the file system or process",
     ),
+    errno.EMFILE: (ResourceError, "too many open files", _OPEN_FILES),
+    errno.ENFILE: (ResourceError, "too many open files on this machine", None),
 }
 _READABLE = "make it readable for this user"
 BEHIND_BYTES = 64 << 10  # smaller pieces wait for fsync
 MKDIR_ATTEMPTS = 20  # each fails only if another run makes or removes a directory meanwhile
+
+
+def way_out(error: OSError) -> str | None:
+    """What helps against an error of the system, whatever was tried; None if nothing is known."""
+    hint = _KINDS.get(error.errno or 0, (None, None, None))[2]
+    return None if hint == _OTHER_PLACE else hint
 
 
 def io_error(action: str, path: str | Path, error: OSError) -> KtconvError:
@@ -50,6 +59,18 @@ def io_error(action: str, path: str | Path, error: OSError) -> KtconvError:
     if action.split()[0] == "read" and hint == _OTHER_PLACE:
         hint = _READABLE
     return kind(f"cannot {action} {path}: {reason}", hint)
+
+
+def refuse_device(path: Path, what: str) -> None:
+    """UsageError if `path`, a file to read that `what` names ("--text"), is a device, such as
+    /dev/zero: some have no end. Files and pipes, also as of `<(command)`, are no devices; what is
+    not there is left to who reads it."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        raise UsageError(f"{what} {path} is a device", "give a file")
 
 
 @contextmanager

@@ -116,7 +116,10 @@ def read_small(directory: Path, name: str | Path, limit: int = MAX_SMALL_BYTES) 
 def unreadable(path: Path, error: OSError) -> ResourceError:
     """The error for a file that the system does not let us read."""
     reason = error.strerror or str(error)
-    return ResourceError(f"{path} cannot be read: {reason}", "Check its permissions and the disk.")
+    hint = "Check its permissions and the disk."
+    if error.errno == errno.EMFILE:
+        hint = "Raise the limit of open files (ulimit -n)."
+    return ResourceError(f"{path} cannot be read: {reason}", hint)
 
 
 def _read(path: Path, descriptor: int, offset: int, count: int = _CHUNK_BYTES) -> bytes:

@@ -98,6 +98,11 @@ def check_written_directory(path: Path, option: str, apart: Iterable[str | Path 
     _check_outside(option, path, Path(os.path.realpath(path)), ())
 
 
+def is_output(directory: Path) -> bool:
+    """Whether ktconv has written there, or does now."""
+    return any(os.path.lexists(directory / name) for name in (MANIFEST, STATE_DIRECTORY))
+
+
 def _here(paths: Iterable[str | Path | None]) -> Iterator[Path]:
     for path in paths:
         if path is not None and os.path.lexists(path):
@@ -122,7 +127,7 @@ def _model_in(directory: Path) -> str | None:
     """Why files of a directory belong together; None if nothing says so."""
     if directory.name.startswith(_HUB_CACHE):
         return "a model in the cache of the hub"
-    if any(os.path.lexists(directory / name) for name in (MANIFEST, STATE_DIRECTORY)):
+    if is_output(directory):
         return "an output of ktconv"
     if any(os.path.lexists(directory / name) for name in (INDEX, _ADAPTER)):
         return "a model"

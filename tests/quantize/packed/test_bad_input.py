@@ -372,6 +372,16 @@ def test_output_in_the_model_through_a_link(model: Path, tmp_path: Path) -> None
     assert not (model / "out").exists()
 
 
+def test_output_in_another_output(model: Path, tmp_path: Path) -> None:
+    """It would be in the way of the other's `--overwrite`, and of what loads it."""
+    outer = tmp_path / "outer"
+    assert run(model, outer).exit_code == 0
+    before = contents(outer)
+    for words in ([], ["--overwrite"], ["--layout", "layers"]):
+        refused(run(model, outer / "a" / "b", *words), 2, f"is inside {outer}, an output of ktconv")
+    assert contents(outer) == before
+
+
 def test_model_in_the_output(model: Path, tmp_path: Path) -> None:
     before = contents(tmp_path)
     refused(run(model, tmp_path), 2, "contains model, which this conversion did not write")

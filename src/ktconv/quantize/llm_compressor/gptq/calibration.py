@@ -21,6 +21,7 @@ from typing import Any
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.model import load
+from ktconv.system.files import refuse_device
 from ktconv.targets.encoded.target import Calibration
 
 _FILES = (".jsonl", ".txt")
@@ -249,6 +250,7 @@ def _chat(messages: list[Any], where: str, tokenizer: Any) -> str:
 
 
 def _read(path: str) -> bytes:
+    refuse_device(Path(path), "--dataset")
     try:
         return Path(path).read_bytes()
     except OSError as error:
