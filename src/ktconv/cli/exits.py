@@ -87,11 +87,7 @@ def _caught(as_json: bool, hints: Hints) -> Iterator[None]:
     except OSError as error:  # most are caught in the library, which can name the file or tensor
         where = f" {error.filename}" if error.filename else ""
         message = f"the operating system reported an error{where}: {error.strerror or error}"
-<<<<<<< HEAD
-        _fail(error, message, _hint(error, hints), 3, as_json)
-=======
-        _fail(message, _hint(error, hints) or way_out(error), 3, as_json)
->>>>>>> w-hostile
+        _fail(error, message, _hint(error, hints) or way_out(error), 3, as_json)
     except MemoryError as error:
         _fail(error, "out of memory", _hint(error, hints), 3, as_json)
     except RuntimeError as error:
