@@ -223,7 +223,7 @@ def test_torch_is_not_imported_for_numpy() -> None:
 import sys
 sys.modules["torch"] = None  # importing it raises ImportError
 import numpy as np
-from ktconv import route
+from ktconv.runtime import route
 assert route.softmax(np.zeros((1, 4), np.float32), 2)[1].tolist() == [[0, 1]]
 """
     subprocess.run([sys.executable, "-c", code], check=True)

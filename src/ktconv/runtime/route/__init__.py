@@ -1,6 +1,6 @@
 """Routers to call: from the logits of tokens to their experts and weights.
 
-    from ktconv import route
+    from ktconv.runtime import route
 
     weights, ids = route.softmax(logits, k=8)
     weights, ids = route.sigmoid(logits, k=8, bias=bias, groups=8, keep=4, scale=2.5)
