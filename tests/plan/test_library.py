@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-
-import ktconv.plan
+from importlib import import_module
 
 
 def test_loaders_need_numpy_only() -> None:
@@ -26,5 +25,6 @@ assert not [name for name in sys.modules if name.startswith(("ktconv.source", "k
 
 
 def test_everything_public_is_described() -> None:
-    for name in ktconv.plan.__all__:
-        assert inspect.getdoc(getattr(ktconv.plan, name)), name
+    page = import_module("ktconv.plan")  # a function to mypy, and a module
+    for name in page.__all__:
+        assert inspect.getdoc(getattr(page, name)), name
