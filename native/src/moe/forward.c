@@ -166,9 +166,7 @@ static void gate_up_item(const forward *f, team *t, worker *w, int64_t part, int
   const kt_weight gate = {e->gate, e->gate_scale, r->width, r->moe->hidden, r->moe->layout};
   const kt_weight up = {e->up, e->up_scale, r->width, r->moe->hidden, r->moe->layout};
   const int64_t strip = item.row / KT_STRIP;
-  kt_inner inner = {.gate = w->gate,
-                    .up = w->up,
-                    .gate_bias = e->gate_bias ? e->gate_bias + item.row : NULL,
+  kt_inner inner = {.gate_bias = e->gate_bias ? e->gate_bias + item.row : NULL,
                     .up_bias = e->up_bias ? e->up_bias + item.row : NULL,
                     .strips = item.strips,
                     .stride = r->width};
@@ -185,8 +183,9 @@ static void gate_up_item(const forward *f, team *t, worker *w, int64_t part, int
     f->product(&up, strip, item.strips, x, f->x_stride, count, w->up, w->panel);
     kt_adapted_add_inner(&f->adapted, &w->lora, w->panel, KT_UP, &item, slot, count, w->up);
     kt_adapted_save_inner(&f->adapted, r, KT_UP, &item, w->up, inner.up_bias, slot, count);
-    inner.tokens = count, inner.out = t->middle + slot * r->width + item.row;
-    f->activate(&r->moe->activation, &inner);
+    inner.gate = kt_sums_of(w->gate, count), inner.up = kt_sums_of(w->up, count);
+    inner.out = t->middle + slot * r->width + item.row;
+    f->activate(&r->moe->activation, &inner, 0, count);
   }
 }
 
@@ -194,12 +193,14 @@ static void add_block(const forward *f, const worker *w, const float *bias, floa
                       int64_t strip, int64_t strips, int64_t slot, int64_t count) {
   const int64_t hidden = f->run.moe->hidden;
   const kt_route *const route = &f->run.route;
-  for (int64_t s = 0; s < strips; s++)
-    for (int64_t i = 0; i < count; i++) {
-      const int64_t column = (strip + s) * KT_STRIP, token = route->token[slot + i];
-      f->epilogue->accumulate(route->weight[slot + i], w->gate + (s * count + i) * KT_STRIP,
-                              bias ? bias + column : NULL, partial + token * hidden + column);
-    }
+  const kt_weighted given = {.down = kt_sums_of(w->gate, count),
+                          .bias = bias ? bias + strip * KT_STRIP : NULL,
+                          .strips = strips,
+                          .weight = route->weight + slot,
+                          .token = route->token + slot,
+                          .y = partial + strip * KT_STRIP,
+                          .stride = hidden};
+  f->epilogue->add_weighted(&given, 0, count);
 }
 
 static void down_item(const forward *f, const team *t, worker *w, int64_t part, int64_t item) {
