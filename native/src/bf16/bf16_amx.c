@@ -10,9 +10,8 @@ KT_TARGET_BEGIN(AMX)
 
 static kt_amx_strip strip_of(const kt_weight *w, int64_t strip) {
   const int64_t tiles = w->cols / KT_TILE_COLS;
-  return (kt_amx_strip){.run = {{.at = w->codes + strip * tiles * KT_BF16_TILE}},
-                        .slots = {tiles},
-                        .runs = 1};
+  return (kt_amx_strip){
+      .run = {{.at = w->codes + strip * tiles * KT_BF16_TILE}}, .slots = {tiles}, .runs = 1};
 }
 
 void kt_bf16_stream_amx(const kt_weight *w, int64_t strip, const uint8_t *x, int64_t stride,

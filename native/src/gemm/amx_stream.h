@@ -1,16 +1,17 @@
 /* amx_stream.h - a strip of 32 rows times rows of activations with AMX: the loop of all formats.
  *
- * 32 tokens x 32 rows are summed in four tiles over all columns (amx_tiles.h); strip by strip, for all
- * tokens of an expert two halves at a time. A step is 64 bytes of activations: four products of tiles.
- * A format brings how its codes become tiles: as they are (INT8, BF16), or unpacked into a ring of two
- * slots in L1, of which one is multiplied while the next is unpacked, a few lines after each product.
- * Further halves unpack again, from L2: a panel in L2 costs more. (Xeon with AMX, one core, INT4, K =
- * 2048, nanoseconds a step: a ring 36, writing a panel 85 for the first 32 tokens; lines spread over
- * the products 42, behind all of them 50, before prefetching.)
+ * 32 tokens x 32 rows are summed in four tiles over all columns (amx_tiles.h); strip by strip, for
+ * all tokens of an expert two halves at a time. A step is 64 bytes of activations: four products of
+ * tiles. A format brings how its codes become tiles: as they are (INT8, BF16), or unpacked into a
+ * ring of two slots in L1, of which one is multiplied while the next is unpacked, a few lines after
+ * each product. Further halves unpack again, from L2: a panel in L2 costs more. (Xeon with AMX, one
+ * core, INT4, K = 2048, nanoseconds a step: a ring 36, writing a panel 85 for the first 32 tokens;
+ * lines spread over the products 42, behind all of them 50, before prefetching.)
  *
- * Each step fetches and computes what else there is to do (beside.h). Every few steps a spare tile is
- * stored where nobody looks: a core switches off what stores tiles after 600 ns without, and starting
- * it takes 270. For products that is 400 and 260, so nothing may hold up the steps that long.
+ * Each step fetches and computes what else there is to do (beside.h). Every few steps a spare tile
+ * is stored where nobody looks: a core switches off what stores tiles after 600 ns without, and
+ * starting it takes 270. For products that is 400 and 260, so nothing may hold up the steps that
+ * long.
  *
  * Include after KT_TARGET_BEGIN(AMX). */
 #ifndef KT_AMX_STREAM_H
@@ -21,10 +22,10 @@
 #include "amx_tiles.h"
 
 enum {
-  KT_AMX_TILES = 2048,                   /* bytes of the weights of a step: two half tiles */
-  KT_AMX_SLOT = KT_BESIDE_RING / 2,      /* bytes of a slot of the ring, at most */
-  KT_AMX_STORE_EVERY = 4,                /* slots */
-  KT_AMX_RUNS = 10                       /* column blocks of 32768 columns */
+  KT_AMX_TILES = 2048,              /* bytes of the weights of a step: two half tiles */
+  KT_AMX_SLOT = KT_BESIDE_RING / 2, /* bytes of a slot of the ring, at most */
+  KT_AMX_STORE_EVERY = 4,           /* slots */
+  KT_AMX_RUNS = 10                  /* column blocks of 32768 columns */
 };
 
 /* Where the codes of a slot lie, and their scales where unpacking needs them. */

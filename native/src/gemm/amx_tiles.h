@@ -69,10 +69,10 @@ KT_INLINE void kt_amx_configure_halves(const kt_halves *h, int line) {
   kt_amx_configure_lines((int)h->rows, (int)h->rows, line);
 }
 
-/* Instructions in the order in which they are written; GCC 12's intrinsics do not say that they read
- * or write memory. Tiles are constants. */
+/* Instructions in the order in which they are written; GCC 12's intrinsics do not say that they
+ * read or write memory. Tiles are constants. */
 #define KT_AMX_LOAD(tile, from, stride)                                                            \
-  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"((const void *)(from)),                 \
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile::"r"((const void *)(from)),                  \
                    "r"((int64_t)(stride))                                                          \
                    : "memory")
 #define KT_AMX_STORE(tile, to, stride)                                                             \
@@ -82,9 +82,9 @@ KT_INLINE void kt_amx_configure_halves(const kt_halves *h, int line) {
 #define KT_AMX_PRODUCT(int8, sum, x, w)                                                            \
   do {                                                                                             \
     if (int8)                                                                                      \
-      __asm__ volatile("tdpbssd %%tmm" #w ", %%tmm" #x ", %%tmm" #sum ::);                         \
+      __asm__ volatile("tdpbssd %%tmm" #w ", %%tmm" #x ", %%tmm" #sum::);                          \
     else                                                                                           \
-      __asm__ volatile("tdpbf16ps %%tmm" #w ", %%tmm" #x ", %%tmm" #sum ::);                       \
+      __asm__ volatile("tdpbf16ps %%tmm" #w ", %%tmm" #x ", %%tmm" #sum::);                        \
   } while (0)
 
 /* `both`, a constant: whether tiles 2, 3 and 5 are used. What was written to memory before is seen

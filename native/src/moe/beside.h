@@ -2,10 +2,11 @@
  * weights that come next into the caches, and works on the sums of the strip before. A kernel that
  * leaves room for it calls kt_beside_step in each step; others take no notice.
  *
- * Prefetching goes round several pages: what is to come is cut into PARTS equal parts, and each time
- * one line of each part is fetched. Line after line of one page holds the fill buffers for as long as
- * DRAM takes, while loads from L2 wait for them (INT8, 64 tokens, K = 2048, one core of a Xeon with
- * AMX, nanoseconds for four tile products: not at all 108, line after line 88, in turn 73). */
+ * Prefetching goes round several pages: what is to come is cut into PARTS equal parts, and each
+ * time one line of each part is fetched. Line after line of one page holds the fill buffers for as
+ * long as DRAM takes, while loads from L2 wait for them (INT8, 64 tokens, K = 2048, one core of a
+ * Xeon with AMX, nanoseconds for four tile products: not at all 108, line after line 88, in turn
+ * 73). */
 #ifndef KT_BESIDE_H
 #define KT_BESIDE_H
 
@@ -13,7 +14,7 @@
 
 enum {
   KT_BESIDE_PARTS = 8,
-  KT_BESIDE_REGIONS = 4, /* runs of bytes that are fetched one after the other */
+  KT_BESIDE_REGIONS = 12, /* runs of bytes that are fetched one after the other */
   KT_BESIDE_LINE = 64,
   KT_BESIDE_ONE = 256,       /* a whole unit of what is counted in fractions */
   KT_BESIDE_RING = 2 * 8192, /* bytes */
@@ -38,9 +39,9 @@ typedef struct kt_beside {
   /* The product that comes next, of which a kernel may unpack the beginning; NULL: not known. */
   const kt_weight *following;
   int64_t following_strip;
-  /* A kernel's own, which lives from one product to the next: two slots of unpacked weights, of which
-   * `slot` holds those at `ready`; what the tiles are configured for, 0 if nothing; how they are given
-   * back. */
+  /* A kernel's own, which lives from one product to the next: two slots of unpacked weights, of
+   * which `slot` holds those at `ready`; what the tiles are configured for, 0 if nothing; how they
+   * are given back. */
   uint8_t *ring, *spare;
   const uint8_t *ready;
   int32_t slot, rows, line;
@@ -52,14 +53,27 @@ static inline kt_beside kt_beside_of(uint8_t *ring, uint8_t *spare) {
   return (kt_beside){.ring = ring, .spare = spare};
 }
 
+static inline __attribute__((always_inline)) void kt_beside_touch(const uint8_t *at) {
+#if defined(__x86_64__)
+  /* GCC 12 deletes calls of functions that only prefetch. To L2. */
+  __asm__ volatile("prefetcht1 %0" ::"m"(*at));
+#else
+  __builtin_prefetch(at, 0, 2);
+#endif
+}
+
+/* Small ones at once. */
 static inline void kt_beside_next_region(kt_beside *b) {
   enum { WHOLE = KT_BESIDE_PARTS * KT_BESIDE_LINE };
   b->lines = 0;
-  if (b->next_region == b->regions) return;
-  const kt_region r = b->region[b->next_region++];
-  b->at = r.from;
-  b->lines = r.size / WHOLE;
-  b->apart = b->lines * KT_BESIDE_LINE;
+  while (b->lines == 0 && b->next_region < b->regions) {
+    const kt_region r = b->region[b->next_region++];
+    b->at = r.from;
+    b->lines = r.size / WHOLE;
+    b->apart = b->lines * KT_BESIDE_LINE;
+    for (int64_t i = 0; b->lines == 0 && i < r.size; i += KT_BESIDE_LINE)
+      kt_beside_touch(r.from + i);
+  }
 }
 
 /* Fetches `regions` of b->region beside the next `products`. */
@@ -95,15 +109,6 @@ static inline void kt_beside_start(kt_beside *b, int64_t steps) {
   b->line_rate = (uint32_t)(lines * (KT_BESIDE_ONE + KT_BESIDE_ONE / 16) / all) + 1;
   b->work_rate = (uint32_t)((b->end - b->next) * KT_BESIDE_ONE / steps) + 8;
   if (b->products) b->products--;
-}
-
-static inline __attribute__((always_inline)) void kt_beside_touch(const uint8_t *at) {
-#if defined(__x86_64__)
-  /* GCC 12 deletes calls of functions that only prefetch. To L2. */
-  __asm__ volatile("prefetcht1 %0" ::"m"(*at));
-#else
-  __builtin_prefetch(at, 0, 2);
-#endif
 }
 
 static inline __attribute__((always_inline)) void kt_beside_step(kt_beside *b) {

@@ -28,6 +28,7 @@ typedef struct kt_weighted {
   int64_t strips;
   const float *weight;  /* [tokens] */
   const int32_t *token; /* [tokens] whose row of y */
+  const uint8_t *fresh; /* [tokens] whether that row counts as zeros, whatever it has */
   float *y;             /* first column of the strips, rows `stride` floats apart */
   int64_t stride;
 } kt_weighted;
@@ -46,8 +47,8 @@ typedef struct kt_epilogue {
               float *y);
 } kt_epilogue;
 
-/* A level writes one activate(function, activation, inner, first, end); these make a function, and its cell, of
- * each constant. */
+/* A level writes one activate(function, activation, inner, first, end); these make a function, and
+ * its cell, of each constant. */
 #define KT_DEFINE_ACTIVATE(function)                                                               \
   static void activate_##function(const kt_activation *activation, const kt_inner *in,             \
                                   int64_t first, int64_t end) {                                    \

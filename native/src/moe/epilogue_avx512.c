@@ -66,8 +66,9 @@ KT_INLINE void accumulate_strip(const kt_weighted *o, int64_t s, int64_t first, 
     __asm__ volatile("prefetchw %0" ::"m"(*(y + LATER + 16)));
     const __m512 v0 = _mm512_add_ps(number(&o->down, scale0, s, t, 0), bias0);
     const __m512 v16 = _mm512_add_ps(number(&o->down, scale16, s, t, 16), bias16);
-    _mm512_storeu_ps(y, _mm512_fmadd_ps(w, v0, _mm512_loadu_ps(y)));
-    _mm512_storeu_ps(y + 16, _mm512_fmadd_ps(w, v16, _mm512_loadu_ps(y + 16)));
+    const __mmask16 old = o->fresh[t] ? 0 : 0xffff;
+    _mm512_storeu_ps(y, _mm512_fmadd_ps(w, v0, _mm512_maskz_loadu_ps(old, y)));
+    _mm512_storeu_ps(y + 16, _mm512_fmadd_ps(w, v16, _mm512_maskz_loadu_ps(old, y + 16)));
   }
 }
 
@@ -105,8 +106,7 @@ static void sum(const float *part, int64_t parts, int64_t stride, const float *a
 }
 
 const kt_epilogue kt_epilogue_avx512 = {
-    {KT_FOR_GATE_FUNCTIONS(KT_ACTIVATE_CELL)}, add_weighted, accumulate, numbers,
-    sum};
+    {KT_FOR_GATE_FUNCTIONS(KT_ACTIVATE_CELL)}, add_weighted, accumulate, numbers, sum};
 
 KT_TARGET_END
 #endif

@@ -36,7 +36,7 @@ static void add_weighted(const kt_weighted *o, int64_t first, int64_t end) {
     for (int64_t t = first; t < end; t++) {
       float *const y = o->y + o->token[t] * o->stride + s * KT_STRIP;
       for (int64_t r = 0; r < KT_STRIP; r++)
-        y[r] = fmaf(o->weight[t], with_bias(&o->down, s, t, r, o->bias), y[r]);
+        y[r] = fmaf(o->weight[t], with_bias(&o->down, s, t, r, o->bias), o->fresh[t] ? 0.0f : y[r]);
     }
 }
 
@@ -60,8 +60,7 @@ static void sum(const float *part, int64_t parts, int64_t stride, const float *a
 }
 
 const kt_epilogue kt_epilogue_scalar = {
-    {KT_FOR_GATE_FUNCTIONS(KT_ACTIVATE_CELL)}, add_weighted, accumulate, numbers,
-    sum};
+    {KT_FOR_GATE_FUNCTIONS(KT_ACTIVATE_CELL)}, add_weighted, accumulate, numbers, sum};
 
 const kt_epilogue *const kt_epilogues[KT_LEVELS] = {
     [KT_ISA_SCALAR] = &kt_epilogue_scalar,

@@ -50,17 +50,20 @@ int64_t kt_strip_regions(const kt_weight *w, int64_t strip, int64_t strips, int6
   const kt_weight_format *const format = kt_format_of(&w->layout);
   const int64_t whole = (int64_t)kt_packed_size(&w->layout, KT_STRIP, w->cols);
   const int64_t block = format->block_rows ? KT_COL_BLOCK : w->cols;
+  const int64_t scales = (int64_t)kt_scale_size(&w->layout, KT_STRIP, w->cols);
   int64_t count = 0;
   for (int64_t s = strip; s < strip + strips; s++)
     for (int64_t k = 0; k < w->cols; k += block) {
       const int64_t cols = w->cols - k < block ? w->cols - k : block;
-      const int64_t codes =
-          format->block_rows
-              ? kt_tile_start(w->rows, w->cols, format->block_rows, s * KT_STRIP, k) *
-                    format->bits / 8
-              : s * whole;
+      const int64_t codes = format->block_rows ? kt_tile_start(w->rows, w->cols, format->block_rows,
+                                                               s * KT_STRIP, k) *
+                                                     format->bits / 8
+                                               : s * whole;
       count = add_region(regions, count, most, w->codes + codes, whole * cols / w->cols);
     }
+  if (w->layout.scale_dtype != KT_SCALE_NONE)
+    count = add_region(regions, count, most, (const uint8_t *)w->scale + strip * scales,
+                       strips * scales);
   return count;
 }
 

@@ -49,9 +49,9 @@ typedef void kt_product_fn(const kt_weight *w, int64_t strip, int64_t strips, co
 
 /* ---- Strips one after the other ------------------------------------------
  *
- * Where products take little time, what is done between them counts: fetching weights, scaling sums,
- * the activation, the weighted sum. A streamed product does it within its loops (beside.h), and leaves
- * sums as they come out of its registers. */
+ * Where products take little time, what is done between them counts: fetching weights, scaling
+ * sums, the activation, the weighted sum. A streamed product does it within its loops (beside.h),
+ * and leaves sums as they come out of its registers. */
 
 /* Sums [strips][tokens][32] of a product, and what makes numbers of them:
  *   whole    fl(fl(fl32(sum >> shift) * fl(step * row_scale[32 s + r])) * scale of token t)
@@ -77,18 +77,19 @@ typedef struct kt_beside kt_beside;
 typedef void kt_stream_fn(const kt_weight *w, int64_t strip, const uint8_t *x, int64_t stride,
                           int64_t tokens, kt_beside *beside, void *out, kt_sums *sums);
 
-/* The best cell of a format for the level in use, or NULL; from how many tokens on it is faster than
- * the product of the level below. */
+/* The best cell of a format for the level in use, or NULL; from how many tokens on it is faster
+ * than the product of the level below. */
 kt_stream_fn *kt_format_stream(const kt_weight_format *format);
 int64_t kt_least_tokens(const kt_layout *layout);
 
-/* kt_product_fn of a streamed product: each strip, and while it is multiplied the next is fetched. */
+/* kt_product_fn of a streamed product: each strip, and while it is multiplied the next is fetched.
+ */
 void kt_streamed_product(kt_stream_fn *stream, const kt_weight *w, int64_t strip, int64_t strips,
                          const uint8_t *x, int64_t stride, int64_t tokens, float *out,
                          uint8_t *panel);
 
-/* Where the codes of strips strip .. strip + strips - 1 lie: up to `most` runs, neighbours being one.
- * Returns their number. */
+/* Where strips strip .. strip + strips - 1 lie, codes and scales: up to `most` runs, neighbours
+ * being one. Returns their number. */
 typedef struct kt_region {
   const uint8_t *from;
   int64_t size; /* bytes */
