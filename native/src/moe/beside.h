@@ -34,7 +34,7 @@ typedef struct kt_beside {
   /* Work: units next .. end are left. */
   kt_beside_fn *work;
   void *context;
-  int64_t next, end;
+  int64_t next, end, work_products;
   uint32_t work_rate, work_part;
   /* The product that comes next, of which a kernel may unpack the beginning; NULL: not known. */
   const kt_weight *following;
@@ -87,10 +87,11 @@ static inline void kt_beside_finish(kt_beside *b) {
   b->next = b->end;
 }
 
-/* Does `units` of work beside the next product; what is left of other work at once. */
-static inline void kt_beside_work(kt_beside *b, kt_beside_fn *work, void *context, int64_t units) {
+/* Does `units` of work beside the next `products`; what is left of other work at once. */
+static inline void kt_beside_work(kt_beside *b, kt_beside_fn *work, void *context, int64_t units,
+                                  int64_t products) {
   kt_beside_finish(b);
-  b->work = work, b->context = context, b->next = 0, b->end = units;
+  b->work = work, b->context = context, b->next = 0, b->end = units, b->work_products = products;
 }
 
 /* Gives tiles back, which others may configure then; nothing is ready any more. */
@@ -107,8 +108,10 @@ static inline void kt_beside_start(kt_beside *b, int64_t steps) {
     lines += b->region[i].size / (KT_BESIDE_PARTS * KT_BESIDE_LINE);
   const int64_t all = steps * (b->products > 1 ? b->products : 1);
   b->line_rate = (uint32_t)(lines * (KT_BESIDE_ONE + KT_BESIDE_ONE / 16) / all) + 1;
-  b->work_rate = (uint32_t)((b->end - b->next) * KT_BESIDE_ONE / steps) + 8;
+  const int64_t working = steps * (b->work_products > 1 ? b->work_products : 1);
+  b->work_rate = (uint32_t)((b->end - b->next) * KT_BESIDE_ONE / working) + 8;
   if (b->products) b->products--;
+  if (b->work_products) b->work_products--;
 }
 
 static inline __attribute__((always_inline)) void kt_beside_step(kt_beside *b) {

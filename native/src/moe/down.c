@@ -80,7 +80,7 @@ static void stream_strip(kt_forward_run *f, const kt_team *t, kt_worker *w, cons
               kt_stream_sums(w, w->strip_number++ % 2), &weighted.down);
     kt_beside_finish(&w->beside);
     w->weighted = weighted;
-    kt_beside_work(&w->beside, add_weighted, w, count);
+    kt_beside_work(&w->beside, add_weighted, w, count, 1);
   }
 }
 

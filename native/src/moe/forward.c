@@ -24,6 +24,7 @@ enum {
   LINE = 64,
   GROUP_SLOTS = 32,         /* of a group, per thread: no more experts are added */
   BLOCK_SIZE = 1024 * 1024, /* bytes of activation rows of a streamed block, which stay in L2 */
+  SUMS = 4 * KT_STREAM_TOKENS, /* of 32 rows, of a thread */
   BLOCK_STEP = 32           /* tokens */
 };
 
@@ -37,13 +38,12 @@ static void lay_out_team(kt_arena *a, const kt_forward_run *f, kt_team *t, int64
   kt_take_adapted_team(a, &f->run, &f->adapted, slots, t ? &t->adapted : NULL);
 }
 
-_Static_assert(3 * KT_STREAM_TOKENS <= 2 * KT_MAX_PRODUCTS, "sums of streams have room");
+_Static_assert(2 * KT_MAX_PRODUCTS <= SUMS, "sums of products in calls have room");
 
 static void lay_out_worker(kt_arena *a, const kt_forward_run *f, kt_worker *w) {
-  const int64_t products = KT_MAX_PRODUCTS * KT_STRIP;
   const int64_t most = kt_larger(KT_MAX_TOKENS, f->most_tokens);
   uint8_t *const gather = kt_take(a, most, (size_t)f->x_stride);
-  float *const sums = kt_take(a, 2 * products, sizeof(float));
+  float *const sums = kt_take(a, SUMS * KT_STRIP, sizeof(float));
   uint8_t *const panel = kt_take(a, 1, KT_PANEL_SIZE);
   uint8_t *const ring = kt_take(a, 1, KT_BESIDE_RING + KT_BESIDE_SPARE);
   float *const values = kt_take(a, f->run.moe->hidden, sizeof(float));

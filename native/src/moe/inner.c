@@ -106,18 +106,18 @@ static void stream_item(kt_forward_run *f, const kt_team *t, kt_worker *w, const
   const kt_weight gate = kt_gate_weight(r, e);
   const uint8_t *const x = x_rows_of(f, t, w, i->slot, i->count);
   kt_inner inner = inner_of(f, t, g, e, i);
-  float *const first = kt_stream_sums(w, w->strip_number++ % 2);
+  const int64_t odd = w->strip_number++ % 2;
   if (gated) {
     kt_fetch_place(w, &up, 1);
-    f->stream(&gate, i->strip, x, f->x_stride, i->count, &w->beside, first, &inner.gate);
-    kt_beside_finish(&w->beside);
+    f->stream(&gate, i->strip, x, f->x_stride, i->count, &w->beside,
+              kt_stream_sums(w, odd), &inner.gate);
   }
   kt_fetch_place(w, next, 1);
   f->stream(&up.weight, i->strip, x, f->x_stride, i->count, &w->beside,
-            gated ? kt_stream_sums(w, 2) : first, &inner.up);
+            kt_stream_sums(w, 2 + odd), &inner.up);
   kt_beside_finish(&w->beside);
   w->inner = inner;
-  kt_beside_work(&w->beside, activate, w, i->count);
+  kt_beside_work(&w->beside, activate, w, i->count, gated ? 2 : 1);
 }
 
 /* ---- Not streamed -------------------------------------------------------------- */

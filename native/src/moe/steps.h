@@ -35,7 +35,7 @@ typedef struct kt_team {
 /* Memory of one thread. `gathered` remembers which rows lie in `gather`. */
 typedef struct kt_worker {
   uint8_t *gather;  /* [most_tokens] activation rows of x */
-  float *sums;      /* [2][KT_MAX_PRODUCTS][KT_STRIP], or [3][KT_STREAM_TOKENS][KT_STRIP] */
+  float *sums;      /* [2][KT_MAX_PRODUCTS][KT_STRIP], or [4][KT_STREAM_TOKENS][KT_STRIP] */
   uint8_t *panel;   /* KT_PANEL_SIZE */
   float *values;    /* one row of x or y as binary32 */
   uint8_t *ring;    /* KT_BESIDE_RING + KT_BESIDE_SPARE */
@@ -93,7 +93,8 @@ static inline int kt_streams(const kt_forward_run *f, int64_t tokens) {
   return f->stream && tokens >= f->least_tokens;
 }
 
-/* Sums of the strip in progress, of those before it; buffer 2 is used by nothing else. */
+/* Sums of the strip in progress, or of the one before it: of gate (0, 1) and up (2, 3), or of down
+ * (0, 1). */
 static inline float *kt_stream_sums(const kt_worker *w, int64_t buffer) {
   return w->sums + buffer * KT_STREAM_TOKENS * KT_STRIP;
 }
