@@ -10,14 +10,13 @@ KT_TARGET_BEGIN(AMX)
 
 static kt_amx_strip strip_of(const kt_weight *w, int64_t strip) {
   const int64_t tiles = w->cols / KT_TILE_COLS;
-  return (kt_amx_strip){
-      .run = {{.at = w->codes + strip * tiles * KT_BF16_TILE}}, .slots = {tiles}, .runs = 1};
+  return kt_amx_whole_strip(w->codes + strip * tiles * KT_BF16_TILE, NULL, tiles);
 }
 
 void kt_bf16_stream_amx(const kt_weight *w, int64_t strip, const uint8_t *x, int64_t stride,
                         int64_t tokens, kt_beside *beside, void *out, kt_sums *sums) {
   const kt_amx_form form = {.steps = 1, .size = KT_BF16_TILE};
-  kt_amx_stream(form, strip_of, w, strip, x, stride, tokens, beside, out);
+  kt_amx_stream(form, strip_of, w, strip, x, stride, tokens, NULL, beside, out);
   *sums = kt_sums_of(out, tokens);
 }
 

@@ -28,7 +28,7 @@ enum {
   KT_AMX_RUNS = 10                  /* column blocks of 32768 columns */
 };
 
-/* Where the codes of a slot lie, and their scales where unpacking needs them. */
+/* Where the codes of a slot lie; what else unpacking needs: their scales, or tables. */
 typedef struct kt_amx_codes {
   const uint8_t *at, *scale;
 } kt_amx_codes;
@@ -52,32 +52,30 @@ typedef struct kt_amx_strip {
 
 typedef kt_amx_strip kt_amx_strip_fn(const kt_weight *w, int64_t strip);
 
-#define KT_AMX_PART(n)                                                                             \
-  if (form.unpack) form.unpack(next, room, n)
-
-/* One step of a slot: products of the half tiles at `tiles`, with a quarter of the step's unpacking
- * behind each. A macro, as `n` must be a constant. */
-#define KT_AMX_STEP(n)                                                                             \
+/* One step: products of the half tiles at `from`, each followed by PART(0) .. PART(3). Weights that
+ * come from memory are asked for first. A macro, as parts must be constants. */
+#define KT_AMX_STEP(from, half, PART)                                                              \
   do {                                                                                             \
-    const uint8_t *const from = tiles + (n) * KT_AMX_TILES;                                        \
     KT_AMX_LOAD(6, from, KT_AMX_LINE);                                                             \
-    if (!form.unpack) KT_AMX_LOAD(7, from + KT_AMX_TILES / 2, KT_AMX_LINE);                        \
+    if (!form.unpack) KT_AMX_LOAD(7, (from) + (half), KT_AMX_LINE);                                \
     KT_AMX_LOAD(4, x0, stride);                                                                    \
     KT_AMX_PRODUCT(form.int8, 0, 4, 6);                                                            \
-    KT_AMX_PART(4 * (n));                                                                          \
-    if (form.unpack) KT_AMX_LOAD(7, from + KT_AMX_TILES / 2, KT_AMX_LINE);                         \
+    PART(0);                                                                                       \
+    if (form.unpack) KT_AMX_LOAD(7, (from) + (half), KT_AMX_LINE);                                 \
     KT_AMX_PRODUCT(form.int8, 1, 4, 7);                                                            \
-    KT_AMX_PART(4 * (n) + 1);                                                                      \
+    PART(1);                                                                                       \
     if (both) KT_AMX_LOAD(5, x1, stride);                                                          \
     if (!form.unpack) kt_beside_step(beside);                                                      \
     if (both) KT_AMX_PRODUCT(form.int8, 2, 5, 6);                                                  \
-    KT_AMX_PART(4 * (n) + 2);                                                                      \
+    PART(2);                                                                                       \
     if (both) KT_AMX_PRODUCT(form.int8, 3, 5, 7);                                                  \
-    KT_AMX_PART(4 * (n) + 3);                                                                      \
+    PART(3);                                                                                       \
     if (form.unpack) kt_beside_step(beside);                                                       \
-    x0 += KT_AMX_LINE;                                                                             \
-    if (both) x1 += KT_AMX_LINE;                                                                   \
   } while (0)
+
+#define KT_AMX_PART(n)                                                                             \
+  if (form.unpack) form.unpack(next, room, n)
+#define KT_AMX_LATER_PART(n) KT_AMX_PART(4 + (n))
 
 /* Two halves (`both`) or one times a strip; behind its end the slot of `following` is unpacked. */
 KT_INLINE void kt_amx_pass(const kt_amx_form form, const int both, const kt_amx_strip *w,
@@ -94,8 +92,12 @@ KT_INLINE void kt_amx_pass(const kt_amx_form form, const int both, const kt_amx_
           i > 1 ? (kt_amx_codes){at.at + form.size, at.scale + form.scale_size} : behind;
       const uint8_t *const tiles = form.unpack ? beside->ring + slot * KT_AMX_SLOT : at.at;
       uint8_t *const room = beside->ring + (slot ^ 1) * KT_AMX_SLOT;
-      KT_AMX_STEP(0);
-      if (form.steps > 1) KT_AMX_STEP(1);
+      KT_AMX_STEP(tiles, KT_AMX_TILES / 2, KT_AMX_PART);
+      x0 += KT_AMX_LINE, x1 += KT_AMX_LINE;
+      if (form.steps > 1) {
+        KT_AMX_STEP(tiles + KT_AMX_TILES, KT_AMX_TILES / 2, KT_AMX_LATER_PART);
+        x0 += KT_AMX_LINE, x1 += KT_AMX_LINE;
+      }
       if (i % KT_AMX_STORE_EVERY == 0) KT_AMX_STORE(6, beside->spare, KT_AMX_LINE);
       at = next;
       slot ^= 1;
@@ -103,6 +105,14 @@ KT_INLINE void kt_amx_pass(const kt_amx_form form, const int both, const kt_amx_
   }
   beside->slot = slot;
   kt_amx_store_sums(both, sums);
+}
+
+/* The strip of a format of one run. */
+KT_INLINE kt_amx_strip kt_amx_whole_strip(const uint8_t *codes, const uint8_t *scale,
+                                          int64_t slots) {
+  kt_amx_strip whole;
+  whole.run[0] = (kt_amx_codes){codes, scale}, whole.slots[0] = slots, whole.runs = 1;
+  return whole;
 }
 
 static inline void kt_amx_give_back(void) { _tile_release(); }
@@ -115,15 +125,16 @@ KT_INLINE void kt_amx_prepare(kt_beside *beside, const kt_halves *h, int line) {
   beside->leave = kt_amx_give_back;
 }
 
-/* kt_stream_fn, but for `sums`; form and strip_of are constants. */
+/* kt_stream_fn, but for `sums`; form and strip_of are constants. tables: NULL, or of all slots. */
 KT_INLINE void kt_amx_stream(const kt_amx_form form, kt_amx_strip_fn *strip_of, const kt_weight *w,
                              int64_t strip, const uint8_t *x, int64_t stride, int64_t tokens,
-                             kt_beside *beside, float *out) {
-  const kt_amx_strip own = strip_of(w, strip);
-  const kt_amx_codes following =
+                             const void *tables, kt_beside *beside, float *out) {
+  kt_amx_strip own = strip_of(w, strip);
+  kt_amx_codes following =
       beside->following ? strip_of(beside->following, beside->following_strip).run[0] : own.run[0];
   const kt_halves h = kt_halves_of(tokens);
   int64_t steps = 0;
+  if (tables) own.run[0].scale = following.scale = tables;
   for (int64_t run = 0; run < own.runs; run++) steps += own.slots[run] * form.steps;
   kt_amx_prepare(beside, &h, KT_AMX_LINE);
   kt_beside_start(beside, steps * ((h.count + 1) / 2));

@@ -99,31 +99,6 @@ KT_INLINE void kt_amx_zero_sums(const int both) {
   }
 }
 
-/* Adds the products of one step of columns: half tiles w[2], activations x[i][t] of tokens `stride`
- * bytes apart. int8: or bf16, a constant. */
-KT_INLINE void kt_amx_multiply(const int int8, const int both, const uint8_t *const w[2],
-                               const uint8_t *const x[2], int64_t stride) {
-  _tile_loadd(6, w[0], KT_AMX_LINE);
-  _tile_loadd(7, w[1], KT_AMX_LINE);
-  _tile_loadd(4, x[0], (size_t)stride);
-  if (int8) {
-    _tile_dpbssd(0, 4, 6);
-    _tile_dpbssd(1, 4, 7);
-  } else {
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-  }
-  if (!both) return;
-  _tile_loadd(5, x[1], (size_t)stride);
-  if (int8) {
-    _tile_dpbssd(2, 5, 6);
-    _tile_dpbssd(3, 5, 7);
-  } else {
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-  }
-}
-
 /* To sums[i][t][32 rows] of 32 bits. */
 KT_INLINE void kt_amx_store_sums(const int both, void *const sums[2]) {
   enum { LINE = 2 * KT_AMX_LINE }; /* 32 rows */

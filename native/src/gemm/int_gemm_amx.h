@@ -27,7 +27,8 @@ KT_INLINE void kt_int4_unpack(kt_amx_codes codes, uint8_t *tiles, const int part
 /* A run for each column block of the layout. */
 KT_INLINE kt_amx_strip kt_int_amx_strip(const int int4, int64_t block_rows, const kt_weight *w,
                                         int64_t strip) {
-  kt_amx_strip found = {.runs = 0};
+  kt_amx_strip found;
+  found.runs = 0;
   for (int64_t k = 0; k < w->cols; k += KT_COL_BLOCK) {
     const int64_t cols = w->cols - k < KT_COL_BLOCK ? w->cols - k : KT_COL_BLOCK;
     const int64_t start = kt_tile_start(w->rows, w->cols, block_rows, strip * KT_STRIP, k);

@@ -15,7 +15,7 @@ static kt_amx_strip strip_of(const kt_weight *w, int64_t strip) {
 void kt_int8_stream_amx(const kt_weight *w, int64_t strip, const uint8_t *x, int64_t stride,
                         int64_t tokens, kt_beside *beside, void *out, kt_sums *sums) {
   const kt_amx_form form = {.int8 = 1, .steps = 1, .size = KT_AMX_TILES};
-  kt_amx_stream(form, strip_of, w, strip, x, stride, tokens, beside, out);
+  kt_amx_stream(form, strip_of, w, strip, x, stride, tokens, NULL, beside, out);
   kt_int_amx_sums(0, w, strip, x, stride, tokens, out, sums);
 }
 

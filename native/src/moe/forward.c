@@ -22,10 +22,10 @@
 
 enum {
   LINE = 64,
-  GROUP_SLOTS = 32,         /* of a group, per thread: no more experts are added */
-  BLOCK_SIZE = 1024 * 1024, /* bytes of activation rows of a streamed block, which stay in L2 */
+  GROUP_SLOTS = 32,            /* of a group, per thread: no more experts are added */
+  BLOCK_SIZE = 1024 * 1024,    /* bytes of activation rows of a streamed block, which stay in L2 */
   SUMS = 4 * KT_STREAM_TOKENS, /* of 32 rows, of a thread */
-  BLOCK_STEP = 32           /* tokens */
+  BLOCK_STEP = 32              /* tokens */
 };
 
 /* ---- Scratch -------------------------------------------------------------- */

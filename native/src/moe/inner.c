@@ -109,12 +109,12 @@ static void stream_item(kt_forward_run *f, const kt_team *t, kt_worker *w, const
   const int64_t odd = w->strip_number++ % 2;
   if (gated) {
     kt_fetch_place(w, &up, 1);
-    f->stream(&gate, i->strip, x, f->x_stride, i->count, &w->beside,
-              kt_stream_sums(w, odd), &inner.gate);
+    f->stream(&gate, i->strip, x, f->x_stride, i->count, &w->beside, kt_stream_sums(w, odd),
+              &inner.gate);
   }
   kt_fetch_place(w, next, 1);
-  f->stream(&up.weight, i->strip, x, f->x_stride, i->count, &w->beside,
-            kt_stream_sums(w, 2 + odd), &inner.up);
+  f->stream(&up.weight, i->strip, x, f->x_stride, i->count, &w->beside, kt_stream_sums(w, 2 + odd),
+            &inner.up);
   kt_beside_finish(&w->beside);
   w->inner = inner;
   kt_beside_work(&w->beside, activate, w, i->count, gated ? 2 : 1);
