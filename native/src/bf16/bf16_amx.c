@@ -8,7 +8,7 @@ KT_TARGET_BEGIN(AMX)
 #include "../gemm/amx_stream.h"
 #include "bf16.h"
 
-static kt_amx_strip strip_of(const kt_weight *w, int64_t strip) {
+KT_INLINE kt_amx_strip strip_of(const kt_weight *w, int64_t strip) {
   const int64_t tiles = w->cols / KT_TILE_COLS;
   return kt_amx_whole_strip(w->codes + strip * tiles * KT_BF16_TILE, NULL, tiles);
 }

@@ -133,28 +133,31 @@ KT_INLINE void kt_amx_stream(const kt_amx_form form, kt_amx_strip_fn *strip_of, 
   kt_amx_codes following =
       beside->following ? strip_of(beside->following, beside->following_strip).run[0] : own.run[0];
   const kt_halves h = kt_halves_of(tokens);
+  const int64_t passes = (h.count + 1) / 2;
   int64_t steps = 0;
   if (tables) own.run[0].scale = following.scale = tables;
   for (int64_t run = 0; run < own.runs; run++) steps += own.slots[run] * form.steps;
   kt_amx_prepare(beside, &h, KT_AMX_LINE);
-  kt_beside_start(beside, steps * ((h.count + 1) / 2));
+  kt_beside_start(beside, steps * passes);
   if (form.unpack && beside->ready != own.run[0].at) {
     uint8_t *const tiles = beside->ring + beside->slot * KT_AMX_SLOT;
     KT_UNROLL(8)
     for (int part = 0; part < 4 * form.steps; part++) form.unpack(own.run[0], tiles, part);
   }
-  for (int64_t half = 0; half < h.count; half += 2) {
+  for (int64_t pass = 0; pass < passes; pass++) {
+    const int64_t half = 2 * (beside->backward ? passes - 1 - pass : pass);
     const int both = half + 1 < h.count;
     const int64_t start[2] = {kt_half_start(&h, half), kt_half_start(&h, half + both)};
     const uint8_t *const rows[2] = {x + start[0] * stride, x + start[1] * stride};
     void *const sums[2] = {out + start[0] * KT_STRIP, out + start[1] * KT_STRIP};
-    const kt_amx_codes next = half + 2 < h.count ? own.run[0] : following;
+    const kt_amx_codes next = pass + 1 < passes ? own.run[0] : following;
     if (both)
       kt_amx_pass(form, 1, &own, next, rows, stride, sums, beside);
     else
       kt_amx_pass(form, 0, &own, next, rows, stride, sums, beside);
   }
   beside->ready = following.at;
+  beside->backward ^= 1;
 }
 
 #endif

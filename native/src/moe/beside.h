@@ -45,6 +45,7 @@ typedef struct kt_beside {
   uint8_t *ring, *spare;
   const uint8_t *ready;
   int32_t slot, rows, line;
+  int32_t backward; /* whether the next strip begins with the last tokens, which are still in L1 */
   void (*leave)(void);
 } kt_beside;
 

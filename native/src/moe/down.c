@@ -18,9 +18,7 @@ void kt_fetch_place(kt_worker *w, const kt_place *next, int64_t products) {
   b->following_strip = next->strip;
 }
 
-/* How many strips are fetched together: of short ones several, to go round several pages. */
-static int64_t strips_at_once(const kt_forward_run *f) {
-  const kt_run *const r = &f->run;
+int64_t kt_down_together(const kt_run *r) {
   const int64_t size = (int64_t)kt_packed_size(&r->moe->layout, KT_STRIP, r->width);
   return kt_larger(1, kt_smaller(8, REGION / size));
 }
@@ -28,7 +26,7 @@ static int64_t strips_at_once(const kt_forward_run *f) {
 static kt_place place_at(const kt_forward_run *f, int64_t part, int64_t active, int64_t strip,
                          int64_t end) {
   const kt_expert *const e = kt_expert_at(&f->run, part, active);
-  return (kt_place){kt_down_weight(&f->run, e), strip, kt_smaller(strips_at_once(f), end - strip)};
+  return (kt_place){kt_down_weight(&f->run, e), strip, kt_smaller(f->down_together, end - strip)};
 }
 
 kt_place kt_down_place(const kt_forward_run *f, const kt_group *g, int64_t part, kt_cursor cursor) {
@@ -89,7 +87,7 @@ static void stream_stretch(kt_forward_run *f, const kt_team *t, kt_worker *w, co
                            const stretch *s, const kt_place *then) {
   const kt_weight down = kt_down_weight(&f->run, kt_expert_at(&f->run, s->part, s->active));
   const kt_blocks b = kt_expert_blocks(&f->run.route, s->active, f->most_tokens);
-  const int64_t together = strips_at_once(f);
+  const int64_t together = f->down_together;
   for (int64_t strip = s->first; strip < s->end; strip++) {
     const int64_t next = strip + together;
     if ((strip - s->first) % together == 0) {

@@ -31,6 +31,11 @@ KT_INLINE __m512 bias_of(const float *bias, int64_t strip, int64_t row) {
   return bias ? _mm512_loadu_ps(bias + strip * KT_STRIP + row) : _mm512_set1_ps(-0.0f);
 }
 
+/* Columns of y that come next are in no cache: those of two strips later are fetched. */
+enum { LATER = 2 * KT_STRIP };
+
+KT_INLINE void fetch_to_write(const float *line) { __asm__ volatile("prefetchw %0" ::"m"(*line)); }
+
 /* Works on copies of its arguments, which stores to `out` could otherwise change for all that the
  * compiler knows. */
 KT_INLINE void activate(int function, const kt_activation *activation, const kt_inner *given,
@@ -53,17 +58,13 @@ KT_INLINE void activate(int function, const kt_activation *activation, const kt_
 }
 KT_FOR_GATE_FUNCTIONS(KT_DEFINE_ACTIVATE)
 
-/* Columns of y that come next are in no cache: those of two strips later are fetched. */
-enum { LATER = 2 * KT_STRIP };
-
 KT_INLINE void accumulate_strip(const kt_weighted *o, int64_t s, int64_t first, int64_t end) {
   const __m512 scale0 = scale_of(&o->down, s, 0), scale16 = scale_of(&o->down, s, 16);
   const __m512 bias0 = bias_of(o->bias, s, 0), bias16 = bias_of(o->bias, s, 16);
   for (int64_t t = first; t < end; t++) {
     const __m512 w = _mm512_set1_ps(o->weight[t]);
     float *const y = o->y + o->token[t] * o->stride + s * KT_STRIP;
-    __asm__ volatile("prefetchw %0" ::"m"(*(y + LATER)));
-    __asm__ volatile("prefetchw %0" ::"m"(*(y + LATER + 16)));
+    fetch_to_write(y + LATER), fetch_to_write(y + LATER + 16);
     const __m512 v0 = _mm512_add_ps(number(&o->down, scale0, s, t, 0), bias0);
     const __m512 v16 = _mm512_add_ps(number(&o->down, scale16, s, t, 16), bias16);
     const __mmask16 old = o->fresh[t] ? 0 : 0xffff;

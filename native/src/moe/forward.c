@@ -236,6 +236,7 @@ static kt_status forward_batch(kt_forward_run *f) {
   const int64_t team_size = kt_larger(1, threads / r->team_count);
   f->down_strips =
       kt_strips_per_item(r->moe->hidden / KT_STRIP, team_size, kt_largest_block(&r->route));
+  f->down_together = kt_down_together(r);
   kt_barrier_init(&r->all, threads);
   kt_share_init(&f->finish, r->tokens, 1, threads);
   kt_adapted_start(r, &f->adapted);

@@ -3,6 +3,7 @@
 
 #include "../format/format.h"
 #include "../format/int_tiles.h"
+#include "../format/scales.h"
 #include "beside.h"
 #include "epilogue.h"
 
@@ -48,9 +49,11 @@ static int64_t add_region(kt_region *regions, int64_t count, int64_t most, const
 int64_t kt_strip_regions(const kt_weight *w, int64_t strip, int64_t strips, int64_t most,
                          kt_region *regions) {
   const kt_weight_format *const format = kt_format_of(&w->layout);
-  const int64_t whole = (int64_t)kt_packed_size(&w->layout, KT_STRIP, w->cols);
+  const int64_t whole =
+      KT_STRIP * (w->cols * format->bits / 8 + w->cols / KT_INNER_COLS * format->inner_scales);
   const int64_t block = format->block_rows ? KT_COL_BLOCK : w->cols;
-  const int64_t scales = (int64_t)kt_scale_size(&w->layout, KT_STRIP, w->cols);
+  const int64_t scales =
+      kt_scale_count(&w->layout, KT_STRIP, w->cols) * kt_scale_bytes(w->layout.scale_dtype);
   int64_t count = 0;
   for (int64_t s = strip; s < strip + strips; s++)
     for (int64_t k = 0; k < w->cols; k += block) {
@@ -59,7 +62,8 @@ int64_t kt_strip_regions(const kt_weight *w, int64_t strip, int64_t strips, int6
                                                                s * KT_STRIP, k) *
                                                      format->bits / 8
                                                : s * whole;
-      count = add_region(regions, count, most, w->codes + codes, whole * cols / w->cols);
+      count = add_region(regions, count, most, w->codes + codes,
+                         block == w->cols ? whole : KT_STRIP * cols * format->bits / 8);
     }
   if (w->layout.scale_dtype != KT_SCALE_NONE)
     count = add_region(regions, count, most, (const uint8_t *)w->scale + strip * scales,

@@ -65,6 +65,7 @@ typedef struct kt_forward_run {
   int64_t most_tokens;  /* of a block */
   int64_t least_tokens; /* of one that is streamed */
   int64_t down_strips;  /* of an item */
+  int64_t down_together;
   int64_t x_stride, mid_stride, partial_size;
   kt_decode_rows_fn *read;
   kt_matrix x; /* of the whole call, to be rounded to bf16 */
@@ -129,6 +130,10 @@ kt_place kt_inner_place(const kt_forward_run *f, const kt_team *t, const kt_grou
 /* The middle of a group's slots; `then`: what the thread multiplies with afterwards. */
 void kt_inner_step(kt_forward_run *f, kt_team *t, kt_worker *w, kt_group *g, int64_t part,
                    kt_cursor *cursor, const kt_place *then);
+
+/* How many strips of down are fetched together: of short ones several, to go round several pages.
+ */
+int64_t kt_down_together(const kt_run *r);
 
 /* The same for the second step, which adds to the part's `partial`. A thread owns columns of all
  * experts of a group, so that sums run in a fixed order without atomics or copies. */

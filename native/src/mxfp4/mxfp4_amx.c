@@ -49,7 +49,7 @@ KT_INLINE void add_group(const kt_amx_groups *s, int64_t g, int64_t first, int64
 }
 
 /* Scales of strips are only there where they are bytes. */
-static kt_amx_strip strip_of(const kt_weight *w, int64_t strip) {
+KT_INLINE kt_amx_strip strip_of(const kt_weight *w, int64_t strip) {
   const int64_t tiles = w->cols / KT_TILE_COLS;
   return kt_amx_whole_strip(w->codes + strip * tiles * KT_FP4_TILE,
                             (const uint8_t *)w->scale + strip * tiles * KT_STRIP, tiles);

@@ -13,7 +13,7 @@ KT_INLINE void unpack(kt_amx_codes codes, uint8_t *tiles, const int part) {
   kt_nvfp4_decode_part(codes.at, part, tiles);
 }
 
-static kt_amx_strip strip_of(const kt_weight *w, int64_t strip) {
+KT_INLINE kt_amx_strip strip_of(const kt_weight *w, int64_t strip) {
   const int64_t tiles = w->cols / KT_TILE_COLS;
   return kt_amx_whole_strip(w->codes + strip * tiles * KT_NVFP4_TILE, NULL, tiles);
 }
