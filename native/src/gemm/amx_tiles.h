@@ -69,6 +69,24 @@ KT_INLINE void kt_amx_configure_halves(const kt_halves *h, int line) {
   kt_amx_configure_lines((int)h->rows, (int)h->rows, line);
 }
 
+/* Instructions in the order in which they are written; GCC 12's intrinsics do not say that they
+ * read or write memory. Tiles are constants. */
+#define KT_AMX_LOAD(tile, from, stride)                                                            \
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile::"r"((const void *)(from)),                  \
+                   "r"((int64_t)(stride))                                                          \
+                   : "memory")
+#define KT_AMX_STORE(tile, to, stride)                                                             \
+  __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"((void *)(to)),                     \
+                   "r"((int64_t)(stride))                                                          \
+                   : "memory")
+#define KT_AMX_PRODUCT(int8, sum, x, w)                                                            \
+  do {                                                                                             \
+    if (int8)                                                                                      \
+      __asm__ volatile("tdpbssd %%tmm" #w ", %%tmm" #x ", %%tmm" #sum::);                          \
+    else                                                                                           \
+      __asm__ volatile("tdpbf16ps %%tmm" #w ", %%tmm" #x ", %%tmm" #sum::);                        \
+  } while (0)
+
 /* `both`, a constant: whether tiles 2, 3 and 5 are used. What was written to memory before is seen
  * by the loads that follow: GCC 12's _tile_loadd does not say that it reads memory. */
 KT_INLINE void kt_amx_zero_sums(const int both) {
@@ -78,31 +96,6 @@ KT_INLINE void kt_amx_zero_sums(const int both) {
   if (both) {
     _tile_zero(2);
     _tile_zero(3);
-  }
-}
-
-/* Adds the products of one step of columns: half tiles w[2], activations x[i][t] of tokens `stride`
- * bytes apart. int8: or bf16, a constant. */
-KT_INLINE void kt_amx_multiply(const int int8, const int both, const uint8_t *const w[2],
-                               const uint8_t *const x[2], int64_t stride) {
-  _tile_loadd(6, w[0], KT_AMX_LINE);
-  _tile_loadd(7, w[1], KT_AMX_LINE);
-  _tile_loadd(4, x[0], (size_t)stride);
-  if (int8) {
-    _tile_dpbssd(0, 4, 6);
-    _tile_dpbssd(1, 4, 7);
-  } else {
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-  }
-  if (!both) return;
-  _tile_loadd(5, x[1], (size_t)stride);
-  if (int8) {
-    _tile_dpbssd(2, 5, 6);
-    _tile_dpbssd(3, 5, 7);
-  } else {
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
   }
 }
 
