@@ -400,7 +400,7 @@ static void check_adding(int64_t cols, int64_t before, int64_t tokens) {
 }
 
 static void check_sums(void) {
-  static const int64_t tokens[] = {1, 2, 5, 8, 12, 13, 25, 96};
+  static const int64_t tokens[] = {1, 2, 5, 8, 12, 13, 25, 33, 35, 96};
   for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++) {
     check_adding(96, 32, tokens[i]);
     check_adding(416, 288, tokens[i]);

@@ -122,6 +122,29 @@ static void through_function(const middle_item *m, int64_t count) {
   fold_block(m, m->w->fold_up, m->t->d_up, m->t->folded_up, count);
 }
 
+/* What the function reads and writes of `count` slots: a line of each of their rows, fetched while
+ * a product is computed. A line of codes has two strips. */
+static void prefetch_function(const middle_item *m, int64_t count) {
+  const kt_back *const b = m->b;
+  const kt_back_team *const t = m->t;
+  const int64_t at = kt_back_first_slot(b) + m->slot, width = b->run.width;
+  const int gated = kt_has_gate(b->run.moe->activation.function);
+  const int codes = b->saved.groups && m->column % (2 * KT_STRIP) == 0;
+  const int folded = t->folded_up != t->d_up;
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t row = (m->slot + i) * b->w_stride + 2 * m->column;
+    if (gated) __builtin_prefetch(kt_saved_gate(&b->saved, m->part, at + i) + m->column, 0, 2);
+    __builtin_prefetch(kt_saved_up(&b->saved, m->part, at + i, width) + m->column, 0, 2);
+    if (codes)
+      __builtin_prefetch(kt_saved_codes(&b->saved, m->part, at + i, width) + m->column, 0, 2);
+    if (gated) __builtin_prefetch(t->d_gate + row, 1, 2);
+    __builtin_prefetch(t->d_up + row, 1, 2);
+    if (t->middle) __builtin_prefetch(t->middle + row, 1, 2);
+    if (folded && gated) __builtin_prefetch(t->folded_gate + row, 1, 2);
+    if (folded) __builtin_prefetch(t->folded_up + row, 1, 2);
+  }
+}
+
 /* One strip for the slots of a chunk, whose rows are given. */
 static void middle_strip(middle_item *m, const uint8_t *rows, int64_t stride, int64_t slot,
                          int64_t count) {
@@ -138,8 +161,9 @@ static void middle_strip(middle_item *m, const uint8_t *rows, int64_t stride, in
   for (int64_t i = 0; i < blocks.number; i++) {
     const int64_t first = kt_block_start(&blocks, i);
     const int64_t some = kt_block_start(&blocks, i + 1) - first;
-    b->adapter.product(&strip, 0, 1, rows + first * stride, stride, some, m->w->base, m->w->panel);
     m->slot = slot + first;
+    prefetch_function(m, some);
+    b->adapter.product(&strip, 0, 1, rows + first * stride, stride, some, m->w->base, m->w->panel);
     if (lora) add_down_lora(m, some);
     through_function(m, some);
   }

@@ -19,6 +19,7 @@ kt_product_fn *kt_bf16_adding_product(void) {
 #if KT_X86
       [KT_ISA_AVX512_ZEN] = kt_bf16_adding_product_avx512,
       [KT_ISA_AVX512] = kt_bf16_adding_product_float_avx512,
+      [KT_ISA_AMX] = kt_bf16_adding_product_amx,
 #endif
   };
   return KT_CELL(product);
