@@ -60,6 +60,8 @@ struct kt_weight_format {
   kt_rows_kind rows_kind;
   kt_product_fn *product[KT_LEVELS]; /* without a scalar one there are no kernels */
   kt_transpose_fn *transpose[KT_LEVELS];
+  kt_transposed_fn *transposed; /* with AMX; NULL: by strips */
+  int splits;                   /* whether it reads split rows */
   uint32_t scaled_strips; /* the dtypes, as a set, of scales that strips of `transpose` contain */
 };
 
