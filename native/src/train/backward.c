@@ -57,6 +57,7 @@ static void lay_out_worker(kt_arena *a, const kt_back *b, kt_back_worker *w) {
       .fold_up = kt_take(a, longest, sizeof(float)),
       .a = kt_take(a, KT_CHUNK * KT_OUTER_ROWS, sizeof(float)),
       .values = kt_take(a, hidden, sizeof(float)),
+      .outer = kt_take(a, 1, KT_OUTER_SCRATCH),
       .panel = kt_take(a, 1, KT_PANEL_SIZE),
       .ring = kt_take(a, 2, KT_TRANSPOSED_CHUNK),
       .sums = kt_take(a, KT_TRANSPOSED_ROWS * 2 * KT_STRIP, sizeof(int32_t)),
@@ -230,6 +231,7 @@ static kt_back start(const kt_moe *moe, const kt_lora *lora, const kt_pool *pool
   b.transpose = kt_format_transpose(b.run.format);
   b.activate = b.adapter.math->activate[moe->activation.function];
   b.transposed = kt_format_transposed(b.run.format);
+  b.outer_product = kt_outer_best();
   b.folding = folding_of(&b);
   b.w_stride = row_stride(&b);
   return b;
@@ -326,6 +328,7 @@ static void start_call(kt_back *b, const kt_moe_call *c, const void *saved) {
 
 /* Of no token, all that is wanted of matrices is zero. */
 static kt_status no_tokens(kt_back *b) {
+  b->run.route.active_count = 0;
   for (int64_t e = 0; e < b->run.moe->experts; e++) kt_back_zero(b, e);
   return KT_OK;
 }

@@ -52,6 +52,7 @@ typedef struct kt_back_worker {
   float *fold, *fold_gate, *fold_up; /* [longest row]; fold: of two */
   float *a;                          /* [KT_CHUNK][KT_OUTER_ROWS] */
   float *values;                     /* [hidden] */
+  uint8_t *outer;                    /* KT_OUTER_SCRATCH */
   uint8_t *panel, *ring;             /* of transposed products, with what follows */
   void *sums;
   kt_packed_square *squares;
@@ -67,6 +68,7 @@ typedef struct kt_back {
   const kt_epilogue *epilogue;
   kt_transpose_fn *transpose;
   kt_transposed_fn *transposed; /* NULL: by strips */
+  kt_outer_fn *outer_product;
   kt_activate_back_fn *activate;
   kt_folding folding;
   kt_matrix x, dy;
