@@ -87,6 +87,8 @@ const kt_weight_format kt_int4_format = {
     .product[KT_ISA_AVX512_VNNI] = kt_int4_product_avx512,
     .product[KT_ISA_AVX2] = kt_int4_product_avx2,
     .product[KT_ISA_AMX] = kt_int4_product_amx,
+    .transposed = kt_int4_transposed_amx,
+    .splits = 1,
 #elif KT_ARM64
     .quantize_pack[KT_ISA_NEON] = kt_int4_quantize_pack_neon,
 #endif

@@ -22,7 +22,11 @@ KT_INLINE void part(const kt_unpack_tables *t, kt_unpack_unit *u, int q) {
 }
 
 void kt_int8_transposed_amx(kt_transposed *t, float *out) {
-  static const kt_unpack_form form = {1, 0, KT_HALF_TILE, 4 * KT_GROUP_STRIDE, square, part};
+  static const kt_unpack_form form = {.int8 = 1,
+                                      .half_step = KT_HALF_TILE,
+                                      .column = 4 * KT_GROUP_STRIDE,
+                                      .square = square,
+                                      .part = part};
   const kt_unpack_tables tables = {.a = kt_rows_to_columns()};
   kt_transposed_strip(form, &tables, 1.0f, t, out);
 }

@@ -61,5 +61,6 @@ const kt_weight_format kt_mxfp4_format = {
     .product[KT_ISA_AVX512] = kt_mxfp4_product_float_avx512,
     .product[KT_ISA_AVX2] = kt_mxfp4_product_avx2,
     .product[KT_ISA_AMX] = kt_mxfp4_product_amx,
+    .transposed = kt_mxfp4_transposed_amx,
 #endif
 };

@@ -8,20 +8,11 @@
 KT_TARGET_BEGIN(AVX512_BF16)
 #include "../gemm/fp4_gemm_avx512.h"
 #include "../gemm/row_scales_avx512.h"
-#include "nvfp4.h"
-
-/* 16 E4M3 scales, as halves of the same mantissa, whose exponents are 8 smaller. */
-KT_INLINE __m512 load_scales(const uint8_t *from) {
-  const __m128i codes = _mm_loadu_si128((const __m128i *)(const void *)from);
-  const __m256i words = _mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8);
-  const __m256i halves =
-      _mm256_and_si256(_mm256_srai_epi16(words, 1), _mm256_set1_epi16((short)0xbf80));
-  return _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(256.0f));
-}
+#include "nvfp4_scales_avx512.h"
 
 KT_INLINE __m512 scales_of(const kt_fp4_columns *w, const uint8_t *tile, int64_t group, int row) {
   (void)w;
-  return load_scales(tile + KT_FP4_TILE + group % KT_NVFP4_TILE_GROUPS * KT_STRIP + row);
+  return kt_nvfp4_scales(tile + KT_FP4_TILE + group % KT_NVFP4_TILE_GROUPS * KT_STRIP + row);
 }
 
 /* A line of bf16 times the scales of its 16 rows, exact. */
@@ -38,8 +29,8 @@ void kt_nvfp4_decode_tiles(const uint8_t *codes, int64_t tiles, uint8_t *out) {
   const __m512i table = kt_fp4_table();
   for (int64_t i = 0; i < tiles; i++, codes += KT_NVFP4_TILE, out += KT_BF16_TILE)
     for (int g = 0; g < KT_NVFP4_TILE_GROUPS; g++) {
-      const __m512 scale0 = load_scales(codes + KT_FP4_TILE + g * KT_STRIP);
-      const __m512 scale1 = load_scales(codes + KT_FP4_TILE + g * KT_STRIP + KT_HALF_ROWS);
+      const __m512 scale0 = kt_nvfp4_scales(codes + KT_FP4_TILE + g * KT_STRIP);
+      const __m512 scale1 = kt_nvfp4_scales(codes + KT_FP4_TILE + g * KT_STRIP + KT_HALF_ROWS);
       const int lines = 2 * KT_FP4_LINES / KT_NVFP4_TILE_GROUPS; /* of bf16 */
       for (int p = g * lines; p < (g + 1) * lines; p++) {
         __m512i line0, line1;

@@ -28,14 +28,16 @@ typedef struct kt_unpack_unit {
   const kt_packed_square *square;
   int half;        /* rows 16 * half ... of its square */
   uint8_t *to;     /* its first line */
-  __m512i kept[2]; /* from a part to the next */
-  float *scale;    /* [16] or more, of the unit, from part 0 on */
+  __m512i kept[4]; /* from a part to the next, or of all units of a chunk */
+  int built;       /* 0 before the first unit of a chunk; the rest is the format's */
+  float *scale;    /* [32] of the unit, from part 0 on */
 } kt_unpack_unit;
 
 typedef struct kt_unpack_form {
   int int8;              /* tiles; else bf16 */
   int wide;              /* a unit has all 32 columns */
   int half_step, column; /* bytes to the codes of the second half of rows, of columns */
+  int by_columns;        /* wide: the units of a square have all its rows, half of its columns */
   kt_packed_square (*square)(const kt_weight *w, int64_t n, int64_t column);
   void (*part)(const kt_unpack_tables *t, kt_unpack_unit *u, int q); /* q: a constant, or wide */
 } kt_unpack_form;
@@ -81,7 +83,8 @@ KT_INLINE void kt_place_units(const kt_unpack_form f, kt_unit_place place[8]) {
     const int square = f.wide ? i / 2 : i / 4, half = f.wide ? i % 2 : i / 2 % 2;
     const int j = f.wide ? 0 : i % 2;
     place[i].codes = half * f.half_step + j * f.column;
-    place[i].to = j * KT_BF16_HALF_TILE +
+    const int other = f.by_columns && half ? KT_BF16_HALF_TILE - 512 : 0;
+    place[i].to = j * KT_BF16_HALF_TILE + other +
                   (f.int8 ? square * 512 + half * 256 : square * KT_BF16_TILE + half * 512);
   }
 }
