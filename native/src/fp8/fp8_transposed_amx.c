@@ -29,23 +29,23 @@ KT_INLINE __m512i scaled(int first, __m512 scale) {
   return (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(odd, scale), _mm512_mul_ps(even, scale));
 }
 
-/* Into u->kept: upper bytes of 64 magnitudes, of the others, lower bytes of both. t: a, b: the
- * places of lower and of upper bytes in two vectors. */
-static void make_tables(const kt_unpack_tables *t, float own, __m512i kept[4]) {
+/* Lower bytes of 64 magnitudes, of the others; upper bytes of both. t: a, b: the places of lower
+ * and of upper bytes in two vectors. */
+KT_NOINLINE kt_unpack_tables make_tables(const kt_unpack_tables t, float own) {
   const __m512 scale = _mm512_set1_ps(own);
-  for (int i = 0; i < 2; i++) {
-    const __m512i first = scaled(64 * i, scale), second = scaled(64 * i + 32, scale);
-    kept[i] = _mm512_permutex2var_epi8(first, t->b, second);
-    kept[2 + i] = _mm512_permutex2var_epi8(first, t->a, second);
-  }
+  const __m512i w[4] = {scaled(0, scale), scaled(32, scale), scaled(64, scale), scaled(96, scale)};
+  return (kt_unpack_tables){.a = _mm512_permutex2var_epi8(w[0], t.a, w[1]),
+                            .b = _mm512_permutex2var_epi8(w[2], t.a, w[3]),
+                            .c = _mm512_permutex2var_epi8(w[0], t.b, w[1]),
+                            .d = _mm512_permutex2var_epi8(w[2], t.b, w[3])};
 }
 
 /* 4 rows of 16 columns, two columns of a line after the other: lines of bf16. */
 KT_INLINE void store_rows(const kt_unpack_tables *t, const __m512i kept[4], __m512i codes,
                           uint8_t *to) {
   const __m512i v = _mm512_shuffle_epi8(codes, t->c);
-  const __m512i low = _mm512_permutex2var_epi8(kept[2], v, kept[3]);
-  const __m512i high = _mm512_permutex2var_epi8(kept[0], v, kept[1]);
+  const __m512i low = _mm512_permutex2var_epi8(kept[0], v, kept[1]);
+  const __m512i high = _mm512_permutex2var_epi8(kept[2], v, kept[3]);
   const __m512i upper = _mm512_ternarylogic_epi32(high, v, t->d, 0x78); /* high ^ v & sign */
   _mm512_store_si512(to, _mm512_unpacklo_epi8(low, upper));
   _mm512_store_si512(to + KT_LINE, _mm512_unpackhi_epi8(low, upper));
@@ -58,7 +58,8 @@ KT_INLINE void part(const kt_unpack_tables *t, kt_unpack_unit *u, int q) {
     const float *const scale = u->square->scale;
     if (!u->built || memcmp(scale, u->scale, sizeof *scale) != 0) {
       *u->scale = *scale, u->built = 1;
-      make_tables(t, *scale, u->kept);
+      const kt_unpack_tables made = make_tables(*t, *scale);
+      u->kept[0] = made.a, u->kept[1] = made.b, u->kept[2] = made.c, u->kept[3] = made.d;
     }
   }
   const __m512i even = kt_four_lines(u->codes + 16 * q, 2 * KT_LINE);

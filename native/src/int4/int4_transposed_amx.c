@@ -20,8 +20,8 @@ KT_INLINE kt_packed_square square(const kt_weight *w, int64_t n, int64_t column)
 /* Four rows: a line. */
 KT_INLINE void part(const kt_unpack_tables *t, kt_unpack_unit *u, int q) {
   const __m512i rows = kt_four_lines(u->codes + 16 * q, KT_GROUP_STRIDE);
-  const __m128i shift = _mm_cvtsi64_si128(u->square->shift);
-  const __m512i codes = _mm512_and_si512(_mm512_sll_epi16(rows, shift), t->b);
+  if (q == 0) u->kept[0] = _mm512_set1_epi16((int16_t)u->square->shift);
+  const __m512i codes = _mm512_and_si512(_mm512_sllv_epi16(rows, u->kept[0]), t->b);
   kt_prefetch_line(u->ahead + q * KT_GROUP_STRIDE);
   _mm512_store_si512(u->to + q * KT_LINE, _mm512_shuffle_epi8(codes, t->a));
 }

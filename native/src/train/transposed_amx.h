@@ -248,7 +248,8 @@ KT_INLINE void kt_multiply_all(const kt_unpack_form f, const int parts, const kt
                                kt_unpacking *given, const kt_tiles *chunk, int64_t at) {
   const kt_transposed *const job = s->job;
   const kt_halves h = s->halves;
-  kt_unpacking d = *given; /* in registers */
+  const kt_unpack_tables tables = *s->tables; /* in registers, as the next */
+  kt_unpacking d = *given;
   const int64_t blocks = f.int8 ? 2 * h.count : h.count, cols = job->matrices * job->w[0].rows;
   for (int64_t i = 0; i < blocks; i += 2) {
     const uint8_t *x[2];
@@ -260,12 +261,12 @@ KT_INLINE void kt_multiply_all(const kt_unpack_form f, const int parts, const kt
       to[k] = s->sums + (i + k) * h.rows * KT_STRIP;
     }
     if (f.int8 || i + 1 < blocks)
-      kt_multiply_chunk(f, 1, parts, s->tables, &d, chunk, x, to);
+      kt_multiply_chunk(f, 1, parts, &tables, &d, chunk, x, to);
     else
-      kt_multiply_chunk(f, 0, parts, s->tables, &d, chunk, x, to);
+      kt_multiply_chunk(f, 0, parts, &tables, &d, chunk, x, to);
     if (f.int8 && chunk->last) kt_join_sums(s, i / 2);
   }
-  kt_decode_rest(f, s->tables, &d);
+  kt_decode_rest(f, &tables, &d);
 }
 
 /* The numbers of parts that there are loops for. */

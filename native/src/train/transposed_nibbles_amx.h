@@ -41,7 +41,8 @@ KT_INLINE __m512i kt_look_up_words(__m512i table, __m512i words, __m512i shift) 
 /* Rows 4q to 4q + 3: two lines of each 16 columns. scales: of 16 rows, or (two) of each 16
  * columns. */
 KT_INLINE void kt_nibble_part(const int two, const kt_unpack_tables *t, kt_unpack_unit *u, int q) {
-  const __m512i shift = _mm512_set1_epi16((int16_t)(4 * u->half));
+  if (q == 0) u->kept[0] = _mm512_set1_epi16((int16_t)(4 * u->half));
+  const __m512i shift = u->kept[0];
   const float *const scale = u->scale + 4 * q;
   __m512i first = kt_scaled_codes(t, scale), second = kt_scaled_codes(t, scale + 2);
   kt_prefetch_line(u->ahead + (4 * u->half + q) * KT_LINE);
