@@ -44,7 +44,7 @@ static void lay_out_worker(kt_arena *a, const kt_back *b, kt_back_worker *w) {
   const size_t strip = KT_STRIP * 2, block = KT_MAX_TOKENS * KT_STRIP * sizeof(float);
   const kt_back_worker laid = {
       .lora = {.gather = kt_take(a, 1, kt_gather_size(longest)),
-               .strips = kt_take(a, kt_larger(longest, 2 * width), strip),
+               .strips = kt_take(a, longest, strip),
                .spare = kt_take(a, kt_larger(longest, pair), strip),
                .out = kt_take(a, 1, block)},
       .small = kt_take(a, pair, strip),
