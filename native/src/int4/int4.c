@@ -90,6 +90,8 @@ const kt_weight_format kt_int4_format = {
     .product[KT_ISA_AMX] = kt_int4_product_amx,
     .stream = kt_int4_stream_amx,
     .least_tokens = {14},
+    .transposed = kt_int4_transposed_amx,
+    .splits = 1,
 #elif KT_ARM64
     .quantize_pack[KT_ISA_NEON] = kt_int4_quantize_pack_neon,
 #endif

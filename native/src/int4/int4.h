@@ -12,6 +12,7 @@ kt_quantize_pack_fn kt_int4_quantize_pack_avx2, kt_int4_quantize_pack_avx512,
     kt_int4_quantize_pack_neon;
 kt_transpose_fn kt_int4_transpose_scalar, kt_int4_transpose_avx512;
 kt_stream_fn kt_int4_stream_amx;
+kt_transposed_fn kt_int4_transposed_amx;
 kt_product_fn kt_int4_product_avx2, kt_int4_product_avx512, kt_int4_product_zen,
     kt_int4_product_amx;
 

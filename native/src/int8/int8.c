@@ -72,6 +72,8 @@ const kt_weight_format kt_int8_format = {
     .product[KT_ISA_AMX] = kt_int8_product_amx,
     .stream = kt_int8_stream_amx,
     .least_tokens = {10},
+    .transposed = kt_int8_transposed_amx,
+    .splits = 1,
 #elif KT_ARM64
     .quantize_pack[KT_ISA_NEON] = kt_int8_quantize_pack_neon,
 #endif

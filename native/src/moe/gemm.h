@@ -100,6 +100,10 @@ int64_t kt_strip_regions(const kt_weight *w, int64_t strip, int64_t strips, int6
 /* Columns column .. column + 31 of w as a strip of BF16 weights: train/strips.h. */
 typedef void kt_transpose_fn(const kt_weight *w, int64_t column, uint8_t *strip);
 
+/* The next strip of a product with columns of w: train/transposed.h. */
+typedef struct kt_transposed kt_transposed;
+typedef void kt_transposed_fn(kt_transposed *transposed, float *out);
+
 /* The best cell of a format for the level in use. */
 kt_product_fn *kt_format_product(const kt_weight_format *format);
 

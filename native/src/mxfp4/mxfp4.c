@@ -63,5 +63,6 @@ const kt_weight_format kt_mxfp4_format = {
     .product[KT_ISA_AMX] = kt_mxfp4_product_amx,
     .stream = kt_mxfp4_stream_amx,
     .least_tokens = {5},
+    .transposed = kt_mxfp4_transposed_amx,
 #endif
 };

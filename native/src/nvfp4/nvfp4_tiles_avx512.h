@@ -3,16 +3,7 @@
 #define KT_NVFP4_TILES_AVX512_H
 
 #include "../gemm/fp4_gemm_avx512.h"
-#include "nvfp4.h"
-
-/* 16 E4M3 scales, as halves of the same mantissa, whose exponents are 8 smaller. */
-KT_INLINE __m512 kt_nvfp4_scales(const uint8_t *from) {
-  const __m128i codes = _mm_loadu_si128((const __m128i *)(const void *)from);
-  const __m256i words = _mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8);
-  const __m256i halves =
-      _mm256_and_si256(_mm256_srai_epi16(words, 1), _mm256_set1_epi16((short)0xbf80));
-  return _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(256.0f));
-}
+#include "nvfp4_scales_avx512.h"
 
 /* A line of bf16 times the scales of its 16 rows, exact. */
 KT_INLINE __m512i kt_nvfp4_scaled_line(__m512i line, __m512 scale) {
