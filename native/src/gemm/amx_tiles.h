@@ -99,6 +99,21 @@ KT_INLINE void kt_amx_zero_sums(const int both) {
   }
 }
 
+/* Adds the products of one step of columns: half tiles w[2], activations x[i][t] of tokens `stride`
+ * bytes apart. int8: or bf16, a constant. */
+KT_INLINE void kt_amx_multiply(const int int8, const int both, const uint8_t *const w[2],
+                               const uint8_t *const x[2], int64_t stride) {
+  KT_AMX_LOAD(6, w[0], KT_AMX_LINE);
+  KT_AMX_LOAD(7, w[1], KT_AMX_LINE);
+  KT_AMX_LOAD(4, x[0], stride);
+  KT_AMX_PRODUCT(int8, 0, 4, 6);
+  KT_AMX_PRODUCT(int8, 1, 4, 7);
+  if (!both) return;
+  KT_AMX_LOAD(5, x[1], stride);
+  KT_AMX_PRODUCT(int8, 2, 5, 6);
+  KT_AMX_PRODUCT(int8, 3, 5, 7);
+}
+
 /* To sums[i][t][32 rows] of 32 bits. */
 KT_INLINE void kt_amx_store_sums(const int both, void *const sums[2]) {
   enum { LINE = 2 * KT_AMX_LINE }; /* 32 rows */
