@@ -47,7 +47,30 @@ int kt_test_activate(int isa, const kt_activation *activation, int64_t strips, i
                      const float *up_bias, float *out, int64_t stride) {
   if (kt_isa_use(isa) != KT_OK) return 0;
   const kt_epilogue *const level = KT_CELL(kt_epilogues);
-  const kt_inner inner = {gate, up, gate_bias, up_bias, strips, tokens, out, stride};
-  level->activate[activation->function](activation, &inner);
+  const kt_inner inner = {.gate = kt_sums_of(gate, tokens),
+                          .up = kt_sums_of(up, tokens),
+                          .gate_bias = gate_bias,
+                          .up_bias = up_bias,
+                          .strips = strips,
+                          .out = out,
+                          .stride = stride};
+  level->activate[activation->function](activation, &inner, 0, tokens);
+  return 1;
+}
+
+/* Numbers of a level from whole sums, as a streamed product describes them (kt_sums): one strip, all
+ * tokens, out[t][32]. 0 if this CPU lacks the level. */
+int kt_test_numbers(int isa, const int32_t *sums, int32_t shift, float step, int64_t tokens,
+                    const float *row_scale, const float *x_scale, float *out) {
+  if (kt_isa_use(isa) != KT_OK) return 0;
+  const kt_sums given = {.sum = sums,
+                         .whole = 1,
+                         .shift = shift,
+                         .step = step,
+                         .tokens = tokens,
+                         .row_scale = row_scale,
+                         .x_scale = (const uint8_t *)x_scale,
+                         .stride = sizeof *x_scale};
+  KT_CELL(kt_epilogues)->numbers(&given, 0, tokens, out);
   return 1;
 }
