@@ -57,20 +57,3 @@ int kt_test_activate(int isa, const kt_activation *activation, int64_t strips, i
   level->activate[activation->function](activation, &inner, 0, tokens);
   return 1;
 }
-
-/* Numbers of a level from whole sums, as a streamed product describes them (kt_sums): one strip, all
- * tokens, out[t][32]. 0 if this CPU lacks the level. */
-int kt_test_numbers(int isa, const int32_t *sums, int32_t shift, float step, int64_t tokens,
-                    const float *row_scale, const float *x_scale, float *out) {
-  if (kt_isa_use(isa) != KT_OK) return 0;
-  const kt_sums given = {.sum = sums,
-                         .whole = 1,
-                         .shift = shift,
-                         .step = step,
-                         .tokens = tokens,
-                         .row_scale = row_scale,
-                         .x_scale = (const uint8_t *)x_scale,
-                         .stride = sizeof *x_scale};
-  KT_CELL(kt_epilogues)->numbers(&given, 0, tokens, out);
-  return 1;
-}
