@@ -7,16 +7,16 @@
  *   6 7     weights: a half tile, 16 groups of 4 bytes x 16 rows of w
  *
  * Four products per two loads of activations and two of weights: one load per product.
- * Configuring costs as much as many products, so it is done once for the whole blocks of
- * tokens and once for the rest (INT8, INT4), or once (all others), never inside of loops.
+ * Configuring costs as much as many products, so it is done once for all strips of as many tokens,
+ * never inside of loops (amx_stream.h).
  *
- * For that, the others cut tokens into halves of as many rows, up to 16, and sum two halves x 32
- * rows of w in four tiles; of an odd number the last one is alone, with two. Where tokens do not
+ * For that, tokens are cut into halves of as many rows, up to 16, and two halves x 32 rows of w are
+ * summed in four tiles; of an odd number the last one is alone, with two. Where tokens do not
  * divide evenly, the last half begins in the one before: 33 tokens are the halves 0..10, 11..21,
  * 22..32, and 35 are 0..11, 12..23, 23..34.
  *
  * A product of tiles costs the same for 1 token as for 16, and weights must be unpacked for it:
- * each format leaves fewer than its LEAST_TOKENS to AVX-512, measured with an expert's weights
+ * each format leaves fewer than its least_tokens to AVX-512, measured with an expert's weights
  * outside of the caches (benchmarks/RESULTS.md, AMX). */
 #ifndef KT_AMX_TILES_H
 #define KT_AMX_TILES_H

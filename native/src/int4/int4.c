@@ -89,7 +89,7 @@ const kt_weight_format kt_int4_format = {
     .product[KT_ISA_AVX2] = kt_int4_product_avx2,
     .product[KT_ISA_AMX] = kt_int4_product_amx,
     .stream = kt_int4_stream_amx,
-    .least_tokens = {14},
+    .least_tokens = {5},
     .transposed = kt_int4_transposed_amx,
     .splits = 1,
 #elif KT_ARM64

@@ -71,7 +71,7 @@ const kt_weight_format kt_int8_format = {
     .product[KT_ISA_AVX2] = kt_int8_product_avx2,
     .product[KT_ISA_AMX] = kt_int8_product_amx,
     .stream = kt_int8_stream_amx,
-    .least_tokens = {10},
+    .least_tokens = {4},
     .transposed = kt_int8_transposed_amx,
     .splits = 1,
 #elif KT_ARM64
