@@ -76,10 +76,10 @@ build/asan/%.o: native/%.c $(C_HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(ASAN) -Inative/include -c $< -o $@
 
-build/asan/check build/asan/gradients_check build/asan/train_calls_check build/asan/threads_check: build/asan/%: $(LIBRARY) build/asan/test/%.o
+build/asan/check build/asan/train_calls_check build/asan/threads_check: build/asan/%: $(LIBRARY) build/asan/test/%.o
 	$(CC) $(ASAN) $^ -lm -pthread -o $@
 
-build/asan/moe_check build/asan/train_check build/asan/strips_check build/asan/random_check: build/asan/%: $(LIBRARY) build/asan/test/%.o $(EMULATOR:x86_64=build/asan/test/amx_emulator.o)
+build/asan/moe_check build/asan/train_check build/asan/gradients_check build/asan/strips_check build/asan/random_check: build/asan/%: $(LIBRARY) build/asan/test/%.o $(EMULATOR:x86_64=build/asan/test/amx_emulator.o)
 	$(CC) $(ASAN) $^ -lm -pthread -o $@
 
 TSAN := -std=c11 -g1 -O1 -fsanitize=thread

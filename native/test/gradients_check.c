@@ -1,7 +1,8 @@
 /* gradients_check.c - what a backward pass does besides matrix products, without Python.
  *
  *   cc -std=c11 -g -O0 -fsanitize=address,undefined -Inative/include \
- *      $(find native/src -name '*.c') native/test/gradients_check.c -lm -pthread && ./a.out
+ *      $(find native/src -name '*.c') native/test/gradients_check.c native/test/amx_emulator.c \
+ *      -lm -pthread && ./a.out
  *
  * Derivatives of scalar are compared with formulas in binary64, other levels with scalar, bit by
  * bit. Arrays end at unreadable pages. Exit code: 0 all passed, 1 something differed, 2 no
@@ -380,7 +381,7 @@ static product new_product(int64_t count, int64_t rank, int64_t cols, int by_col
   for (int64_t i = 0; i < rows * b_stride / 2; i++) ((uint16_t *)(void *)b)[i] = cut(unit());
   for (int64_t i = 0; indexed && i < count; i++) index[i] = (int32_t)(draw() % (uint64_t)rows);
   for (size_t i = 0; i < p.floats; i++) out[i] = p.expected[i] = unit();
-  p.o = (kt_outer){a, b, index, count, rank, cols, rank + 1, b_stride, out, 1, 1};
+  p.o = (kt_outer){a, b, index, count, rank, cols, rank + 1, b_stride, out, 1, 1, 0, NULL};
   *(by_columns ? &p.o.col : &p.o.row) = stride;
   compute_product(&p.o, p.expected);
   return p;
@@ -417,6 +418,74 @@ static void check_outers(const kt_gradients *level) {
         check_outer(level, counts[c], ranks[r], 32 + 64 * (int64_t)(r % 2), ways);
     check_outer(level, 3, 1024, 32, ways);
     check_odd_outer(level, ways);
+  }
+}
+
+/* ---- The same by AMX ------------------------------------------------------------ */
+
+static uint8_t *scratch(void) { return guarded(KT_OUTER_SCRATCH); }
+
+/* Whether a sum belongs there, and not to the padding of lines. */
+static int is_named(const kt_outer *o, int64_t at) {
+  const int64_t line = o->col == 1 ? o->row : o->col;
+  return at % line < (o->col == 1 ? o->cols : o->rank);
+}
+
+/* Factors lose 2^-16 of themselves, sums are rounded once in each of 32 slots. */
+static void check_fast_outer(int64_t count, int64_t rank, int64_t cols, int ways) {
+  product p = new_product(count, rank, cols, ways & 1, ways & 2);
+  p.o.fresh = ways >> 2 & 1, p.o.scratch = scratch();
+  for (int64_t j = 0; j < rank; j++)
+    for (int64_t c = 0; c < cols; c++) {
+      const int64_t at = j * p.o.row + c * p.o.col;
+      double expected = p.o.fresh ? 0.0 : (double)p.o.out[at];
+      for (int64_t i = 0; i < count; i++) {
+        uint16_t b;
+        memcpy(&b, p.o.b + (p.o.index ? p.o.index[i] : i) * p.o.b_stride + 2 * c, sizeof b);
+        expected += (double)p.o.a[i * p.o.a_stride + j] * (double)wide(b);
+      }
+      p.expected[at] = (float)expected;
+    }
+  float *const before = guarded(p.floats * 4);
+  memcpy(before, p.o.out, p.floats * 4);
+  kt_outer_best()(&p.o);
+  for (size_t i = 0; i < p.floats; i++) {
+    const int named = is_named(&p.o, (int64_t)i);
+    const double bound = 3e-5 * sqrt((double)count + 1);
+    if (named ? !(fabs((double)p.o.out[i] - (double)p.expected[i]) <= bound)
+              : memcmp(before + i, p.o.out + i, 4) != 0) {
+      failed("fast outer", (int)rank, count, (float)ways);
+      break;
+    }
+  }
+  release_all();
+}
+
+/* A NaN and an Inf reach their row and column as numbers that are not finite, and nothing else. */
+static void check_odd_fast_outer(int ways) {
+  product p = new_product(20, 20, 64, ways & 1, 0);
+  p.o.scratch = scratch();
+  ((float *)(uintptr_t)p.o.a)[2 * p.o.a_stride + 9] = NAN;
+  ((float *)(uintptr_t)p.o.a)[3 * p.o.a_stride + 11] = INFINITY;
+  ((uint16_t *)(uintptr_t)(p.o.b + 3 * p.o.b_stride))[40] = 0x7f80;
+  kt_outer_best()(&p.o);
+  for (int64_t j = 0; j < 20; j++)
+    for (int64_t c = 0; c < 64; c++) {
+      const float found = p.o.out[j * p.o.row + c * p.o.col];
+      if (j == 9 ? !isnan(found) : !isfinite(found) != (j == 11 || c == 40))
+        failed("fast outer with NaN", (int)j, c, found);
+    }
+  release_all();
+}
+
+static void check_fast_outers(void) {
+  static const int64_t counts[] = {1, 8, 33, 100, 192}, ranks[] = {1, 5, 16, 17, 33, 64};
+  for (int ways = 0; ways < 8; ways++) {
+    for (size_t r = 0; r < sizeof ranks / sizeof *ranks; r++)
+      for (size_t c = 0; c < sizeof counts / sizeof *counts; c++)
+        check_fast_outer(counts[c], ranks[r], 32 + 64 * (int64_t)(r % 2), ways);
+    check_fast_outer(40, 150, 32, ways);
+    check_odd_fast_outer(ways & 1);
   }
 }
 
@@ -526,6 +595,11 @@ static void check_level(const kt_gradients *level) {
 }
 
 int main(void) {
+#if defined(__x86_64__)
+  kt_cpu cpu;
+  kt_cpu_detect(&cpu);
+  if (cpu.avx512_bf16 && !cpu.amx_tile) setenv("KTCONV_ASSUME", "amx", 0);
+#endif
   for (int i = 0; i < ACTIVATIONS; i++)
     for (int part = 0; part < 2; part++) {
       check_derivatives(activations + i, part);
@@ -536,6 +610,7 @@ int main(void) {
   for (int i = 0; kt_isa_has(kt_isa_at(i)); i++) {
     kt_isa_use(kt_isa_at(i));
     check_level(KT_CELL(kt_gradients_of));
+    check_fast_outers();
   }
   printf("%d failures up to level %s\n", failures, kt_isa_name(kt_isa_available()));
   return failures != 0;

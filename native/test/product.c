@@ -47,7 +47,13 @@ int kt_test_activate(int isa, const kt_activation *activation, int64_t strips, i
                      const float *up_bias, float *out, int64_t stride) {
   if (kt_isa_use(isa) != KT_OK) return 0;
   const kt_epilogue *const level = KT_CELL(kt_epilogues);
-  const kt_inner inner = {gate, up, gate_bias, up_bias, strips, tokens, out, stride};
-  level->activate[activation->function](activation, &inner);
+  const kt_inner inner = {.gate = kt_sums_of(gate, tokens),
+                          .up = kt_sums_of(up, tokens),
+                          .gate_bias = gate_bias,
+                          .up_bias = up_bias,
+                          .strips = strips,
+                          .out = out,
+                          .stride = stride};
+  level->activate[activation->function](activation, &inner, 0, tokens);
   return 1;
 }

@@ -400,12 +400,201 @@ static void check_adding(int64_t cols, int64_t before, int64_t tokens) {
 }
 
 static void check_sums(void) {
-  static const int64_t tokens[] = {1, 2, 5, 8, 12, 13, 25, 96};
+  static const int64_t tokens[] = {1, 2, 5, 8, 12, 13, 25, 33, 35, 96};
   for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++) {
     check_adding(96, 32, tokens[i]);
     check_adding(416, 288, tokens[i]);
   }
   check_adding(4096 + 32, 2048 + 64, 13);
+}
+
+/* ---- Split rows ----------------------------------------------------------------- */
+
+/* One row, of numbers that are all below 2^`exponent`, but for `odd` among them. */
+static void check_split_row(int exponent, float odd) {
+  enum { N = 320 };
+  uint16_t *const row = guarded(N * sizeof *row, 1);
+  float *const factor = guarded(N * sizeof *factor, 1);
+  int8_t *const high = guarded(N, 1), *const low = guarded(N, 1);
+  int8_t *const other_high = guarded(N, 1), *const other_low = guarded(N, 1);
+  double amax = 0;
+  for (int i = 0; i < N; i++) {
+    row[i] = nearest_bf16(i == 77 && odd != 0.0f ? odd : ldexpf(unit(), exponent));
+    factor[i] = unit();
+    amax = fmax(amax, fabs((double)(from_bits((uint32_t)row[i] << 16) * factor[i])));
+  }
+  const float scale = kt_strips_scalar.split(row, factor, N, high, low);
+  const int finite = isfinite(odd), zero = finite && amax / 32639 < 0x1p-126;
+  if (finite ? zero ? scale != 0.0f : fabs((double)scale * 32639 / amax - 1) > 1e-6 : !isnan(scale))
+    printf("FAILED: scale %g of a split row\n", (double)scale), failures++;
+  for (int i = 0; i < N; i++) {
+    const double value = (double)(from_bits((uint32_t)row[i] << 16) * factor[i]);
+    const double expected = finite && !zero ? value / (double)scale : 0.0;
+    if (fabs(256.0 * high[i] + low[i] - expected) <= (expected == 0.0 ? 0.0 : 0.51)) continue;
+    printf("FAILED: number %d of a split row is %d, %d instead of %g\n", i, high[i], low[i],
+           expected);
+    failures++;
+    break;
+  }
+  for (int i = 0, level; (level = kt_isa_at(i)) >= 0; i++) {
+    if (kt_isa_use(level)) continue;
+    const float other = KT_CELL(kt_strips_of)->split(row, factor, N, other_high, other_low);
+    if (isnan(scale) ? !isnan(other) : bits_of(other) != bits_of(scale)) failures++;
+    expect_same("high codes", other_high, high, N);
+    expect_same("low codes", other_low, low, N);
+  }
+  release_all();
+}
+
+static void check_split(void) {
+  for (int exponent = -140; exponent < 120; exponent += 13) check_split_row(exponent, 0.0f);
+  check_split_row(0, 1000.0f);
+  check_split_row(0, NAN);
+  check_split_row(0, -INFINITY);
+  check_split_row(-200, 0.0f);
+}
+
+/* ---- Transposed products --------------------------------------------------------- */
+
+/* Weights of moderate size: sums that do not overflow. */
+static weights make_moderate(const kt_layout *layout, int64_t rows, int64_t cols) {
+  weights w = make_weights(layout, rows, cols);
+  const size_t size = kt_packed_size(layout, rows, cols);
+  uint8_t *const packed = (uint8_t *)(uintptr_t)w.packed.codes;
+  if (layout->format == KT_FORMAT_BF16) draw_bf16(packed, size);
+  for (size_t i = 0; layout->format == KT_FORMAT_FP8 && i < size; i++)
+    if ((packed[i] & 0x7f) == 0x7f) packed[i] ^= 0x40;
+  for (int64_t i = 0; w.scale && i < kt_scale_count(layout, rows, cols); i++) {
+    const float value = 1.0f + 0.5f * unit();
+    if (layout->scale_dtype == KT_SCALE_F32) ((float *)(uintptr_t)w.scale)[i] = value;
+    if (layout->scale_dtype == KT_SCALE_BF16)
+      ((uint16_t *)(uintptr_t)w.scale)[i] = nearest_bf16(value);
+    if (layout->scale_dtype == KT_SCALE_UE8M0)
+      ((uint8_t *)(uintptr_t)w.scale)[i] = (uint8_t)(125 + draw() % 4);
+  }
+  if (w.scale && kt_scales_pack(layout, rows, cols, w.scale, (void *)(uintptr_t)w.packed.scale))
+    failures++;
+  if (kt_unpack(layout, rows, cols, packed, NULL, (void *)(uintptr_t)w.codes, NULL)) failures++;
+  return w;
+}
+
+/* A product in memory of its own. */
+typedef struct transposed_trial {
+  weights w[2];
+  int64_t matrices, rows, cols, tokens, stride;
+  uint16_t *x;      /* [tokens][matrices * rows] */
+  uint8_t *given;   /* as the product reads them */
+  float *out, *sum; /* of one strip, and of all */
+  kt_transposed job;
+} transposed_trial;
+
+static double weight_value(const transposed_trial *t, int64_t k, int64_t column) {
+  const weights *const w = t->w + k / t->rows;
+  const kt_layout *const layout = &w->packed.layout;
+  const int64_t n = k % t->rows;
+  const double code = (double)code_value(layout, w->codes, n * t->cols + column);
+  const int folded = !layout->group && !kt_format_of(layout)->splits;
+  if (folded || layout->scale_dtype == KT_SCALE_NONE) return code;
+  return code * (double)scale_value(w, n, column) * kt_format_of(layout)->scale_units;
+}
+
+/* Strips of columns first .. end - 1 of the first `tokens` rows, into t->sum. */
+static void transposed_strips(transposed_trial *t, int64_t first, int64_t end, int64_t tokens) {
+  kt_transposed job = t->job;
+  kt_transposed_fn *const product = kt_format_transposed(kt_format_of(&t->w[0].packed.layout));
+  job.column = first, job.end = end, job.tokens = tokens;
+  for (int64_t column = first; column < end; column += KT_STRIP) {
+    product(&job, t->out);
+    for (int64_t i = 0; i < tokens; i++)
+      memcpy(t->sum + i * t->cols + column, t->out + i * KT_STRIP, KT_STRIP * sizeof(float));
+  }
+}
+
+static void make_rows(transposed_trial *t) {
+  const int64_t numbers = t->matrices * t->rows;
+  float *const factor = guarded((size_t)numbers * sizeof *factor, 1);
+  draw_bf16((uint8_t *)t->x, (size_t)(t->tokens * numbers) * 2);
+  const int splits = kt_format_of(&t->w[0].packed.layout)->splits;
+  for (int64_t m = 0; splits && m < t->matrices; m++)
+    kt_fold_scales(&t->w[m].packed, 0, factor + m * t->rows);
+  for (int64_t i = 0; i < t->tokens; i++) {
+    uint8_t *const row = t->given + i * t->stride;
+    const uint16_t *const from = t->x + i * numbers;
+    if (splits)
+      *kt_split_scale(row, numbers) =
+          kt_strips_scalar.split(from, factor, numbers, (int8_t *)row, (int8_t *)row + numbers);
+    else
+      memcpy(row, from, (size_t)numbers * 2);
+  }
+}
+
+/* Of rounding: of scaled codes to bf16, or none; of split rows; sums in binary32. */
+static void check_sums_of(const transposed_trial *t) {
+  const kt_layout *const layout = &t->w[0].packed.layout;
+  const int rounds = layout->group && layout->scale_dtype != KT_SCALE_UE8M0;
+  const double bound = rounds ? 4e-3 : kt_format_of(layout)->splits ? 1e-4 : 1e-5;
+  double wrong = 0, squares = 0;
+  for (int64_t i = 0; i < t->tokens; i++)
+    for (int64_t c = 0; c < t->cols; c++) {
+      double sum = 0;
+      for (int64_t k = 0; k < t->matrices * t->rows; k++)
+        sum += (double)from_bits((uint32_t)t->x[i * t->matrices * t->rows + k] << 16) *
+               weight_value(t, k, c);
+      wrong += pow((double)t->sum[i * t->cols + c] - sum, 2);
+      squares += sum * sum;
+    }
+  if (sqrt(wrong / squares) <= bound) return;
+  printf("FAILED: transposed product of format %d, groups of %d, scales %d, %d x [%d, %d], %d "
+         "tokens: %g\n",
+         layout->format, layout->group, layout->scale_dtype, (int)t->matrices, (int)t->rows,
+         (int)t->cols, (int)t->tokens, sqrt(wrong / squares));
+  failures++;
+}
+
+static void check_transposed(const kt_layout *layout, int64_t matrices, int64_t rows, int64_t cols,
+                             int64_t tokens) {
+  const int64_t numbers = matrices * rows, stride = 2 * numbers + 64;
+  transposed_trial t = {.matrices = matrices, .rows = rows, .cols = cols, .tokens = tokens};
+  for (int64_t m = 0; m < matrices; m++) t.w[m] = make_moderate(layout, rows, cols);
+  t.stride = stride;
+  t.x = guarded((size_t)(tokens * numbers) * 2, 1);
+  t.given = guarded((size_t)(tokens * stride), 1);
+  t.out = guarded(KT_TRANSPOSED_ROWS * KT_STRIP * sizeof(float), 1);
+  t.sum = guarded((size_t)(tokens * cols) * sizeof(float), 1);
+  t.job = (kt_transposed){.matrices = matrices, .rows = t.given, .stride = stride};
+  for (int64_t m = 0; m < matrices; m++) t.job.w[m] = t.w[m].packed;
+  t.job.ring = guarded(2 * KT_TRANSPOSED_CHUNK, 1);
+  t.job.sums = guarded(KT_TRANSPOSED_ROWS * 2 * KT_STRIP * sizeof(int32_t), 1);
+  t.job.squares = guarded((size_t)(2 * numbers / KT_STRIP) * sizeof(kt_packed_square), 1);
+  float *const whole = guarded((size_t)(tokens * cols) * sizeof(float), 1);
+  make_rows(&t);
+  transposed_strips(&t, 0, cols, tokens);
+  check_sums_of(&t);
+  /* Neither other columns nor other tokens matter for the bits of an element. */
+  memcpy(whole, t.sum, (size_t)(tokens * cols) * sizeof(float));
+  for (int64_t column = 0; column < cols; column += KT_STRIP)
+    transposed_strips(&t, column, column + KT_STRIP, tokens);
+  expect_same("strips one by one", t.sum, whole, (size_t)(tokens * cols) * sizeof(float));
+  transposed_strips(&t, 0, cols, 1);
+  expect_same("one token", t.sum, whole, (size_t)(tokens * cols) * sizeof(float));
+  release_all();
+}
+
+/* Every format that has such products, at the level that has them. */
+static void check_all_transposed(void) {
+  static const int64_t tokens[] = {1, 16, 17, 35, 64, 100, 192};
+  static const int32_t groups[] = {0, 32, 64, 128};
+  for (int32_t format = 0; format <= KT_FORMAT_NVFP4; format++)
+    for (int32_t i = 0; i < 4; i++)
+      for (int32_t dtype = KT_SCALE_NONE; dtype <= KT_SCALE_UE8M0; dtype++) {
+        const kt_layout layout = {format, groups[i], dtype};
+        if (!kt_format_of(&layout) || !kt_format_transposed(kt_format_of(&layout))) continue;
+        for (size_t j = 0; j < sizeof tokens / sizeof *tokens; j++)
+          check_transposed(&layout, 1 + (int64_t)j % 2, 128, 128, tokens[j]);
+        check_transposed(&layout, 2, 192, 128, 33);
+        check_transposed(&layout, 1, 1216, 128, 5);
+        check_transposed(&layout, 1, 64, 3584 + 256, 3);
+      }
 }
 
 int main(void) {
@@ -418,6 +607,10 @@ int main(void) {
   check_plains();
   check_fold();
   check_sums();
+  check_split();
+#if KT_X86
+  if (kt_isa_use(KT_ISA_AMX) == KT_OK) check_all_transposed();
+#endif
   printf("%d failures up to level %s\n", failures, kt_isa_name(kt_isa_available()));
   return failures != 0;
 }

@@ -14,8 +14,9 @@
 
 /* Activations and their gradients are rounded to bf16 a few times on their way, and to codes: a
  * row of a result differs by up to 0.01 of its length from the truth, one number by a few times
- * that. Levels round alike, and sum in other orders. */
-static const double row_bound = 0.012, number_bound = 0.04, level_bound = 0.006;
+ * that. Levels round alike, and sum in other orders; but AMX leaves out a rounding of gradients
+ * that scales are folded into (split rows). */
+static const double row_bound = 0.012, number_bound = 0.04, level_bound = 0.008;
 
 enum { POOLS = 3 };
 

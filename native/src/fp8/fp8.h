@@ -16,6 +16,8 @@ enum { KT_FP8_TILE = 1024, KT_FP8_BLOCK = 128 };
 extern const uint16_t kt_fp8_bf16[128];
 
 kt_transpose_fn kt_fp8_transpose_scalar, kt_fp8_transpose_avx512;
+kt_stream_fn kt_fp8_stream_amx;
+kt_transposed_fn kt_fp8_transposed_amx;
 kt_product_fn kt_fp8_product_scalar, kt_fp8_product_avx2, kt_fp8_product_avx512,
     kt_fp8_product_float_avx512, kt_fp8_product_amx;
 

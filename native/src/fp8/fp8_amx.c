@@ -5,31 +5,81 @@
 #include "../simd/target.h"
 
 KT_TARGET_BEGIN(AMX)
-#include "../gemm/bf16_gemm_amx.h"
-#include "fp8.h"
+#include "../gemm/amx_groups.h"
+#include "fp8_tables_avx512.h"
 
-enum { LEAST_TOKENS = 9 }; /* see amx_tiles.h */
+/* Lines 4 part .. 4 part + 3 of tiles side by side; in the place of scales are tables. */
+KT_INLINE void unpack(kt_amx_codes codes, uint8_t *tiles, const int part) {
+  const kt_line_tables tables = *(const kt_line_tables *)(const void *)codes.scale;
+  KT_UNROLL(4)
+  for (int line = 4 * part; line < 4 * part + 4; line++) {
+    uint8_t *const to = tiles + line / 16 * KT_BF16_TILE + line % 16 * KT_LINE;
+    __m512i line0, line1;
+    kt_fp8_lines(&tables, _mm512_loadu_si512(codes.at + line * KT_LINE), &line0, &line1);
+    _mm512_store_si512(to, line0);
+    _mm512_store_si512(to + KT_BF16_HALF_TILE, line1);
+  }
+}
 
-/* Scales of a row are those of the K block's one group: multiplied after the sum. */
-static void decode(const kt_weight *w, int64_t strip, int64_t k, int64_t cols, kt_decoded *out) {
-  const int64_t block = w->layout.group ? KT_FP8_BLOCK : cols;
-  const float *const scale = w->scale;
-  kt_fp8_decode_tiles(w->codes + kt_bf16_tile_start(w->cols, KT_FP8_TILE, strip * KT_STRIP, k),
-                      cols / KT_TILE_COLS, out->tiles);
-  out->groups = cols / block;
-  out->group_tiles = block / KT_TILE_COLS;
-  for (int64_t i = 0; i < out->groups * KT_STRIP; i++)
-    out->scale[i] = w->layout.group
-                        ? scale[strip * (w->cols / KT_FP8_BLOCK) + k / KT_FP8_BLOCK + i / KT_STRIP]
-                        : scale[strip * KT_STRIP + i];
+/* A block of 128 x 128 has one scale. */
+KT_INLINE void add_block(const kt_amx_groups *s, int64_t g, int64_t first, int64_t end,
+                         const void *sums) {
+  const float *from = sums, *const scales = s->w->scale;
+  const __m512 scale = _mm512_set1_ps(scales[s->strip * s->number + g]);
+  for (int64_t t = first; t < end; t++, from += KT_STRIP) {
+    float *const to = s->out + t * KT_STRIP;
+    _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(from), scale, _mm512_load_ps(to)));
+    _mm512_store_ps(to + 16,
+                    _mm512_fmadd_ps(_mm512_load_ps(from + 16), scale, _mm512_load_ps(to + 16)));
+  }
+}
+
+KT_INLINE kt_amx_strip strip_of(const kt_weight *w, int64_t strip) {
+  const int64_t tiles = w->cols / KT_TILE_COLS;
+  return kt_amx_whole_strip(w->codes + strip * tiles * KT_FP8_TILE, NULL, tiles);
+}
+
+static void stream_blocks(const kt_line_tables *tables, const kt_weight *w, int64_t strip,
+                          const uint8_t *x, int64_t stride, int64_t tokens, kt_beside *beside,
+                          float *out) {
+  const kt_amx_group_form form = {.steps = KT_FP8_BLOCK / KT_TILE_COLS,
+                                  .line = KT_AMX_LINE,
+                                  .half = KT_BF16_HALF_TILE,
+                                  .size = KT_FP8_BLOCK / KT_TILE_COLS * KT_FP8_TILE,
+                                  .unpack = unpack,
+                                  .add = add_block};
+  const int64_t size = w->cols / KT_TILE_COLS * KT_FP8_TILE;
+  const kt_amx_groups s = {.w = w,
+                           .codes = w->codes + strip * size,
+                           .tables = tables,
+                           .x = x,
+                           .strip = strip,
+                           .number = w->cols / KT_FP8_BLOCK,
+                           .stride = stride,
+                           .out = out};
+  kt_amx_stream_groups(form, &s, size, tokens, beside);
+}
+
+/* Scales of rows are multiplied after the sum. */
+void kt_fp8_stream_amx(const kt_weight *w, int64_t strip, const uint8_t *x, int64_t stride,
+                       int64_t tokens, kt_beside *beside, void *out, kt_sums *sums) {
+  const kt_amx_form form = {.steps = 1, .size = KT_FP8_TILE, .unpack = unpack};
+  const kt_line_tables tables = kt_fp8_tables();
+  *sums = kt_sums_of(out, tokens);
+  if (w->layout.group) {
+    stream_blocks(&tables, w, strip, x, stride, tokens, beside, out);
+    return;
+  }
+  kt_amx_stream(form, strip_of, w, strip, x, stride, tokens, &tables, beside, out);
+  sums->row_scale = (const float *)w->scale + strip * KT_STRIP;
 }
 
 void kt_fp8_product_amx(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                         int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
-  if (tokens < LEAST_TOKENS)
+  if (tokens < kt_least_tokens(&w->layout))
     kt_fp8_product_float_avx512(w, strip, strips, x, stride, tokens, out, panel);
   else
-    kt_bf16_decoded_product(decode, w, strip, strips, x, stride, tokens, out, panel);
+    kt_streamed_product(kt_fp8_stream_amx, w, strip, strips, x, stride, tokens, out, panel);
 }
 
 KT_TARGET_END

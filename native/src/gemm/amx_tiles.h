@@ -7,16 +7,16 @@
  *   6 7     weights: a half tile, 16 groups of 4 bytes x 16 rows of w
  *
  * Four products per two loads of activations and two of weights: one load per product.
- * Configuring costs as much as many products, so it is done once for the whole blocks of
- * tokens and once for the rest (INT8, INT4), or once (all others), never inside of loops.
+ * Configuring costs as much as many products, so it is done once for all strips of as many tokens,
+ * never inside of loops (amx_stream.h).
  *
- * For that, the others cut tokens into halves of as many rows, up to 16, and sum two halves x 32
- * rows of w in four tiles; of an odd number the last one is alone, with two. Where tokens do not
+ * For that, tokens are cut into halves of as many rows, up to 16, and two halves x 32 rows of w are
+ * summed in four tiles; of an odd number the last one is alone, with two. Where tokens do not
  * divide evenly, the last half begins in the one before: 33 tokens are the halves 0..10, 11..21,
  * 22..32, and 35 are 0..11, 12..23, 23..34.
  *
  * A product of tiles costs the same for 1 token as for 16, and weights must be unpacked for it:
- * each format leaves fewer than its LEAST_TOKENS to AVX-512, measured with an expert's weights
+ * each format leaves fewer than its least_tokens to AVX-512, measured with an expert's weights
  * outside of the caches (benchmarks/RESULTS.md, AMX). */
 #ifndef KT_AMX_TILES_H
 #define KT_AMX_TILES_H
@@ -69,6 +69,24 @@ KT_INLINE void kt_amx_configure_halves(const kt_halves *h, int line) {
   kt_amx_configure_lines((int)h->rows, (int)h->rows, line);
 }
 
+/* Instructions in the order in which they are written; GCC 12's intrinsics do not say that they
+ * read or write memory. Tiles are constants. */
+#define KT_AMX_LOAD(tile, from, stride)                                                            \
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile::"r"((const void *)(from)),                  \
+                   "r"((int64_t)(stride))                                                          \
+                   : "memory")
+#define KT_AMX_STORE(tile, to, stride)                                                             \
+  __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"((void *)(to)),                     \
+                   "r"((int64_t)(stride))                                                          \
+                   : "memory")
+#define KT_AMX_PRODUCT(int8, sum, x, w)                                                            \
+  do {                                                                                             \
+    if (int8)                                                                                      \
+      __asm__ volatile("tdpbssd %%tmm" #w ", %%tmm" #x ", %%tmm" #sum::);                          \
+    else                                                                                           \
+      __asm__ volatile("tdpbf16ps %%tmm" #w ", %%tmm" #x ", %%tmm" #sum::);                        \
+  } while (0)
+
 /* `both`, a constant: whether tiles 2, 3 and 5 are used. What was written to memory before is seen
  * by the loads that follow: GCC 12's _tile_loadd does not say that it reads memory. */
 KT_INLINE void kt_amx_zero_sums(const int both) {
@@ -85,25 +103,15 @@ KT_INLINE void kt_amx_zero_sums(const int both) {
  * bytes apart. int8: or bf16, a constant. */
 KT_INLINE void kt_amx_multiply(const int int8, const int both, const uint8_t *const w[2],
                                const uint8_t *const x[2], int64_t stride) {
-  _tile_loadd(6, w[0], KT_AMX_LINE);
-  _tile_loadd(7, w[1], KT_AMX_LINE);
-  _tile_loadd(4, x[0], (size_t)stride);
-  if (int8) {
-    _tile_dpbssd(0, 4, 6);
-    _tile_dpbssd(1, 4, 7);
-  } else {
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-  }
+  KT_AMX_LOAD(6, w[0], KT_AMX_LINE);
+  KT_AMX_LOAD(7, w[1], KT_AMX_LINE);
+  KT_AMX_LOAD(4, x[0], stride);
+  KT_AMX_PRODUCT(int8, 0, 4, 6);
+  KT_AMX_PRODUCT(int8, 1, 4, 7);
   if (!both) return;
-  _tile_loadd(5, x[1], (size_t)stride);
-  if (int8) {
-    _tile_dpbssd(2, 5, 6);
-    _tile_dpbssd(3, 5, 7);
-  } else {
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-  }
+  KT_AMX_LOAD(5, x[1], stride);
+  KT_AMX_PRODUCT(int8, 2, 5, 6);
+  KT_AMX_PRODUCT(int8, 3, 5, 7);
 }
 
 /* To sums[i][t][32 rows] of 32 bits. */

@@ -11,6 +11,8 @@
 enum { KT_GINT4_TILE = KT_GROUP_TILE(4), KT_GINT4_BIAS = KT_GROUP_BIAS(4) };
 
 kt_transpose_fn kt_gint4_transpose_scalar, kt_gint4_transpose_avx512;
+kt_stream_fn kt_gint4_stream_amx;
+kt_transposed_fn kt_gint4_transposed_amx;
 kt_product_fn kt_gint4_product_scalar, kt_gint4_product_avx2, kt_gint4_product_avx512,
     kt_gint4_product_amx;
 

@@ -8,12 +8,14 @@ KT_TARGET_BEGIN(AMX)
 #include "../gemm/group_gemm_amx.h"
 #include "gint4.h"
 
+KT_GROUP_STREAM(4, kt_gint4_stream_amx)
+
 void kt_gint4_product_amx(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                           int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
-  if (tokens < kt_group_least_tokens(w))
+  if (tokens < kt_least_tokens(&w->layout))
     kt_gint4_product_avx512(w, strip, strips, x, stride, tokens, out, panel);
   else
-    kt_group_product_amx(4, w, strip, strips, x, stride, tokens, out, panel);
+    kt_streamed_product(kt_gint4_stream_amx, w, strip, strips, x, stride, tokens, out, panel);
 }
 
 KT_TARGET_END

@@ -76,6 +76,7 @@ const kt_weight_format kt_int4_format = {
     .scale = scale_of,
     .requantize = requantize_to_int4,
     .quantize_pack[KT_ISA_SCALAR] = kt_quantize_pack_rows,
+    .block_rows = KT_INT4_BLOCK_ROWS,
     .rows_kind = KT_ROWS_INT8,
     .product[KT_ISA_SCALAR] = kt_int_product_scalar,
     .transpose[KT_ISA_SCALAR] = kt_int4_transpose_scalar,
@@ -87,6 +88,10 @@ const kt_weight_format kt_int4_format = {
     .product[KT_ISA_AVX512_VNNI] = kt_int4_product_avx512,
     .product[KT_ISA_AVX2] = kt_int4_product_avx2,
     .product[KT_ISA_AMX] = kt_int4_product_amx,
+    .stream = kt_int4_stream_amx,
+    .least_tokens = {5},
+    .transposed = kt_int4_transposed_amx,
+    .splits = 1,
 #elif KT_ARM64
     .quantize_pack[KT_ISA_NEON] = kt_int4_quantize_pack_neon,
 #endif

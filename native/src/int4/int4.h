@@ -11,6 +11,8 @@ enum { KT_INT4_TILE_COLS = 128, KT_INT4_BLOCK_ROWS = 128 };
 kt_quantize_pack_fn kt_int4_quantize_pack_avx2, kt_int4_quantize_pack_avx512,
     kt_int4_quantize_pack_neon;
 kt_transpose_fn kt_int4_transpose_scalar, kt_int4_transpose_avx512;
+kt_stream_fn kt_int4_stream_amx;
+kt_transposed_fn kt_int4_transposed_amx;
 kt_product_fn kt_int4_product_avx2, kt_int4_product_avx512, kt_int4_product_zen,
     kt_int4_product_amx;
 

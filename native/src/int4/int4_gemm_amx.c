@@ -8,14 +8,23 @@ KT_TARGET_BEGIN(AMX)
 #include "../gemm/int_gemm_amx.h"
 #include "int4.h"
 
-enum { LEAST_TOKENS = 14 }; /* see amx_tiles.h */
+KT_INLINE kt_amx_strip strip_of(const kt_weight *w, int64_t strip) {
+  return kt_int_amx_strip(1, KT_INT4_BLOCK_ROWS, w, strip);
+}
+
+void kt_int4_stream_amx(const kt_weight *w, int64_t strip, const uint8_t *x, int64_t stride,
+                        int64_t tokens, kt_beside *beside, void *out, kt_sums *sums) {
+  const kt_amx_form form = {.int8 = 1, .steps = 2, .size = KT_AMX_TILES, .unpack = kt_int4_unpack};
+  kt_amx_stream(form, strip_of, w, strip, x, stride, tokens, NULL, beside, out);
+  kt_int_amx_sums(1, w, strip, x, stride, tokens, out, sums);
+}
 
 void kt_int4_product_amx(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                          int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
-  if (tokens < LEAST_TOKENS)
+  if (tokens < kt_least_tokens(&w->layout))
     kt_int4_product_avx512(w, strip, strips, x, stride, tokens, out, panel);
   else
-    kt_int_product_amx(1, KT_INT4_BLOCK_ROWS, w, strip, strips, x, stride, tokens, out, panel);
+    kt_streamed_product(kt_int4_stream_amx, w, strip, strips, x, stride, tokens, out, panel);
 }
 
 KT_TARGET_END

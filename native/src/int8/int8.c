@@ -58,6 +58,7 @@ const kt_weight_format kt_int8_format = {
     .scale_units = 1,
     .scale = scale_of,
     .quantize_pack[KT_ISA_SCALAR] = kt_quantize_pack_rows,
+    .block_rows = KT_INT8_BLOCK_ROWS,
     .rows_kind = KT_ROWS_INT8,
     .product[KT_ISA_SCALAR] = kt_int_product_scalar,
     .transpose[KT_ISA_SCALAR] = kt_int8_transpose_scalar,
@@ -69,6 +70,10 @@ const kt_weight_format kt_int8_format = {
     .product[KT_ISA_AVX512_VNNI] = kt_int8_product_avx512,
     .product[KT_ISA_AVX2] = kt_int8_product_avx2,
     .product[KT_ISA_AMX] = kt_int8_product_amx,
+    .stream = kt_int8_stream_amx,
+    .least_tokens = {4},
+    .transposed = kt_int8_transposed_amx,
+    .splits = 1,
 #elif KT_ARM64
     .quantize_pack[KT_ISA_NEON] = kt_int8_quantize_pack_neon,
 #endif

@@ -10,6 +10,8 @@ enum { KT_INT8_TILE_COLS = 64, KT_INT8_BLOCK_ROWS = 64 };
 kt_quantize_pack_fn kt_int8_quantize_pack_avx2, kt_int8_quantize_pack_avx512,
     kt_int8_quantize_pack_neon;
 kt_transpose_fn kt_int8_transpose_scalar, kt_int8_transpose_avx512;
+kt_stream_fn kt_int8_stream_amx;
+kt_transposed_fn kt_int8_transposed_amx;
 kt_product_fn kt_int8_product_avx2, kt_int8_product_avx512, kt_int8_product_zen,
     kt_int8_product_amx;
 

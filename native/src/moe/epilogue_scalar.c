@@ -1,27 +1,53 @@
 /* The reference for activation and weighted sum. */
 #include <math.h>
+#include <string.h>
 
 #include "epilogue.h"
 
-static float with_bias(float value, const float *bias, int64_t row) {
-  return bias ? value + bias[row] : value;
+static float number(const kt_sums *s, int64_t strip, int64_t t, int64_t r) {
+  const int64_t at = (strip * s->tokens + t) * KT_STRIP + r, row = strip * KT_STRIP + r;
+  if (!s->whole) return ((const float *)s->sum)[at] * (s->row_scale ? s->row_scale[row] : 1.0f);
+  float x_scale;
+  memcpy(&x_scale, s->x_scale + t * s->stride, sizeof x_scale);
+  const float sum = (float)(((const int32_t *)s->sum)[at] >> s->shift);
+  return sum * (s->step * s->row_scale[row]) * x_scale;
 }
 
-static void activate(int function, const kt_activation *a, const kt_inner *in) {
+static float with_bias(const kt_sums *s, int64_t strip, int64_t t, int64_t r, const float *bias) {
+  const float value = number(s, strip, t, r);
+  return bias ? value + bias[strip * KT_STRIP + r] : value;
+}
+
+static void activate(int function, const kt_activation *a, const kt_inner *in, int64_t first,
+                     int64_t end) {
+  const int gated = kt_has_gate(function);
   for (int64_t s = 0; s < in->strips; s++)
-    for (int64_t t = 0; t < in->tokens; t++)
+    for (int64_t t = first; t < end; t++)
       for (int64_t r = 0; r < KT_STRIP; r++) {
-        const int64_t row = s * KT_STRIP + r, at = (s * in->tokens + t) * KT_STRIP + r;
-        const float g = kt_has_gate(function) ? with_bias(in->gate[at], in->gate_bias, row) : 0.0f;
-        const float u = with_bias(in->up[at], in->up_bias, row);
-        in->out[t * in->stride + row] = kt_activated_of(function, a, g, u).h;
+        const float g = gated ? with_bias(&in->gate, s, t, r, in->gate_bias) : 0.0f;
+        const float u = with_bias(&in->up, s, t, r, in->up_bias);
+        in->out[t * in->stride + s * KT_STRIP + r] = kt_activated_of(function, a, g, u).h;
       }
 }
 KT_FOR_GATE_FUNCTIONS(KT_DEFINE_ACTIVATE)
 
+static void add_weighted(const kt_weighted *o, int64_t first, int64_t end) {
+  for (int64_t s = 0; s < o->strips; s++)
+    for (int64_t t = first; t < end; t++) {
+      float *const y = o->y + o->token[t] * o->stride + s * KT_STRIP;
+      for (int64_t r = 0; r < KT_STRIP; r++)
+        y[r] = fmaf(o->weight[t], with_bias(&o->down, s, t, r, o->bias), o->fresh[t] ? 0.0f : y[r]);
+    }
+}
+
 static void accumulate(float weight, const float *product, const float *bias, float *y) {
   for (int r = 0; r < KT_STRIP; r++)
     y[r] = fmaf(weight, bias ? product[r] + bias[r] : product[r], y[r]);
+}
+
+static void numbers(const kt_sums *sums, int64_t first, int64_t end, float *out) {
+  for (int64_t t = first; t < end; t++)
+    for (int64_t r = 0; r < KT_STRIP; r++) out[t * KT_STRIP + r] = number(sums, 0, t, r);
 }
 
 static void sum(const float *part, int64_t parts, int64_t stride, const float *add, int64_t n,
@@ -33,7 +59,8 @@ static void sum(const float *part, int64_t parts, int64_t stride, const float *a
   }
 }
 
-const kt_epilogue kt_epilogue_scalar = {{KT_FOR_GATE_FUNCTIONS(KT_ACTIVATE_CELL)}, accumulate, sum};
+const kt_epilogue kt_epilogue_scalar = {
+    {KT_FOR_GATE_FUNCTIONS(KT_ACTIVATE_CELL)}, add_weighted, accumulate, numbers, sum};
 
 const kt_epilogue *const kt_epilogues[KT_LEVELS] = {
     [KT_ISA_SCALAR] = &kt_epilogue_scalar,

@@ -15,6 +15,7 @@ enum {
   KT_MAX_STRIPS = 16,           /* strips of one product call */
   KT_MAX_TOKENS = 96,           /* activation rows of one product call */
   KT_MAX_PRODUCTS = 4 * 96,     /* strips * activation rows of one product call */
+  KT_STREAM_TOKENS = 256,       /* activation rows of one streamed product */
   KT_PANEL_SIZE = 32 * 4096 * 2 /* bytes of scratch of one product call */
 };
 
@@ -25,6 +26,8 @@ typedef struct kt_weight {
   int64_t rows, cols;
   kt_layout layout;
 } kt_weight;
+
+typedef struct kt_weight_format kt_weight_format;
 
 /* Activation rows, as a format wants them: one row per token, `stride` bytes apart. */
 typedef enum kt_rows_kind {
@@ -44,11 +47,64 @@ typedef enum kt_rows_kind {
 typedef void kt_product_fn(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                            int64_t stride, int64_t tokens, float *out, uint8_t *panel);
 
+/* ---- Strips one after the other ------------------------------------------
+ *
+ * Where products take little time, what is done between them counts: fetching weights, scaling
+ * sums, the activation, the weighted sum. A streamed product does it within its loops (beside.h),
+ * and leaves sums as they come out of its registers. */
+
+/* Sums [strips][tokens][32] of a product, and what makes numbers of them:
+ *   whole    fl(fl(fl32(sum >> shift) * fl(step * row_scale[32 s + r])) * scale of token t)
+ *   others   fl(sum * row_scale[32 s + r]), or the sum itself where there is none */
+typedef struct kt_sums {
+  const void *sum; /* int32 or float */
+  int32_t whole, shift;
+  float step;
+  int64_t tokens;
+  const float *row_scale;
+  const uint8_t *x_scale; /* the float of token t: at x_scale + t * stride */
+  int64_t stride;
+} kt_sums;
+
+/* Of numbers, as kt_product_fn leaves them. */
+static inline kt_sums kt_sums_of(const float *numbers, int64_t tokens) {
+  return (kt_sums){.sum = numbers, .tokens = tokens};
+}
+
+/* One strip for `tokens` (least_tokens .. KT_STREAM_TOKENS) rows x; sums: [tokens][32], 64-byte
+ * aligned. The numbers are those of kt_product_fn, and on no more does an element depend. */
+typedef struct kt_beside kt_beside;
+typedef void kt_stream_fn(const kt_weight *w, int64_t strip, const uint8_t *x, int64_t stride,
+                          int64_t tokens, kt_beside *beside, void *out, kt_sums *sums);
+
+/* The best cell of a format for the level in use, or NULL; from how many tokens on it is faster
+ * than the product of the level below. */
+kt_stream_fn *kt_format_stream(const kt_weight_format *format);
+int64_t kt_least_tokens(const kt_layout *layout);
+
+/* kt_product_fn of a streamed product: each strip, and while it is multiplied the next is fetched.
+ */
+void kt_streamed_product(kt_stream_fn *stream, const kt_weight *w, int64_t strip, int64_t strips,
+                         const uint8_t *x, int64_t stride, int64_t tokens, float *out,
+                         uint8_t *panel);
+
+/* Where strips strip .. strip + strips - 1 lie, codes and scales: up to `most` runs, neighbours
+ * being one. Returns their number. */
+typedef struct kt_region {
+  const uint8_t *from;
+  int64_t size; /* bytes */
+} kt_region;
+int64_t kt_strip_regions(const kt_weight *w, int64_t strip, int64_t strips, int64_t most,
+                         kt_region *regions);
+
 /* Columns column .. column + 31 of w as a strip of BF16 weights: train/strips.h. */
 typedef void kt_transpose_fn(const kt_weight *w, int64_t column, uint8_t *strip);
 
+/* The next strip of a product with columns of w: train/transposed.h. */
+typedef struct kt_transposed kt_transposed;
+typedef void kt_transposed_fn(kt_transposed *transposed, float *out);
+
 /* The best cell of a format for the level in use. */
-typedef struct kt_weight_format kt_weight_format;
 kt_product_fn *kt_format_product(const kt_weight_format *format);
 
 /* ---- Activation rows (rows.c) --------------------------------------------

@@ -27,6 +27,15 @@ static void place_experts(kt_route *route, int64_t experts) {
   route->slots = slot;
 }
 
+static void mark_first(kt_route *route, int64_t tokens) {
+  memset(route->used, 0, (size_t)tokens);
+  for (int64_t slot = 0; slot < route->slots; slot++) {
+    uint8_t *const used = route->used + route->token[slot];
+    route->fresh[slot] = !*used;
+    *used = 1;
+  }
+}
+
 void kt_route_group(kt_route *route, const void *ids, int32_t id_size, const float *weights,
                     int64_t tokens, int64_t top_k, int64_t experts) {
   memset(route->count, 0, (size_t)experts * sizeof *route->count);
@@ -43,4 +52,5 @@ void kt_route_group(kt_route *route, const void *ids, int32_t id_size, const flo
     route->pair[slot] = (int32_t)i;
     route->weight[slot] = weights[i];
   }
+  mark_first(route, tokens);
 }

@@ -12,6 +12,8 @@ typedef struct kt_route {
   int32_t *token;  /* [slots] */
   int32_t *pair;   /* [slots] token * top_k + choice */
   float *weight;   /* [slots] routing weight */
+  uint8_t *fresh;  /* [slots] 1: the first of its token */
+  uint8_t *used;   /* [tokens] 1: there is a slot */
   int32_t *count;  /* [experts] working memory */
   uint8_t *skip;   /* [experts] not 0: as if no token had chosen it */
   int64_t active_count, slots;

@@ -23,6 +23,8 @@ void kt_take_route(kt_arena *arena, kt_route *route, int64_t experts, int64_t sl
   route->token = kt_take(arena, slots, sizeof *route->token);
   route->pair = kt_take(arena, slots, sizeof *route->pair);
   route->weight = kt_take(arena, slots, sizeof *route->weight);
+  route->fresh = kt_take(arena, slots, sizeof *route->fresh);
+  route->used = kt_take(arena, slots, sizeof *route->used);
   route->count = kt_take(arena, experts, sizeof *route->count);
   route->skip = kt_take(arena, experts, sizeof *route->skip);
 }

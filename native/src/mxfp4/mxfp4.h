@@ -7,6 +7,8 @@
 enum { KT_MXFP4_GROUP = 32 };
 
 kt_transpose_fn kt_mxfp4_transpose_scalar, kt_mxfp4_transpose_avx512;
+kt_stream_fn kt_mxfp4_stream_amx;
+kt_transposed_fn kt_mxfp4_transposed_amx;
 kt_product_fn kt_mxfp4_product_scalar, kt_mxfp4_product_avx2, kt_mxfp4_product_avx512,
     kt_mxfp4_product_float_avx512, kt_mxfp4_product_amx;
 

@@ -1,19 +1,17 @@
 /* MXFP4 products with AMX.
  *
- * A K block whose scales are powers of two that bf16 can take in is decoded with them and summed
- * as one group. Others (bf16 scales, the outermost powers of two) keep groups of 32 columns: a tile
- * each, whose sums are scaled and added as with AVX-512. Which of the two depends on the weights
- * alone. */
+ * A strip whose scales are powers of two that bf16 can take in is decoded with them and summed as
+ * one group. Others (bf16 scales, the outermost powers of two) keep groups of 32 columns, whose
+ * sums are scaled and added as with AVX-512. Which of the two depends on the weights alone. */
 #include "../cpu.h"
 
 #if KT_X86
 #include "../simd/target.h"
 
 KT_TARGET_BEGIN(AMX)
-#include "../gemm/bf16_gemm_amx.h"
-#include "mxfp4.h"
-
-enum { LEAST_TOKENS = 5 }; /* see amx_tiles.h */
+#include "../gemm/amx_groups.h"
+#include "mxfp4_scales_avx512.h"
+#include "mxfp4_tiles_avx512.h"
 
 /* Whether bf16 holds the numbers of all codes times each of these scales. */
 static int are_exact(const uint8_t *scale, int64_t count) {
@@ -28,29 +26,77 @@ static int are_exact(const uint8_t *scale, int64_t count) {
   return outside == 0;
 }
 
-static void decode(const kt_weight *w, int64_t strip, int64_t k, int64_t cols, kt_decoded *out) {
-  const int64_t row = strip * KT_STRIP, tiles = cols / KT_TILE_COLS, count = tiles * KT_STRIP;
-  const uint8_t *const codes = w->codes + kt_bf16_tile_start(w->cols, KT_FP4_TILE, row, k);
-  const int64_t at = kt_group_scale_index(w->cols, KT_MXFP4_GROUP, row, k / KT_MXFP4_GROUP);
-  const uint8_t *const scale = (const uint8_t *)w->scale + at;
-  if (w->layout.scale_dtype == KT_SCALE_UE8M0 && are_exact(scale, count)) {
-    kt_mxfp4_decode_tiles(codes, scale, tiles, out->tiles);
-    for (int r = 0; r < KT_STRIP; r++) out->scale[r] = 1.0f;
-    out->groups = 1;
-  } else {
-    kt_mxfp4_decode_tiles(codes, NULL, tiles, out->tiles);
-    kt_mxfp4_decode_scales(w, at, count, out->scale);
-    out->groups = tiles;
+KT_INLINE void unpack_scaled(kt_amx_codes codes, uint8_t *tiles, const int part) {
+  kt_mxfp4_decode_part(codes.at, codes.scale, part, tiles);
+}
+
+KT_INLINE void unpack_plain(kt_amx_codes codes, uint8_t *tiles, const int part) {
+  kt_mxfp4_decode_part(codes.at, NULL, part, tiles);
+}
+
+KT_INLINE void add_group(const kt_amx_groups *s, int64_t g, int64_t first, int64_t end,
+                         const void *sums) {
+  const int64_t at = (s->strip * s->number + g) * KT_STRIP;
+  const __m512 scale0 = kt_mxfp4_scales(s->w->layout.scale_dtype, s->w->scale, at);
+  const __m512 scale1 = kt_mxfp4_scales(s->w->layout.scale_dtype, s->w->scale, at + 16);
+  const float *from = sums;
+  for (int64_t t = first; t < end; t++, from += KT_STRIP) {
+    float *const to = s->out + t * KT_STRIP;
+    _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(from), scale0, _mm512_load_ps(to)));
+    _mm512_store_ps(to + 16,
+                    _mm512_fmadd_ps(_mm512_load_ps(from + 16), scale1, _mm512_load_ps(to + 16)));
   }
-  out->group_tiles = tiles / out->groups;
+}
+
+/* Scales of strips are only there where they are bytes. */
+KT_INLINE kt_amx_strip strip_of(const kt_weight *w, int64_t strip) {
+  const int64_t tiles = w->cols / KT_TILE_COLS;
+  return kt_amx_whole_strip(w->codes + strip * tiles * KT_FP4_TILE,
+                            (const uint8_t *)w->scale + strip * tiles * KT_STRIP, tiles);
+}
+
+static void stream_groups(const kt_weight *w, int64_t strip, const uint8_t *x, int64_t stride,
+                          int64_t tokens, kt_beside *beside, float *out) {
+  const kt_amx_group_form form = {.steps = 1,
+                                  .line = KT_AMX_LINE,
+                                  .half = KT_BF16_HALF_TILE,
+                                  .size = KT_FP4_TILE,
+                                  .unpack = unpack_plain,
+                                  .add = add_group};
+  const int64_t tiles = w->cols / KT_TILE_COLS;
+  const kt_amx_groups s = {.w = w,
+                           .codes = w->codes + strip * tiles * KT_FP4_TILE,
+                           .x = x,
+                           .strip = strip,
+                           .number = tiles,
+                           .stride = stride,
+                           .out = out};
+  kt_amx_stream_groups(form, &s, tiles * KT_FP4_TILE, tokens, beside);
+}
+
+/* What one way has unpacked of the next strip is of no use to the other. */
+void kt_mxfp4_stream_amx(const kt_weight *w, int64_t strip, const uint8_t *x, int64_t stride,
+                         int64_t tokens, kt_beside *beside, void *out, kt_sums *sums) {
+  const kt_amx_form form = {
+      .steps = 1, .size = KT_FP4_TILE, .scale_size = KT_STRIP, .unpack = unpack_scaled};
+  const int64_t count = w->cols / KT_TILE_COLS * KT_STRIP;
+  *sums = kt_sums_of(out, tokens);
+  if (w->layout.scale_dtype == KT_SCALE_UE8M0 &&
+      are_exact((const uint8_t *)w->scale + strip * count, count)) {
+    kt_amx_stream(form, strip_of, w, strip, x, stride, tokens, NULL, beside, out);
+    return;
+  }
+  beside->ready = NULL;
+  stream_groups(w, strip, x, stride, tokens, beside, out);
+  beside->ready = NULL;
 }
 
 void kt_mxfp4_product_amx(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
                           int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
-  if (tokens < LEAST_TOKENS)
+  if (tokens < kt_least_tokens(&w->layout))
     kt_mxfp4_product_float_avx512(w, strip, strips, x, stride, tokens, out, panel);
   else
-    kt_bf16_decoded_product(decode, w, strip, strips, x, stride, tokens, out, panel);
+    kt_streamed_product(kt_mxfp4_stream_amx, w, strip, strips, x, stride, tokens, out, panel);
 }
 
 KT_TARGET_END

@@ -16,6 +16,8 @@ enum {
 };
 
 kt_transpose_fn kt_nvfp4_transpose_scalar, kt_nvfp4_transpose_avx512;
+kt_stream_fn kt_nvfp4_stream_amx;
+kt_transposed_fn kt_nvfp4_transposed_amx;
 kt_product_fn kt_nvfp4_product_scalar, kt_nvfp4_product_avx2, kt_nvfp4_product_avx512,
     kt_nvfp4_product_float_avx512, kt_nvfp4_product_amx;
 

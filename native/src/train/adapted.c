@@ -181,17 +181,27 @@ static void save_columns(const float *products, const float *bias, float cut, ui
   if (cut < INFINITY) keep_sides(values, cut, out);
 }
 
+/* Rows are far apart, and would be fetched when they are written. */
+enum { ROWS_AHEAD = 8 };
+
+static uint16_t *saved_columns(const kt_adapted *a, const kt_run *r, kt_projection p,
+                               const kt_inner_item *item, int64_t slot) {
+  const int64_t at = first_slot(r) + slot;
+  return item->row + (p == KT_GATE ? kt_saved_gate(&a->saved, item->part, at)
+                                   : kt_saved_up(&a->saved, item->part, at, r->width));
+}
+
 void kt_adapted_save_inner(const kt_adapted *a, const kt_run *r, kt_projection p,
                            const kt_inner_item *item, const float *products, const float *bias,
                            int64_t slot, int64_t count) {
   if (!a->saves) return;
   for (int64_t s = 0; s < item->strips; s++)
     for (int64_t i = 0; i < count; i++) {
-      const int64_t at = first_slot(r) + slot + i;
-      uint16_t *const row = p == KT_GATE ? kt_saved_gate(&a->saved, item->part, at)
-                                         : kt_saved_up(&a->saved, item->part, at, r->width);
+      uint16_t *const row = saved_columns(a, r, p, item, slot + i) + s * KT_STRIP;
+      if (i + ROWS_AHEAD < count)
+        __builtin_prefetch(saved_columns(a, r, p, item, slot + i + ROWS_AHEAD) + s * KT_STRIP, 1);
       save_columns(products + (s * count + i) * KT_STRIP, bias ? bias + s * KT_STRIP : NULL,
-                   p == KT_GATE ? a->gate_cut : a->up_cut, row + item->row + s * KT_STRIP);
+                   p == KT_GATE ? a->gate_cut : a->up_cut, row);
     }
 }
 

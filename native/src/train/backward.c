@@ -12,47 +12,56 @@ enum { LINE = 64 };
 
 /* ---- Scratch ------------------------------------------------------------------ */
 
+/* Whether scales are to be folded, by rows or by groups: of the layout, so that memory is the same
+ * on all levels. */
+static int has_scales(const kt_back *b, int groups) {
+  const kt_layout *const layout = &b->run.moe->layout;
+  return kt_scales_to_fold(layout) && !layout->group == !groups;
+}
+
 /* A team's rows with scales folded in are others only where gate or up has scales per row. */
 static void lay_out_team(kt_arena *a, const kt_back *b, kt_back_team *t) {
-  const int64_t slots = b->slots, gated = kt_has_gate(b->run.moe->activation.function);
-  const int64_t folded = b->folding == KT_FOLD_ROWS ? slots : 0;
-  const size_t stride = (size_t)b->w_stride;
+  const int64_t slots = b->slots, row = 2 * b->run.width;
+  const int64_t gate = kt_has_gate(b->run.moe->activation.function) ? row : 0;
   const int64_t pairs = kt_adapts_x(&b->adapter) ? slots * b->adapter.pair_cols : 0;
-  kt_back_team laid = {
-      .d_gate = kt_take(a, gated * slots, stride),
-      .d_up = kt_take(a, slots, stride),
-      .folded_gate = kt_take(a, gated * folded, stride),
-      .folded_up = kt_take(a, folded, stride),
-      .middle = kt_take(a, kt_back_needs_middle(b) ? slots : 0, stride),
-      .pairs = kt_take(a, pairs, sizeof(uint16_t)),
-  };
-  if (!folded) laid.folded_gate = laid.d_gate, laid.folded_up = laid.d_up;
-  if (!kt_back_needs_middle(b)) laid.middle = NULL;
-  if (t) *t = laid;
+  uint8_t *const rows = kt_take(a, slots, (size_t)b->w_stride);
+  uint8_t *folded = kt_take(a, has_scales(b, 0) ? slots : 0, (size_t)b->w_stride);
+  uint16_t *const pair_rows = kt_take(a, pairs, sizeof(uint16_t));
+  if (!t) return;
+  if (b->folding != KT_FOLD_ROWS) t->split = folded, folded = rows;
+  t->d_gate = rows, t->d_up = rows + gate;
+  t->folded_gate = folded, t->folded_up = folded + gate;
+  t->middle = kt_back_needs_middle(b) ? rows + gate + row : NULL;
+  t->pairs = pair_rows;
 }
 
 static void lay_out_worker(kt_arena *a, const kt_back *b, kt_back_worker *w) {
   const int64_t hidden = b->run.moe->hidden, width = b->run.width;
   const int64_t longest = kt_larger(hidden, width);
   const int64_t pair = kt_larger(b->adapter.pair_cols, KT_STRIP);
-  const int groups = b->folding == KT_FOLD_GROUPS;
+  const int groups = has_scales(b, 1);
+  const int64_t squares = 2 * kt_larger(hidden, 2 * width) / KT_STRIP;
   const size_t strip = KT_STRIP * 2, block = KT_MAX_TOKENS * KT_STRIP * sizeof(float);
   const kt_back_worker laid = {
       .lora = {.gather = kt_take(a, 1, kt_gather_size(longest)),
-               .strips = kt_take(a, kt_larger(longest, 2 * width), strip),
+               .strips = kt_take(a, longest, strip),
                .spare = kt_take(a, kt_larger(longest, pair), strip),
                .out = kt_take(a, 1, block)},
       .small = kt_take(a, pair, strip),
       .folded_gate = kt_take(a, groups ? KT_CHUNK : 0, (size_t)kt_folded_stride(width)),
       .folded_up = kt_take(a, groups ? KT_CHUNK : 0, (size_t)kt_folded_stride(longest)),
-      .base = kt_take(a, 1, block),
+      .base = kt_take(a, KT_TRANSPOSED_ROWS * KT_STRIP, sizeof(float)),
       .added = kt_take(a, 1, block),
-      .fold = kt_take(a, longest, sizeof(float)),
+      .fold = kt_take(a, kt_larger(longest, 2 * width), sizeof(float)),
       .fold_gate = kt_take(a, longest, sizeof(float)),
       .fold_up = kt_take(a, longest, sizeof(float)),
       .a = kt_take(a, KT_CHUNK * KT_OUTER_ROWS, sizeof(float)),
       .values = kt_take(a, hidden, sizeof(float)),
+      .outer = kt_take(a, 1, KT_OUTER_SCRATCH),
       .panel = kt_take(a, 1, KT_PANEL_SIZE),
+      .ring = kt_take(a, 2, KT_TRANSPOSED_CHUNK),
+      .sums = kt_take(a, KT_TRANSPOSED_ROWS * 2 * KT_STRIP, sizeof(int32_t)),
+      .squares = kt_take(a, squares, sizeof(kt_packed_square)),
   };
   if (w) *w = laid;
 }
@@ -113,6 +122,7 @@ static void compute_part(kt_back *b, kt_back_team *t, const kt_back_worker *w, i
   kt_barrier_wait(&t->barrier);
   EACH_ITEM(&p->pairs, i) kt_back_pairs(b, t, w, part, i);
   EACH_ITEM(&p->outer, i) kt_back_outer(b, t, w, 1, part, i);
+  EACH_ITEM(&p->split, i) kt_back_split(b, t, w, part, i);
   kt_barrier_wait(&t->barrier);
   EACH_ITEM(&p->dx, i) kt_back_inputs(b, t, w, part, i);
   kt_barrier_wait(&t->barrier);
@@ -164,6 +174,7 @@ static void prepare_team(kt_back *b, int64_t index) {
     kt_share_init(&p->middle, active * kt_ceil_div(per_expert, b->middle_strips), 1, threads);
     kt_share_init(&p->pairs, kt_adapts_x(&b->adapter) ? active : 0, 1, threads);
     kt_share_init(&p->outer, kt_back_outer_items(b, 1), 1, threads);
+    kt_share_init(&p->split, b->want.dx && b->folding == KT_FOLD_SPLIT ? active : 0, 1, threads);
     kt_share_init(&p->dx, b->want.dx ? dx : 0, 1, threads);
   }
 }
@@ -195,9 +206,17 @@ static kt_status backward_batch(kt_back *b) {
 
 /* ---- Entry points --------------------------------------------------------------------- */
 
-static kt_folding folding_of(const kt_run *r) {
-  if (!kt_scales_to_fold(&r->moe->layout)) return KT_FOLD_NONE;
-  return r->moe->layout.group ? KT_FOLD_GROUPS : KT_FOLD_ROWS;
+static kt_folding folding_of(const kt_back *b) {
+  if (b->transposed && b->run.format->splits) return KT_FOLD_SPLIT;
+  if (has_scales(b, 0)) return KT_FOLD_ROWS;
+  return has_scales(b, 1) && !b->transposed ? KT_FOLD_GROUPS : KT_FOLD_NONE;
+}
+
+/* Of rows [gate | up | h]: no gate, or no h, where there is none. Strides of 4096 bytes would meet
+ * in one cache set. */
+static int64_t row_stride(const kt_back *b) {
+  const int gated = kt_has_gate(b->run.moe->activation.function);
+  return 2 * b->run.width * (1 + gated + kt_back_needs_middle(b)) + 64;
 }
 
 static kt_back start(const kt_moe *moe, const kt_lora *lora, const kt_pool *pool,
@@ -211,8 +230,10 @@ static kt_back start(const kt_moe *moe, const kt_lora *lora, const kt_pool *pool
   };
   b.transpose = kt_format_transpose(b.run.format);
   b.activate = b.adapter.math->activate[moe->activation.function];
-  b.folding = folding_of(&b.run);
-  b.w_stride = (int64_t)kt_rows_stride(KT_ROWS_BF16, b.run.width, 0);
+  b.transposed = kt_format_transposed(b.run.format);
+  b.outer_product = kt_outer_best();
+  b.folding = folding_of(&b);
+  b.w_stride = row_stride(&b);
   return b;
 }
 
@@ -307,6 +328,7 @@ static void start_call(kt_back *b, const kt_moe_call *c, const void *saved) {
 
 /* Of no token, all that is wanted of matrices is zero. */
 static kt_status no_tokens(kt_back *b) {
+  b->run.route.active_count = 0;
   for (int64_t e = 0; e < b->run.moe->experts; e++) kt_back_zero(b, e);
   return KT_OK;
 }

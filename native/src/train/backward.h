@@ -5,13 +5,15 @@
  *   2  B^T dy of down                                      items: experts
  * then in a team, for each of its parts, between its barriers:
  *   3  W^T dy of down -> gradients of gate and up          items: (expert, strips of w)
- *   4  B^T of those; LoRA gradients of the part            items: experts; blocks of matrices
+ *   4  B^T of those; LoRA gradients of the part; codes     items: experts; blocks of matrices;
+ *      of those, where integers are multiplied                    experts
  *   5  W^T of those, summed over experts -> partial dx     items: strips of hidden
  * and all threads again:
  *   6  dx = sum of the parts; gradients of weights and of the LoRA matrices that no part owns
  * Transposed products make a strip of columns at a time from packed weights (strips.h), in memory
- * of the thread. The routing weight is applied behind step 3, so that W^T dy of down gives the
- * gradient of that weight, too. */
+ * of the thread; with AMX, strips are decoded while they are multiplied (transposed.h). The routing
+ * weight is applied behind step 3, so that W^T dy of down gives the gradient of that weight, too.
+ */
 #ifndef KT_BACKWARD_H
 #define KT_BACKWARD_H
 
@@ -20,22 +22,24 @@
 
 /* How scales of the weights come into transposed products. */
 typedef enum kt_folding {
-  KT_FOLD_NONE,  /* strips have them */
-  KT_FOLD_ROWS,  /* one per row: folded into activation rows once */
-  KT_FOLD_GROUPS /* one per row and group of columns: folded for each strip */
+  KT_FOLD_NONE,   /* strips have them */
+  KT_FOLD_ROWS,   /* one per row: folded into activation rows once */
+  KT_FOLD_SPLIT,  /* the same, and rows become codes */
+  KT_FOLD_GROUPS, /* one per row and group of columns: folded for each strip */
 } kt_folding;
 
 typedef struct kt_back_part {
-  kt_share middle, pairs, outer, dx;
+  kt_share middle, pairs, outer, split, dx;
   float *partial; /* [tokens, hidden] of dx */
 } kt_back_part;
 
-/* Rows of slots, for one part at a time. */
+/* Rows of slots, for one part at a time: those of gate, up and h side by side. */
 typedef struct kt_back_team {
   kt_barrier barrier;
-  uint8_t *d_gate, *d_up;           /* bf16 [w] */
+  uint8_t *d_gate, *d_up;           /* bf16 [w]; d_up alone where there is no gate */
   uint8_t *folded_gate, *folded_up; /* the same with scales of rows; else the same memory */
   uint8_t *middle;                  /* bf16 [w] of h, where a gradient needs it */
+  uint8_t *split;                   /* split rows [gate | up] in the memory of folded ones */
   uint16_t *pairs;                  /* rows [gate | up] of B^T d, times factor */
 } kt_back_team;
 
@@ -43,11 +47,15 @@ typedef struct kt_back_worker {
   kt_lora_worker lora;               /* gather, strips, spare, out */
   uint8_t *small;                    /* a strip of a LoRA matrix */
   uint8_t *folded_gate, *folded_up;  /* [KT_CHUNK] rows with the scales of a group */
-  float *base, *added;               /* [KT_MAX_TOKENS][KT_STRIP] */
-  float *fold, *fold_gate, *fold_up; /* [longest row] */
+  float *base;                       /* [KT_TRANSPOSED_ROWS][KT_STRIP] */
+  float *added;                      /* [KT_MAX_TOKENS][KT_STRIP] */
+  float *fold, *fold_gate, *fold_up; /* [longest row]; fold: of two */
   float *a;                          /* [KT_CHUNK][KT_OUTER_ROWS] */
   float *values;                     /* [hidden] */
-  uint8_t *panel;
+  uint8_t *outer;                    /* KT_OUTER_SCRATCH */
+  uint8_t *panel, *ring;             /* of transposed products, with what follows */
+  void *sums;
+  kt_packed_square *squares;
 } kt_back_worker;
 
 enum { KT_OUTER_ROWS = 64, KT_OUTER_COLS = 256 };
@@ -59,6 +67,8 @@ typedef struct kt_back {
   kt_moe_gradients want;
   const kt_epilogue *epilogue;
   kt_transpose_fn *transpose;
+  kt_transposed_fn *transposed; /* NULL: by strips */
+  kt_outer_fn *outer_product;
   kt_activate_back_fn *activate;
   kt_folding folding;
   kt_matrix x, dy;
@@ -98,6 +108,8 @@ void kt_back_middle(const kt_back *b, const kt_back_team *t, const kt_back_worke
                     int64_t item); /* 3 */
 void kt_back_pairs(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, int64_t part,
                    int64_t active); /* 4 */
+void kt_back_split(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, int64_t part,
+                   int64_t active);
 void kt_back_inputs(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, int64_t part,
                     int64_t item);                                        /* 5 */
 void kt_back_slot_weight(const kt_back *b, int64_t slot, int64_t expert); /* 6 */

@@ -39,6 +39,14 @@ void kt_back_down_products(const kt_back *b, const kt_back_worker *w, int64_t ac
     kt_scaled_row(b->v_down + i * rank, rank, b->adapter.factor, cols, b->down_rows + i * cols);
 }
 
+/* Slots that are multiplied at a time. With AMX, rows of `cols` numbers are read from L2 for every
+ * strip (7168 x 2048, INT8, products with down's columns: 128 slots 810 GFLOPS, 192 620). */
+static int64_t most_slots(const kt_back *b, int64_t cols) {
+  enum { IN_L2 = 15 << 17 }; /* 1.9 MB of 2 */
+  if (!b->transposed) return KT_CHUNK;
+  return kt_larger(32, kt_smaller(KT_CHUNK, IN_L2 / (2 * cols)));
+}
+
 /* ---- 3: through down and the function ---------------------------------------- */
 
 /* One item: some strips of an expert's middle. */
@@ -48,6 +56,8 @@ typedef struct middle_item {
   const kt_back_worker *w;
   kt_weight down, gate, up;
   int64_t part, expert, slot, column; /* slot: the block's first */
+  kt_transposed product;
+  const float *base; /* of the block */
 } middle_item;
 
 /* Whether a strip has other scales than the one before it: those of a new group, or the first. */
@@ -99,7 +109,7 @@ static void through_function(const middle_item *m, int64_t count) {
   const int64_t group = b->saved.groups > 1 ? m->column / b->run.moe->layout.group : 0;
   const int64_t strips = width / KT_STRIP, strip = m->part * strips + m->column / KT_STRIP;
   const kt_inner_back back = {
-      .base = m->w->base,
+      .base = m->base,
       .lora = kt_adapts(&b->adapter, KT_DOWN) ? m->w->added : NULL,
       .gate = gated ? kt_saved_gate(&b->saved, m->part, at) + m->column : NULL,
       .up = kt_saved_up(&b->saved, m->part, at, width) + m->column,
@@ -122,35 +132,108 @@ static void through_function(const middle_item *m, int64_t count) {
   fold_block(m, m->w->fold_up, m->t->d_up, m->t->folded_up, count);
 }
 
+/* What the function reads and writes of `count` slots: a line of each of their rows, fetched while
+ * a product is computed. A line of codes has two strips. */
+static void prefetch_function(const middle_item *m, int64_t count) {
+  const kt_back *const b = m->b;
+  const kt_back_team *const t = m->t;
+  const int64_t at = kt_back_first_slot(b) + m->slot, width = b->run.width;
+  const int gated = kt_has_gate(b->run.moe->activation.function);
+  const int codes = b->saved.groups && m->column % (2 * KT_STRIP) == 0;
+  const int folded = t->folded_up != t->d_up;
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t row = (m->slot + i) * b->w_stride + 2 * m->column;
+    if (gated) __builtin_prefetch(kt_saved_gate(&b->saved, m->part, at + i) + m->column, 0, 2);
+    __builtin_prefetch(kt_saved_up(&b->saved, m->part, at + i, width) + m->column, 0, 2);
+    if (codes)
+      __builtin_prefetch(kt_saved_codes(&b->saved, m->part, at + i, width) + m->column, 0, 2);
+    if (gated) __builtin_prefetch(t->d_gate + row, 1, 2);
+    __builtin_prefetch(t->d_up + row, 1, 2);
+    if (t->middle) __builtin_prefetch(t->middle + row, 1, 2);
+    if (folded && gated) __builtin_prefetch(t->folded_gate + row, 1, 2);
+    if (folded) __builtin_prefetch(t->folded_up + row, 1, 2);
+  }
+}
+
+/* Products of one strip of a matrix with rows of a chunk, into w->base or added to it. */
+static void strip_products(const kt_back_worker *w, kt_product_fn *product, const uint8_t *codes,
+                           int64_t cols, const uint8_t *rows, int64_t stride, int64_t count) {
+  const kt_weight strip = kt_strip_weight(codes, 1, cols);
+  const kt_blocks blocks = kt_blocks_of(0, count, KT_MAX_TOKENS);
+  for (int64_t i = 0; i < blocks.number; i++) {
+    const int64_t first = kt_block_start(&blocks, i);
+    product(&strip, 0, 1, rows + first * stride, stride, kt_block_start(&blocks, i + 1) - first,
+            w->base + first * KT_STRIP, w->panel);
+  }
+}
+
 /* One strip for the slots of a chunk, whose rows are given. */
 static void middle_strip(middle_item *m, const uint8_t *rows, int64_t stride, int64_t slot,
                          int64_t count) {
   const kt_back *const b = m->b;
-  const kt_weight strip = kt_strip_weight(m->w->lora.strips, 1, b->run.moe->hidden);
   const int lora = kt_adapts(&b->adapter, KT_DOWN);
-  b->transpose(&m->down, m->column, m->w->lora.strips);
   if (lora) {
     const kt_plain a = kt_lora_a(&b->adapter, KT_DOWN, m->expert);
     b->adapter.strips->columns(&a, m->part * b->run.width + m->column, 0, b->adapter.cols,
                                m->w->small);
   }
+  m->slot = slot;
+  prefetch_function(m, count);
+  if (b->transposed) {
+    b->transposed(&m->product, m->w->base);
+  } else {
+    b->transpose(&m->down, m->column, m->w->lora.strips);
+    strip_products(m->w, b->adapter.product, m->w->lora.strips, b->run.moe->hidden, rows, stride,
+                   count);
+  }
   const kt_blocks blocks = kt_blocks_of(0, count, KT_MAX_TOKENS);
   for (int64_t i = 0; i < blocks.number; i++) {
     const int64_t first = kt_block_start(&blocks, i);
     const int64_t some = kt_block_start(&blocks, i + 1) - first;
-    b->adapter.product(&strip, 0, 1, rows + first * stride, stride, some, m->w->base, m->w->panel);
-    m->slot = slot + first;
+    m->slot = slot + first, m->base = m->w->base + first * KT_STRIP;
     if (lora) add_down_lora(m, some);
     through_function(m, some);
   }
 }
 
 static void fold_rows_of(const middle_item *m) {
-  if (m->b->folding != KT_FOLD_ROWS) return;
+  if (m->b->folding != KT_FOLD_ROWS && m->b->folding != KT_FOLD_SPLIT) return;
   kt_fold_scales(&m->down, 0, m->w->fold);
   if (m->t->folded_up == m->t->d_up) return;
   if (kt_has_gate(m->b->run.moe->activation.function)) kt_fold_scales(&m->gate, 0, m->w->fold_gate);
   kt_fold_scales(&m->up, 0, m->w->fold_up);
+}
+
+/* A row of n numbers times `fold`, split. */
+static void split_row(const kt_back *b, const uint8_t *row, const float *fold, int64_t n,
+                      uint8_t *out) {
+  *kt_split_scale(out, n) = b->adapter.strips->split((const uint16_t *)(const void *)row, fold, n,
+                                                     (int8_t *)out, (int8_t *)out + n);
+}
+
+/* Rows of dy of a chunk as products want them. */
+static const uint8_t *dy_rows(const middle_item *m, const kt_rows_view *dy, int64_t slot,
+                              int64_t count, int64_t *stride) {
+  if (m->b->folding != KT_FOLD_SPLIT)
+    return kt_view_rows(dy, slot, count, m->w->lora.gather, stride);
+  *stride = kt_folded_stride(dy->cols);
+  for (int64_t i = 0; i < count; i++)
+    split_row(m->b, dy->rows + dy->index[slot + i] * dy->stride, m->w->fold, dy->cols,
+              m->w->lora.gather + i * *stride);
+  return m->w->lora.gather;
+}
+
+/* A product of a chunk's rows with columns first .. end - 1 of w. */
+static kt_transposed transposed_of(const kt_back_worker *w, const uint8_t *rows, int64_t stride,
+                                   int64_t count, int64_t first, int64_t end) {
+  return (kt_transposed){.column = first,
+                         .end = end,
+                         .rows = rows,
+                         .stride = stride,
+                         .tokens = count,
+                         .ring = w->ring,
+                         .sums = w->sums,
+                         .squares = w->squares};
 }
 
 void kt_back_middle(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, int64_t part,
@@ -171,12 +254,14 @@ void kt_back_middle(const kt_back *b, const kt_back_team *t, const kt_back_worke
   kt_rows_view dy = kt_back_view(b, b->dy_rows, b->h_stride, r->moe->hidden, r->route.token);
   fold_rows_of(&m);
   if (b->folding == KT_FOLD_ROWS) dy.fold = w->fold;
-  const kt_blocks chunks = kt_expert_blocks(&r->route, active, KT_CHUNK);
+  const kt_blocks chunks = kt_expert_blocks(&r->route, active, most_slots(b, r->moe->hidden));
   for (int64_t i = 0; i < chunks.number; i++) {
     const int64_t slot = kt_block_start(&chunks, i);
     const int64_t count = kt_block_start(&chunks, i + 1) - slot;
     int64_t stride;
-    const uint8_t *const rows = kt_view_rows(&dy, slot, count, w->lora.gather, &stride);
+    const uint8_t *const rows = dy_rows(&m, &dy, slot, count, &stride);
+    m.product = transposed_of(w, rows, stride, count, first * KT_STRIP, last * KT_STRIP);
+    m.product.w[0] = m.down, m.product.matrices = 1;
     const int groups = b->folding == KT_FOLD_GROUPS;
     for (m.column = first * KT_STRIP; m.column < last * KT_STRIP; m.column += KT_STRIP) {
       if (new_group(b, m.column, first * KT_STRIP)) {
@@ -233,54 +318,63 @@ typedef struct input_item {
   kt_weight gate, up;
   int64_t part, expert, slot, count, stride;
   const uint8_t *gate_rows, *up_rows;
+  kt_transposed product;
 } input_item;
 
 static void add_x_lora(const kt_back *b, const kt_back_team *t, const kt_back_worker *w,
-                       int64_t column, int64_t slot, int64_t count) {
+                       int64_t column, int64_t slot, int64_t count, float *to) {
   const kt_adapter *const a = &b->adapter;
   const int64_t stride = kt_pair_stride(a);
   const kt_weight lora = kt_strip_weight(w->small, 1, a->pair_cols);
   const uint8_t *const rows = (const uint8_t *)t->pairs + slot * stride;
   if (!a->drop_x.below) {
-    a->add(&lora, 0, 1, rows, stride, count, w->base, w->panel);
+    a->add(&lora, 0, 1, rows, stride, count, to, w->panel);
     return;
   }
   a->product(&lora, 0, 1, rows, stride, count, w->added, w->panel);
   for (int64_t i = 0; i < count; i++) {
-    float *const added = w->added + i * KT_STRIP, *const base = w->base + i * KT_STRIP;
+    float *const added = w->added + i * KT_STRIP, *const base = to + i * KT_STRIP;
     a->math->drop_f32(&a->drop_x, kt_back_first_slot(b) + b->run.route.pair[slot + i], column,
                       KT_STRIP, added);
     for (int k = 0; k < KT_STRIP; k++) base[k] += added[k];
   }
 }
 
-static void add_to_tokens(const kt_back *b, const kt_back_worker *w, float *partial, int64_t column,
+static void add_to_tokens(const kt_back *b, const float *base, float *partial, int64_t column,
                           int64_t slot, int64_t count) {
   for (int64_t i = 0; i < count; i++)
-    b->epilogue->accumulate(1.0f, w->base + i * KT_STRIP, NULL,
+    b->epilogue->accumulate(1.0f, base + i * KT_STRIP, NULL,
                             partial + b->run.route.token[slot + i] * b->run.moe->hidden + column);
 }
 
+/* Products of a strip by strips of up and gate. */
+static void input_products(const input_item *m, int64_t column) {
+  const kt_back *const b = m->b;
+  const int64_t width = b->run.width;
+  uint8_t *const strip = m->w->lora.strips;
+  b->transpose(&m->up, column, strip);
+  strip_products(m->w, b->adapter.product, strip, width, m->up_rows, m->stride, m->count);
+  if (!m->gate_rows) return;
+  b->transpose(&m->gate, column, strip);
+  strip_products(m->w, b->adapter.add, strip, width, m->gate_rows, m->stride, m->count);
+}
+
 /* The strip of columns from `column` on, for the slots of the item. */
-static void input_strip(const input_item *m, int64_t column) {
+static void input_strip(input_item *m, int64_t column) {
   const kt_back *const b = m->b;
   const kt_back_worker *const w = m->w;
-  const int64_t width = b->run.width, stride = m->stride;
-  const int gated = m->gate_rows != NULL, lora = kt_adapts_x(&b->adapter);
-  uint8_t *const up_strip = w->lora.strips, *const gate_strip = up_strip + width * KT_STRIP * 2;
-  b->transpose(&m->up, column, up_strip);
-  if (gated) b->transpose(&m->gate, column, gate_strip);
+  const int lora = kt_adapts_x(&b->adapter);
   if (lora) kt_pair_a_columns(&b->adapter, m->expert, column / KT_STRIP, w->small, w->lora.spare);
-  const kt_weight up = kt_strip_weight(up_strip, 1, width);
-  const kt_weight gate = kt_strip_weight(gate_strip, 1, width);
+  if (b->transposed)
+    b->transposed(&m->product, w->base);
+  else
+    input_products(m, column);
   const kt_blocks blocks = kt_blocks_of(0, m->count, KT_MAX_TOKENS);
   for (int64_t i = 0; i < blocks.number; i++) {
     const int64_t at = kt_block_start(&blocks, i), count = kt_block_start(&blocks, i + 1) - at;
-    b->adapter.product(&up, 0, 1, m->up_rows + at * stride, stride, count, w->base, w->panel);
-    if (gated)
-      b->adapter.add(&gate, 0, 1, m->gate_rows + at * stride, stride, count, w->base, w->panel);
-    if (lora) add_x_lora(b, m->t, w, column, m->slot + at, count);
-    add_to_tokens(b, w, b->parts[m->part].partial, column, m->slot + at, count);
+    float *const base = w->base + at * KT_STRIP;
+    if (lora) add_x_lora(b, m->t, w, column, m->slot + at, count, base);
+    add_to_tokens(b, base, b->parts[m->part].partial, column, m->slot + at, count);
   }
 }
 
@@ -299,21 +393,49 @@ static void fold_input(input_item *m, int64_t column) {
       fold_rows(b, w->fold_gate, m->t->d_gate + at, b->w_stride, width, m->count, w->folded_gate);
 }
 
+/* The product of the item's rows [gate | up]. */
+static void start_product(input_item *m, int64_t first, int64_t last) {
+  const kt_back *const b = m->b;
+  const uint8_t *const rows = b->folding == KT_FOLD_SPLIT ? m->t->split : m->t->folded_gate;
+  m->product = transposed_of(m->w, rows + m->slot * m->stride, m->stride, m->count,
+                             first * KT_STRIP, last * KT_STRIP);
+  m->product.matrices = m->gate_rows ? 2 : 1;
+  m->product.w[0] = m->gate_rows ? m->gate : m->up;
+  m->product.w[1] = m->up;
+}
+
 /* An expert's strips first .. last - 1. */
 static void expert_inputs(input_item *m, int64_t active, int64_t first, int64_t last) {
   const kt_back *const b = m->b;
   const int gated = kt_has_gate(b->run.moe->activation.function);
-  const kt_blocks chunks = kt_expert_blocks(&b->run.route, active, KT_CHUNK);
+  const int64_t most = most_slots(b, (1 + gated) * b->run.width);
+  const kt_blocks chunks = kt_expert_blocks(&b->run.route, active, most);
   for (int64_t i = 0; i < chunks.number; i++) {
     m->slot = kt_block_start(&chunks, i), m->count = kt_block_start(&chunks, i + 1) - m->slot;
     m->stride = b->w_stride;
     m->gate_rows = gated ? m->t->folded_gate + m->slot * m->stride : NULL;
     m->up_rows = m->t->folded_up + m->slot * m->stride;
+    if (b->transposed) start_product(m, first, last);
     for (int64_t column = first * KT_STRIP; column < last * KT_STRIP; column += KT_STRIP) {
       if (new_group(b, column, first * KT_STRIP)) fold_input(m, column);
       input_strip(m, column);
     }
   }
+}
+
+/* Rows [gate | up] of an expert, split for the products to come. */
+void kt_back_split(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, int64_t part,
+                   int64_t active) {
+  const kt_run *const r = &b->run;
+  const kt_expert *const e = kt_back_expert(b, part, r->route.active[active]);
+  const kt_weight gate = {e->gate, e->gate_scale, r->width, r->moe->hidden, r->moe->layout};
+  const kt_weight up = {e->up, e->up_scale, r->width, r->moe->hidden, r->moe->layout};
+  const int64_t before = kt_has_gate(r->moe->activation.function) ? r->width : 0;
+  if (before) kt_fold_scales(&gate, 0, w->fold);
+  kt_fold_scales(&up, 0, w->fold + before);
+  for (int64_t slot = r->route.start[active]; slot < r->route.start[active + 1]; slot++)
+    split_row(b, t->d_gate + slot * b->w_stride, w->fold, before + r->width,
+              t->split + slot * b->w_stride);
 }
 
 void kt_back_inputs(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, int64_t part,

@@ -54,7 +54,21 @@ static int64_t elements(const kt_back *b, kind k) {
   return rows_of(b, k) * cols_of(b, k) * parts;
 }
 
+/* Whether an expert has slots in the batch. */
+static int is_active(const kt_route *route, int64_t expert) {
+  int64_t low = 0, high = route->active_count;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (route->active[middle] < expert)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low < route->active_count && route->active[low] == expert;
+}
+
 void kt_back_zero(const kt_back *b, int64_t expert) {
+  if (is_active(&b->run.route, expert)) return;
   for (kind k = 0; k < KINDS; k++)
     if (wanted(b, k))
       memset(wanted(b, k) + expert * elements(b, k), 0, (size_t)elements(b, k) * sizeof(float));
@@ -142,21 +156,27 @@ typedef struct block {
   int64_t row, rows, col, cols;
 } block;
 
+/* Columns of a block: more of few rows, for which factors are prepared as for many. */
+static int64_t block_cols(int64_t rows) {
+  return KT_OUTER_COLS * KT_OUTER_ROWS / kt_smaller(kt_ceil_div(rows, 16) * 16, KT_OUTER_ROWS);
+}
+
 static int64_t blocks_of(const kt_back *b, kind k) {
   if (!wanted(b, k)) return 0;
-  return kt_ceil_div(rows_of(b, k), KT_OUTER_ROWS) * kt_ceil_div(cols_of(b, k), KT_OUTER_COLS);
+  const int64_t rows = rows_of(b, k);
+  return kt_ceil_div(rows, KT_OUTER_ROWS) * kt_ceil_div(cols_of(b, k), block_cols(rows));
 }
 
 static block block_at(const gradient *g, int64_t item) {
-  const int64_t across = kt_ceil_div(g->cols, KT_OUTER_COLS);
-  const int64_t row = item / across * KT_OUTER_ROWS, col = item % across * KT_OUTER_COLS;
+  const int64_t most = block_cols(g->rows), across = kt_ceil_div(g->cols, most);
+  const int64_t row = item / across * KT_OUTER_ROWS, col = item % across * most;
   return (block){row, kt_smaller(KT_OUTER_ROWS, g->rows - row), col,
-                 kt_smaller(KT_OUTER_COLS, g->cols - col)};
+                 kt_smaller(most, g->cols - col)};
 }
 
 /* Slots of a chunk. */
 static void add_chunk(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, kind k,
-                      const gradient *g, const block *at, int64_t slot, int64_t count) {
+                      const gradient *g, const block *at, int64_t slot, int64_t count, int fresh) {
   kt_rows_view view = g->view;
   view.rows += 2 * at->col, view.first_column += at->col, view.cols = at->cols;
   int64_t stride = view.stride;
@@ -178,8 +198,10 @@ static void add_chunk(const kt_back *b, const kt_back_team *t, const kt_back_wor
                           .b_stride = stride,
                           .out = g->out + at->row * g->row + at->col * g->col,
                           .row = g->row,
-                          .col = g->col};
-  b->adapter.math->outer(&outer);
+                          .col = g->col,
+                          .fresh = fresh,
+                          .scratch = w->outer};
+  b->outer_product(&outer);
 }
 
 static int64_t items_of_expert(const kt_back *b, int of_part) {
@@ -204,6 +226,7 @@ void kt_back_outer(const kt_back *b, const kt_back_team *t, const kt_back_worker
   const kt_blocks chunks = kt_expert_blocks(&b->run.route, active, KT_CHUNK);
   for (int64_t i = 0; i < chunks.number; i++) {
     const int64_t slot = kt_block_start(&chunks, i);
-    add_chunk(b, t, w, k, &g, &at, slot, kt_block_start(&chunks, i + 1) - slot);
+    add_chunk(b, t, w, k, &g, &at, slot, kt_block_start(&chunks, i + 1) - slot,
+              i == 0 && b->run.first_token == 0);
   }
 }

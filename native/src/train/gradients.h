@@ -48,10 +48,10 @@ typedef void kt_activate_back_fn(const kt_activation *activation, const kt_inner
 #define KT_ACTIVATE_BACK_CELL(function) [function] = activate_back_##function,
 
 /* out[j][c] += sum over i < count, ascending, of a[i][j] * b[i][c], one fma each, which begins with
- * what out has. j < rank, c < cols, cols % 32 == 0. b: bf16 rows, row i at
- * b + (index ? index[i] : i) * b_stride bytes, 64-byte aligned. out: element (j, c) at
- * out[j * row + c * col], of which one of row and col is 1. Elements that the sums do not name are
- * neither read nor written. */
+ * what out has, or with 0 where it is fresh. j < rank, c < cols, cols % 32 == 0. b: bf16 rows, row
+ * i at b + (index ? index[i] : i) * b_stride bytes, 64-byte aligned. out: element (j, c) at out[j *
+ * row + c * col], of which one of row and col is 1. Elements that the sums do not name are neither
+ * read nor written. */
 typedef struct kt_outer {
   const float *a; /* row i at a + i * a_stride */
   const uint8_t *b;
@@ -59,7 +59,18 @@ typedef struct kt_outer {
   int64_t count, rank, cols, a_stride, b_stride;
   float *out;
   int64_t row, col;
+  int fresh;
+  uint8_t *scratch; /* for kt_outer_amx */
 } kt_outer;
+
+typedef void kt_outer_fn(const kt_outer *outer);
+
+/* The fastest for the level in use. With AMX, sums of up to KT_OUTER_SLOTS slots are computed in
+ * another order and added then, of factors a that are cut to 16 or more bits: 2^-16 of a product.
+ * A sum with an Inf in it may be a NaN. scratch: KT_OUTER_SCRATCH bytes, 64-byte aligned. */
+enum { KT_OUTER_SLOTS = 192, KT_OUTER_SCRATCH = (48 + 2 * 12 + 4) * 1024 };
+kt_outer_fn kt_outer_amx;
+kt_outer_fn *kt_outer_best(void);
 
 /* Dropout of the inputs of LoRA: which elements of a row are dropped follows from the seed, the
  * pair (token * top_k + choice), the input (0: x, 1: the middle) and the column alone (random.h),
@@ -72,7 +83,7 @@ typedef struct kt_drop {
 
 typedef struct kt_gradients {
   kt_activate_back_fn *activate[KT_GATE_FUNCTIONS];
-  void (*outer)(const kt_outer *outer);
+  kt_outer_fn *outer;
   /* Sets columns first .. first + n - 1 of the row of `pair` to 0 where they are dropped; row[0] is
    * column `first`. n % 32 == 0. */
   void (*drop_bf16)(const kt_drop *drop, int64_t pair, int64_t first, int64_t n, uint16_t *row);

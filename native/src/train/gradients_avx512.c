@@ -138,6 +138,10 @@ KT_FOR_GATE_FUNCTIONS(KT_DEFINE_ACTIVATE_BACK)
 KT_INLINE void load_tile(const kt_outer *o, int64_t j, int64_t c, int ranks, __m512 *tile) {
   const float *out = o->out + j * o->row + c * o->col;
   __m512i line[16], column[16];
+  if (o->fresh) {
+    for (int r = 0; r < ranks; r++) tile[r] = _mm512_setzero_ps();
+    return;
+  }
   if (o->col == 1) {
     for (int r = 0; r < ranks; r++) tile[r] = _mm512_loadu_ps(out + r * o->row);
     return;

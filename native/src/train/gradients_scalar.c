@@ -1,4 +1,5 @@
 /* The reference for what a backward pass does besides matrix products. */
+#include "../cpu.h"
 #include "../quantize/rounding.h"
 #include "gradients.h"
 #include "random.h"
@@ -50,6 +51,8 @@ static void activate_back(int function, const kt_activation *a, const kt_inner_b
 KT_FOR_GATE_FUNCTIONS(KT_DEFINE_ACTIVATE_BACK)
 
 static void outer(const kt_outer *o) {
+  for (int64_t j = 0; o->fresh && j < o->rank; j++)
+    for (int64_t c = 0; c < o->cols; c++) o->out[j * o->row + c * o->col] = 0.0f;
   for (int64_t i = 0; i < o->count; i++) {
     const float *a = o->a + i * o->a_stride;
     const int64_t at = o->index ? o->index[i] : i;
@@ -83,3 +86,10 @@ const kt_gradients *const kt_gradients_of[KT_LEVELS] = {
     [KT_ISA_AVX512] = &kt_gradients_avx512,
 #endif
 };
+
+kt_outer_fn *kt_outer_best(void) {
+#if KT_X86
+  if (kt_isa_active() == KT_ISA_AMX) return kt_outer_amx;
+#endif
+  return KT_CELL(kt_gradients_of)->outer;
+}

@@ -13,12 +13,17 @@ kt_transpose_fn *kt_format_transpose(const kt_weight_format *format) {
   return KT_CELL(format->transpose);
 }
 
+kt_transposed_fn *kt_format_transposed(const kt_weight_format *format) {
+  return kt_isa_active() == KT_ISA_AMX ? format->transposed : NULL;
+}
+
 kt_product_fn *kt_bf16_adding_product(void) {
   static kt_product_fn *const product[KT_LEVELS] = {
       [KT_ISA_SCALAR] = kt_bf16_adding_product_scalar,
 #if KT_X86
       [KT_ISA_AVX512_ZEN] = kt_bf16_adding_product_avx512,
       [KT_ISA_AVX512] = kt_bf16_adding_product_float_avx512,
+      [KT_ISA_AMX] = kt_bf16_adding_product_amx,
 #endif
   };
   return KT_CELL(product);
@@ -94,7 +99,31 @@ static void fold(const uint16_t *row, const float *scale, int64_t n, uint16_t *o
   for (int64_t i = 0; i < n; i++) out[i] = scaled(row[i], scale[i]);
 }
 
-const kt_strips kt_strips_scalar = {rows, columns, fold};
+static void split_number(float value, float reciprocal, int8_t *high, int8_t *low) {
+  const long code = lrintf(value * reciprocal);
+  *high = (int8_t)((code + 128) >> 8);
+  *low = (int8_t)(code - 256L * *high);
+}
+
+static float split(const uint16_t *row, const float *factor, int64_t n, int8_t *high, int8_t *low) {
+  float amax = 0.0f;
+  int finite = 1;
+  memset(high, 0, (size_t)n);
+  memset(low, 0, (size_t)n);
+  for (int64_t i = 0; i < n; i++) {
+    const float size = fabsf(kt_float((uint32_t)row[i] << 16) * factor[i]);
+    finite &= size <= FLT_MAX;
+    if (size > amax) amax = size;
+  }
+  const float scale = amax * KT_SPLIT_STEP;
+  if (!finite) return NAN;
+  if (scale < FLT_MIN) return 0.0f;
+  for (int64_t i = 0; i < n; i++)
+    split_number(kt_float((uint32_t)row[i] << 16) * factor[i], 1.0f / scale, high + i, low + i);
+  return scale;
+}
+
+const kt_strips kt_strips_scalar = {rows, columns, fold, split};
 
 const kt_strips *const kt_strips_of[KT_LEVELS] = {
     [KT_ISA_SCALAR] = &kt_strips_scalar,

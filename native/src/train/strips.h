@@ -7,6 +7,7 @@
 #define KT_STRIPS_H
 
 #include "../format/format.h"
+#include "transposed.h"
 
 /* Strip row i, column n = the code of w at (row n, column `column` + i), n < w->rows: the product
  * of the strip with rows of w->rows activations is one of the transpose of w. Codes are exact in
@@ -28,6 +29,15 @@ void kt_fold_scales(const kt_weight *w, int64_t column, float *scale);
  * row. */
 typedef void kt_fold_row_fn(const uint16_t *row, const float *scale, int64_t n, uint16_t *out);
 
+/* scale, high and low of row[i] * factor[i], i < n (n % 64 == 0; all 64-byte aligned):
+ *   scale = amax * fl32(1 / 32639), code = RNE(row[i] * factor[i] * fl32(1 / scale)),
+ *   low = the lower byte as a signed number, high = (code - low) / 256
+ * All are 0 where scale is 0 or denormal; where the row holds a NaN or Inf, codes are 0 and the
+ * scale is NaN, as in kt_rows_quantize. Same bits on every level. Returns the scale. */
+#define KT_SPLIT_STEP (1.0f / 32639.0f) /* 127 * 256 + 127 */
+typedef float kt_split_row_fn(const uint16_t *row, const float *factor, int64_t n, int8_t *high,
+                              int8_t *low);
+
 /* A plain matrix [rows, cols] of KT_BF16 or KT_F32, rows side by side. */
 typedef struct kt_plain {
   const void *data; /* aligned to its type */
@@ -46,6 +56,7 @@ typedef void kt_strip_fn(const kt_plain *m, int64_t first, int64_t shift, int64_
 typedef struct kt_strips {
   kt_strip_fn *rows, *columns;
   kt_fold_row_fn *fold;
+  kt_split_row_fn *split;
 } kt_strips;
 
 extern const kt_strips kt_strips_scalar, kt_strips_avx512;

@@ -1,0 +1,163 @@
+/* amx_stream.h - a strip of 32 rows times rows of activations with AMX: the loop of all formats.
+ *
+ * 32 tokens x 32 rows are summed in four tiles over all columns (amx_tiles.h); strip by strip, for
+ * all tokens of an expert two halves at a time. A step is 64 bytes of activations: four products of
+ * tiles. A format brings how its codes become tiles: as they are (INT8, BF16), or unpacked into a
+ * ring of two slots in L1, of which one is multiplied while the next is unpacked, a few lines after
+ * each product. Further halves unpack again, from L2: a panel in L2 costs more. (Xeon with AMX, one
+ * core, INT4, K = 2048, nanoseconds a step: a ring 36, writing a panel 85 for the first 32 tokens;
+ * lines spread over the products 42, behind all of them 50, before prefetching.)
+ *
+ * Each step fetches and computes what else there is to do (beside.h). Every few steps a spare tile
+ * is stored where nobody looks: a core switches off what stores tiles after 600 ns without, and
+ * starting it takes 270. For products that is 400 and 260, so nothing may hold up the steps that
+ * long.
+ *
+ * Include after KT_TARGET_BEGIN(AMX). */
+#ifndef KT_AMX_STREAM_H
+#define KT_AMX_STREAM_H
+
+#include "../moe/beside.h"
+#include "../simd/unroll.h"
+#include "amx_tiles.h"
+
+enum {
+  KT_AMX_TILES = 2048,              /* bytes of the weights of a step: two half tiles */
+  KT_AMX_SLOT = KT_BESIDE_RING / 2, /* bytes of a slot of the ring, at most */
+  KT_AMX_STORE_EVERY = 4,           /* slots */
+  KT_AMX_RUNS = 10                  /* column blocks of 32768 columns */
+};
+
+/* Where the codes of a slot lie; what else unpacking needs: their scales, or tables. */
+typedef struct kt_amx_codes {
+  const uint8_t *at, *scale;
+} kt_amx_codes;
+
+/* One of 4 * steps equal parts of what unpacks a slot; `part` is a constant. */
+typedef void kt_amx_unpack_fn(kt_amx_codes codes, uint8_t *tiles, const int part);
+
+/* What tells formats apart: constants of the loop. */
+typedef struct kt_amx_form {
+  int int8;                 /* products of int8, else of bf16 */
+  int steps;                /* of a slot */
+  int size, scale_size;     /* bytes of the codes of a slot, and of their scales */
+  kt_amx_unpack_fn *unpack; /* NULL: codes are tiles */
+} kt_amx_form;
+
+/* The codes of a strip: slots side by side in each run. */
+typedef struct kt_amx_strip {
+  kt_amx_codes run[KT_AMX_RUNS];
+  int64_t slots[KT_AMX_RUNS], runs;
+} kt_amx_strip;
+
+typedef kt_amx_strip kt_amx_strip_fn(const kt_weight *w, int64_t strip);
+
+/* One step: products of the half tiles at `from`, each followed by PART(0) .. PART(3). Weights that
+ * come from memory are asked for first. A macro, as parts must be constants. */
+#define KT_AMX_STEP(from, half, PART)                                                              \
+  do {                                                                                             \
+    KT_AMX_LOAD(6, from, KT_AMX_LINE);                                                             \
+    if (!form.unpack) KT_AMX_LOAD(7, (from) + (half), KT_AMX_LINE);                                \
+    KT_AMX_LOAD(4, x0, stride);                                                                    \
+    KT_AMX_PRODUCT(form.int8, 0, 4, 6);                                                            \
+    PART(0);                                                                                       \
+    if (form.unpack) KT_AMX_LOAD(7, (from) + (half), KT_AMX_LINE);                                 \
+    KT_AMX_PRODUCT(form.int8, 1, 4, 7);                                                            \
+    PART(1);                                                                                       \
+    if (both) KT_AMX_LOAD(5, x1, stride);                                                          \
+    if (!form.unpack) kt_beside_step(beside);                                                      \
+    if (both) KT_AMX_PRODUCT(form.int8, 2, 5, 6);                                                  \
+    PART(2);                                                                                       \
+    if (both) KT_AMX_PRODUCT(form.int8, 3, 5, 7);                                                  \
+    PART(3);                                                                                       \
+    if (form.unpack) kt_beside_step(beside);                                                       \
+  } while (0)
+
+#define KT_AMX_PART(n)                                                                             \
+  if (form.unpack) form.unpack(next, room, n)
+#define KT_AMX_LATER_PART(n) KT_AMX_PART(4 + (n))
+
+/* Two halves (`both`) or one times a strip; behind its end the slot of `following` is unpacked. */
+KT_INLINE void kt_amx_pass(const kt_amx_form form, const int both, const kt_amx_strip *w,
+                           kt_amx_codes following, const uint8_t *const x[2], int64_t stride,
+                           void *const sums[2], kt_beside *beside) {
+  const uint8_t *x0 = x[0], *x1 = x[1];
+  int slot = beside->slot;
+  kt_amx_zero_sums(both);
+  for (int64_t run = 0; run < w->runs; run++) {
+    kt_amx_codes at = w->run[run];
+    const kt_amx_codes behind = run + 1 < w->runs ? w->run[run + 1] : following;
+    for (int64_t i = w->slots[run]; i > 0; i--) {
+      const kt_amx_codes next =
+          i > 1 ? (kt_amx_codes){at.at + form.size, at.scale + form.scale_size} : behind;
+      const uint8_t *const tiles = form.unpack ? beside->ring + slot * KT_AMX_SLOT : at.at;
+      uint8_t *const room = beside->ring + (slot ^ 1) * KT_AMX_SLOT;
+      KT_AMX_STEP(tiles, KT_AMX_TILES / 2, KT_AMX_PART);
+      x0 += KT_AMX_LINE, x1 += KT_AMX_LINE;
+      if (form.steps > 1) {
+        KT_AMX_STEP(tiles + KT_AMX_TILES, KT_AMX_TILES / 2, KT_AMX_LATER_PART);
+        x0 += KT_AMX_LINE, x1 += KT_AMX_LINE;
+      }
+      if (i % KT_AMX_STORE_EVERY == 0) KT_AMX_STORE(6, beside->spare, KT_AMX_LINE);
+      at = next;
+      slot ^= 1;
+    }
+  }
+  beside->slot = slot;
+  kt_amx_store_sums(both, sums);
+}
+
+/* The strip of a format of one run. */
+KT_INLINE kt_amx_strip kt_amx_whole_strip(const uint8_t *codes, const uint8_t *scale,
+                                          int64_t slots) {
+  kt_amx_strip whole;
+  whole.run[0] = (kt_amx_codes){codes, scale}, whole.slots[0] = slots, whole.runs = 1;
+  return whole;
+}
+
+static inline void kt_amx_give_back(void) { _tile_release(); }
+
+/* Tiles for all halves, unless they are configured so already. */
+KT_INLINE void kt_amx_prepare(kt_beside *beside, const kt_halves *h, int line) {
+  if (beside->rows == (int32_t)h->rows && beside->line == line) return;
+  kt_amx_configure_halves(h, line);
+  beside->rows = (int32_t)h->rows, beside->line = line;
+  beside->leave = kt_amx_give_back;
+}
+
+/* kt_stream_fn, but for `sums`; form and strip_of are constants. tables: NULL, or of all slots. */
+KT_INLINE void kt_amx_stream(const kt_amx_form form, kt_amx_strip_fn *strip_of, const kt_weight *w,
+                             int64_t strip, const uint8_t *x, int64_t stride, int64_t tokens,
+                             const void *tables, kt_beside *beside, float *out) {
+  kt_amx_strip own = strip_of(w, strip);
+  kt_amx_codes following =
+      beside->following ? strip_of(beside->following, beside->following_strip).run[0] : own.run[0];
+  const kt_halves h = kt_halves_of(tokens);
+  const int64_t passes = (h.count + 1) / 2;
+  int64_t steps = 0;
+  if (tables) own.run[0].scale = following.scale = tables;
+  for (int64_t run = 0; run < own.runs; run++) steps += own.slots[run] * form.steps;
+  kt_amx_prepare(beside, &h, KT_AMX_LINE);
+  kt_beside_start(beside, steps * passes);
+  if (form.unpack && beside->ready != own.run[0].at) {
+    uint8_t *const tiles = beside->ring + beside->slot * KT_AMX_SLOT;
+    KT_UNROLL(8)
+    for (int part = 0; part < 4 * form.steps; part++) form.unpack(own.run[0], tiles, part);
+  }
+  for (int64_t pass = 0; pass < passes; pass++) {
+    const int64_t half = 2 * (beside->backward ? passes - 1 - pass : pass);
+    const int both = half + 1 < h.count;
+    const int64_t start[2] = {kt_half_start(&h, half), kt_half_start(&h, half + both)};
+    const uint8_t *const rows[2] = {x + start[0] * stride, x + start[1] * stride};
+    void *const sums[2] = {out + start[0] * KT_STRIP, out + start[1] * KT_STRIP};
+    const kt_amx_codes next = pass + 1 < passes ? own.run[0] : following;
+    if (both)
+      kt_amx_pass(form, 1, &own, next, rows, stride, sums, beside);
+    else
+      kt_amx_pass(form, 0, &own, next, rows, stride, sums, beside);
+  }
+  beside->ready = following.at;
+  beside->backward ^= 1;
+}
+
+#endif
