@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,7 +77,7 @@ class PackedLoRA(torch.autograd.Function):
         call = _call(ctx.setting, x, ids, weights, skip)
         wanted = dict(zip(ctx.setting.names, matrices, strict=True))
         found = {
-            name: torch.empty_like(one, dtype=torch.float32)
+            name: torch.empty_like(one)
             for (name, one), needed in zip(wanted.items(), of_matrices, strict=True)
             if needed
         }
@@ -85,14 +86,14 @@ class PackedLoRA(torch.autograd.Function):
         if of_weights:
             found["dweights"] = torch.empty_like(call.weights.owner)
         _backward(ctx.setting, call, matrices, dy, saved, found)
-        each = (found.get(name) for name in wanted)
+        of_call = found.get("dweights")
         return (
             None,
             found.get("dx"),
             None,
-            _as(found.get("dweights"), ctx.dtype),
+            None if of_call is None else of_call.to(ctx.dtype),
             None,
-            *(_as(one, matrix.dtype) for one, matrix in zip(each, matrices, strict=True)),
+            *(found.get(name) for name in wanted),
         )
 
 
@@ -175,7 +176,10 @@ def _backward(
     saved: Tensor,
     found: dict[str, Tensor],
 ) -> None:
-    """Computes the gradients that are `found`, by their names of kt_moe_gradients."""
+    """Computes the gradients that are `found`, by their names of kt_moe_gradients.
+
+    Those of matrices that are not fp32 are computed as fp32 in the workspace: new memory would
+    cost as much time as computing them, for the system clears it."""
     if not call.tokens or not call.top_k:
         for one in found.values():
             one.zero_()
@@ -184,20 +188,45 @@ def _backward(
     given = operand("the gradient of the result", dy, tuple(call.y.owner.shape), FLOATS)
     if saved.data_ptr() % _ALIGNMENT:  # a copy, as hooks of saved tensors make
         saved = _aligned(saved.numel()).copy_(saved)
-    places = {name: one.data_ptr() for name, one in found.items()} | {"dy": given.address}
-    gradients = Gradients(places, given.dtype, call.x.dtype)
+    rounded = {
+        name: one for name, one in found.items() if name != "dx" and one.dtype != torch.float32
+    }
+    room = sum(_room(one) for one in rounded.values())
 
     def run(made: Call, scratch: Array) -> None:
-        training.backward(made, saved.data_ptr(), gradients, scratch)
+        exact = dict(zip(rounded, _fp32_in(scratch, rounded.values()), strict=True))
+        places = {name: one.data_ptr() for name, one in (found | exact).items()}
+        gradients = Gradients(places | {"dy": given.address}, given.dtype, call.x.dtype)
+        training.backward(made, saved.data_ptr(), gradients, scratch[room:])
+        for name, one in rounded.items():
+            one.copy_(exact[name])
 
-    _run(setting, training, call, run)
+    _run(setting, training, call, run, room)
+
+
+def _room(one: Tensor) -> int:
+    """Bytes of the same numbers as fp32, to a multiple of the alignment."""
+    return -(-4 * one.numel() // _ALIGNMENT) * _ALIGNMENT
+
+
+def _fp32_in(memory: Array, like: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Tensors of these shapes, one behind the other from the beginning of `memory`."""
+    at = 0
+    for one in like:
+        numbers = memory[at : at + 4 * one.numel()].view(np.float32)
+        at += _room(one)
+        yield torch.from_numpy(numbers).view(one.shape)
 
 
 def _run(
-    setting: Setting, training: Training, call: Arguments, run: Callable[[Call, Array], None]
+    setting: Setting,
+    training: Training,
+    call: Arguments,
+    run: Callable[[Call, Array], None],
+    more: int = 0,
 ) -> None:
-    """Calls `run` with workspace of the pool."""
-    size = _sized(partial(training.scratch_size, call.tokens, call.top_k))
+    """Calls `run` with workspace of the pool, of `more` bytes beside what the C library needs."""
+    size = more + _sized(partial(training.scratch_size, call.tokens, call.top_k))
     memory = workspace.take(setting.layer.pool, size)
     try:
         worded(partial(run, described(call), memory))
@@ -222,7 +251,3 @@ def _aligned(size: int) -> Tensor:
 def _tensor(call: Arguments) -> Tensor:
     found: Tensor = call.y.owner
     return found
-
-
-def _as(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if gradient is None else gradient.to(dtype)
