@@ -1,4 +1,10 @@
-/* amx_emulator.c - AMX for tests on CPUs without it; one that has it is left alone.
+/* amx_emulator.c - AMX for tests on CPUs without it.
+ *
+ * Where the kernel grants tile data, the CPU executes all of it. Where it does not, most of these
+ * instructions raise SIGILL, on CPUs that have AMX too: with KT_EMULATE_AMX set the kernel is not
+ * asked. Those that need no tile data are never seen then, LDTILECFG, STTILECFG and TILERELEASE:
+ * the configuration is the CPU's, and is read from the signal's frame. "configs" counts where it is
+ * another than before, or the first after a reset.
  *
  * A handler of SIGILL that performs LDTILECFG, STTILECFG, TILERELEASE, TILEZERO, TILELOADD(T1),
  * TILESTORED, TDPBSSD/SUD/USD/UUD and TDPBF16PS as the Intel SDM (volume 2, the pages of these
@@ -41,6 +47,7 @@ enum counter { CONFIGS, LOADS, STORES, ZEROS, INT8_PRODUCTS, BF16_PRODUCTS, RELE
 static const char *const counter_names[COUNTERS] = {
     "configs", "loads", "stores", "zeros", "int8_products", "bf16_products", "releases"};
 static atomic_ullong counters[COUNTERS];
+static atomic_int resets;
 
 static void count(enum counter which) {
   atomic_fetch_add_explicit(&counters[which], 1, memory_order_relaxed);
@@ -52,6 +59,7 @@ void kt_amx_emulator_counts(uint64_t out[COUNTERS]) {
 
 void kt_amx_emulator_reset(void) {
   for (int i = 0; i < COUNTERS; i++) atomic_store(&counters[i], 0);
+  atomic_fetch_add(&resets, 1);
 }
 
 /* ---- Tile state, per thread -------------------------------------------------
@@ -66,7 +74,7 @@ typedef struct tile {
 
 typedef struct state {
   atomic_int thread; /* 0: free */
-  int palette, start_row;
+  int palette, start_row, resets;
   tile tiles[TILES];
 } state;
 
@@ -236,6 +244,47 @@ static void store_config(const state *s, uint8_t *to) {
     to[16 + 2 * i] = (uint8_t)s->tiles[i].colsb;
     to[48 + i] = (uint8_t)s->tiles[i].rows;
   }
+}
+
+/* Where the signal's frame has the configuration of a CPU with AMX, from its beginning; else 0. */
+static unsigned frame_config;
+
+static void find_frame_config(void) {
+  enum { LEAF_FEATURES = 7, AMX_TILE = 24, LEAF_STATES = 13, XFEATURE_XTILECFG = 17 };
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(LEAF_FEATURES, 0, &a, &b, &c, &d) || !(d >> AMX_TILE & 1)) return;
+  if (__get_cpuid_count(LEAF_STATES, XFEATURE_XTILECFG, &a, &b, &c, &d)) frame_config = b;
+}
+
+/* The configuration in the frame, or NULL where that has none. */
+static uint8_t *config_in_frame(const ucontext_t *context) {
+  enum { MAGIC = 464, MAGIC_NUMBER = 0x46505853, STATES = 512, XTILECFG = 1 << 17 };
+  uint8_t *const frame = (uint8_t *)context->uc_mcontext.fpregs;
+  return frame && read_int32(frame + MAGIC) == MAGIC_NUMBER && read_int32(frame + STATES) & XTILECFG
+             ? frame + frame_config
+             : NULL;
+}
+
+/* Before an instruction: what the CPU configured itself meanwhile. */
+static void take_config(state *s, const ucontext_t *context) {
+  const int now = atomic_load(&resets);
+  uint8_t own[64];
+  if (!frame_config) return;
+  const uint8_t *const found = config_in_frame(context);
+  store_config(s, own);
+  if (!found)
+    release(s);
+  else if (memcmp(found, own, sizeof own) != 0)
+    load_config(s, found);
+  else if (s->resets != now)
+    count(CONFIGS);
+  s->resets = now;
+}
+
+/* Behind it: it may have ended a load at start_row. */
+static void give_config(const state *s, const ucontext_t *context) {
+  uint8_t *const found = frame_config ? config_in_frame(context) : NULL;
+  if (found) store_config(s, found);
 }
 
 static tile *usable(state *s, int number) {
@@ -416,9 +465,12 @@ static void on_illegal(int number, siginfo_t *info, void *opaque) {
   ucontext_t *const context = opaque;
   const int kept = errno;
   instruction in;
-  if (decode(&in, context) && perform(own_state(), &in))
+  state *const s = decode(&in, context) ? own_state() : NULL;
+  if (s) take_config(s, context);
+  if (s && perform(s, &in)) {
+    give_config(s, context);
     context->uc_mcontext.gregs[REG_RIP] += in.length;
-  else
+  } else
     pass_on(number, info, opaque);
   errno = kept;
 }
@@ -443,20 +495,14 @@ static void write_report(void) {
 }
 
 __attribute__((constructor)) static void start(void) {
+  find_frame_config();
   kt_amx_emulator_install();
   if (getenv("KT_AMX_EMULATOR_REPORT")) atexit(write_report);
 }
 
-/* Whether the CPU itself executes what is emulated here: then the handler sees nothing of it, and
- * tile data is the kernel's to grant. */
-static int cpu_has_tiles(void) {
-  unsigned a, b, c, d;
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 24 & 1;
-}
-
-/* In front of the C library's (preloaded, or linked into the program): grants tile data where they
- * are emulated, passes the rest on. It takes six arguments where a caller gave fewer, which the
- * sanitizer of addresses would see. */
+/* In front of the C library's (preloaded, or linked into the program): grants tile data that the
+ * kernel refuses or is not asked for, passes the rest on. It takes six arguments where a caller
+ * gave fewer, which the sanitizer of addresses would see. */
 __attribute__((no_sanitize("address"))) long syscall(long number, ...) {
   enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
   long a[6];
@@ -464,11 +510,12 @@ __attribute__((no_sanitize("address"))) long syscall(long number, ...) {
   va_start(arguments, number);
   for (int i = 0; i < 6; i++) a[i] = va_arg(arguments, long);
   va_end(arguments);
-  if (number == SYS_arch_prctl && a[0] == ARCH_REQ_XCOMP_PERM && a[1] == XFEATURE_XTILEDATA &&
-      !cpu_has_tiles())
-    return 0;
+  const int tiles =
+      number == SYS_arch_prctl && a[0] == ARCH_REQ_XCOMP_PERM && a[1] == XFEATURE_XTILEDATA;
+  if (tiles && getenv("KT_EMULATE_AMX")) return 0;
   const long result = raw_syscall(number, a);
   if (result >= 0 || result < -4095) return result;
+  if (tiles) return 0;
   errno = (int)-result;
   return -1;
 }

@@ -13,7 +13,7 @@
 
 #include <stdio.h>
 
-enum { EXPERTS = 3, TOP_K = 2, MOST_PARTS = 2, MOST_TOKENS = 100 };
+enum { EXPERTS = 3, TOP_K = 2, MOST_PARTS = 2, MOST_TOKENS = 100, POOLS = 3 };
 
 typedef struct batch {
   int64_t tokens;
@@ -22,18 +22,36 @@ typedef struct batch {
   float *weights;
 } batch;
 
-static batch make_batch(int64_t tokens, int64_t hidden) {
+/* Memory, and x and weights; nobody's ids yet. */
+static batch make_tokens(int64_t tokens, int64_t hidden) {
   batch b = {.tokens = tokens};
   b.x = guarded((size_t)(tokens * hidden) * sizeof *b.x);
   b.y = guarded((size_t)(tokens * hidden) * sizeof *b.y);
   b.ids = guarded((size_t)(tokens * TOP_K) * sizeof *b.ids);
   b.weights = guarded((size_t)(tokens * TOP_K) * sizeof *b.weights);
   for (int64_t i = 0; i < tokens * hidden; i++) b.x[i] = bf16(unit());
-  for (int64_t i = 0; i < tokens * TOP_K; i++) {
-    b.ids[i] = (int64_t)(draw() % (EXPERTS + 1)) - 1;
-    b.weights[i] = unit();
-  }
+  for (int64_t i = 0; i < tokens * TOP_K; i++) b.ids[i] = -1, b.weights[i] = unit();
   return b;
+}
+
+static batch make_batch(int64_t tokens, int64_t hidden) {
+  const batch b = make_tokens(tokens, hidden);
+  for (int64_t i = 0; i < tokens * TOP_K; i++) b.ids[i] = (int64_t)(draw() % (EXPERTS + 1)) - 1;
+  return b;
+}
+
+/* `of_one` tokens for expert 1, and between them some for the others: its rows are gathered. */
+static batch make_crowd(int64_t of_one, int64_t hidden) {
+  const batch b = make_tokens(of_one + of_one / 16, hidden);
+  for (int64_t t = 0; t < b.tokens; t++) b.ids[t * TOP_K] = t % 17 != 8 ? 1 : t % 2 * 2;
+  return b;
+}
+
+static void release_batch(const batch *b, int64_t hidden) {
+  release(b->x, (size_t)(b->tokens * hidden) * sizeof *b->x);
+  release(b->y, (size_t)(b->tokens * hidden) * sizeof *b->y);
+  release(b->ids, (size_t)(b->tokens * TOP_K) * sizeof *b->ids);
+  release(b->weights, (size_t)(b->tokens * TOP_K) * sizeof *b->weights);
 }
 
 static void run_call(const kt_moe *moe, kt_pool *pool, const kt_moe_call *call) {
@@ -45,6 +63,7 @@ static void run_call(const kt_moe *moe, kt_pool *pool, const kt_moe_call *call) 
     printf("FAILED: %s\n", kt_strerror(status));
     failures++;
   }
+  release(scratch, size);
 }
 
 static void forward(const kt_moe *moe, kt_pool *pool, const batch *b) {
@@ -113,27 +132,32 @@ static double difference(const uint16_t *a, const uint16_t *b, int64_t count) {
   return sqrt(squares / (size > 0 ? size : 1));
 }
 
+static void compare_level(const kind *k, const kt_moe *moe, kt_pool *pool, const batch *b,
+                          int level, const uint16_t *expected) {
+  kt_isa_use(level);
+  forward(moe, pool, b);
+  const double error = difference(b->y, expected, b->tokens * moe->hidden);
+  const double bound = level != KT_ISA_SCALAR && k->exact ? 0.0 : 0.005;
+  if (error <= bound) return;
+  printf("FAILED: %s, level %s, %d threads, %d tokens, %d x %d in %d parts, function %d: "
+         "%g from %s\n",
+         k->name, kt_isa_name(level), (int)kt_pool_threads(pool), (int)b->tokens, (int)moe->hidden,
+         (int)moe->intermediate, (int)moe->parts, (int)moe->activation.function, error,
+         level != KT_ISA_SCALAR ? "scalar" : "the truth");
+  failures++;
+}
+
+/* On all levels, from scalar on, on each of the pools; scalar on the last. */
 static void compare_levels(const kind *k, const kt_moe *moe, const expert_values *values,
-                           kt_pool *pool, const batch *b) {
+                           kt_pool *const *pools, int pool_count, const batch *b) {
   const int64_t count = b->tokens * moe->hidden;
   uint16_t *expected = malloc((size_t)count * sizeof *expected);
   if (!expected) exit(2);
   compute_truth(moe, values, b, expected);
-  for (int i = 0; kt_isa_has(kt_isa_at(i)); i++) {
-    const int level = kt_isa_at(i);
-    kt_isa_use(level);
-    forward(moe, pool, b);
-    const double error = difference(b->y, expected, count);
-    const double bound = level != KT_ISA_SCALAR && k->exact ? 0.0 : 0.005;
-    if (!(error <= bound)) {
-      printf("FAILED: %s, level %s, %d tokens, %d x %d in %d parts, function %d: %g from %s\n",
-             k->name, kt_isa_name(level), (int)b->tokens, (int)moe->hidden, (int)moe->intermediate,
-             (int)moe->parts, (int)moe->activation.function, error,
-             level != KT_ISA_SCALAR ? "scalar" : "the truth");
-      failures++;
-    }
-    if (level == KT_ISA_SCALAR) memcpy(expected, b->y, (size_t)count * sizeof *expected);
-  }
+  compare_level(k, moe, pools[pool_count - 1], b, KT_ISA_SCALAR, expected);
+  memcpy(expected, b->y, (size_t)count * sizeof *expected);
+  for (int i = 1; kt_isa_has(kt_isa_at(i)); i++)
+    for (int p = 0; p < pool_count; p++) compare_level(k, moe, pools[p], b, kt_isa_at(i), expected);
   free(expected);
 }
 
@@ -191,23 +215,56 @@ static void check_layer(const kind *k, const kt_activation *activation, int bias
     values[i] = make_expert(&moe, biased, i / EXPERTS, experts + i);
   for (size_t i = 0; i < batches; i++) {
     const batch b = make_batch(tokens[i], hidden);
-    compare_levels(k, &moe, values, pool, &b);
+    compare_levels(k, &moe, values, &pool, 1, &b);
     if (i == 1) compare_calls(&moe, pool, &b);
   }
   for (int64_t i = 0; i < parts * EXPERTS; i++) free_values(values[i]);
   if (kt_moe_touch(&moe, pool) != KT_OK) failures++;
 }
 
+/* Experts with several blocks of tokens, of which a thread computes one after the other. */
+static void check_crowds(const kind *k, int64_t hidden, int64_t width, const int64_t crowds[2],
+                         kt_pool *const *pools, int pool_count) {
+  kt_expert experts[EXPERTS];
+  expert_values values[EXPERTS];
+  const kt_moe moe = {.layout = k->layout,
+                      .activation = silu,
+                      .hidden = hidden,
+                      .intermediate = width,
+                      .experts = EXPERTS,
+                      .parts = 1,
+                      .expert = experts};
+  for (int64_t i = 0; i < EXPERTS; i++) values[i] = make_expert(&moe, 0, 0, experts + i);
+  for (int i = 0; i < 2 && crowds[i]; i++) {
+    const batch b = make_crowd(crowds[i], hidden);
+    compare_levels(k, &moe, values, pools, pool_count, &b);
+    release_batch(&b, hidden);
+  }
+  for (int64_t i = 0; i < EXPERTS; i++) free_values(values[i]);
+}
+
+/* Blocks of up to KT_STREAM_TOKENS; and of as many as have 1 MB of activations, which depends on
+ * the kind of rows alone: one format of each. */
+static void check_blocks(const kind *k, kt_pool *const *pools) {
+  static const int64_t many[2] = {300, 97}, few[2] = {140, 0};
+  check_crowds(k, 256, 256, many, pools, 2);
+  if (k == kinds + INT8 || k == kinds + GINT8_64 || k == kinds + BF16)
+    check_crowds(k, 7168, 128, few, pools, 1);
+}
+
 int main(void) {
-  static const int32_t nodes[] = {0, 0, 1};
-  kt_pool *pool;
+  static const int32_t nodes[POOLS][POOLS] = {{0}, {0, 0}, {0, 0, 1}};
+  kt_pool *pools[POOLS];
 #if defined(__x86_64__)
   kt_cpu cpu;
   kt_cpu_detect(&cpu);
   if (cpu.avx512_bf16 && !cpu.amx_tile) setenv("KTCONV_ASSUME", "amx", 0);
 #endif
-  if (kt_pool_create(3, NULL, nodes, &pool) != KT_OK) return 2;
+  for (int i = 0; i < POOLS; i++)
+    if (kt_pool_create(i + 1, NULL, nodes[i], pools + i) != KT_OK) return 2;
   for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+    kt_pool *const pool = pools[POOLS - 1];
+    check_blocks(kinds + i, pools);
     check_layer(kinds + i, &silu, 0, 256, 128, 1, pool);
     check_layer(kinds + i, &silu, 0, 128, 768, 2, pool);
     /* Functions do not know formats: all with one of these, and of each other one another. */
@@ -215,7 +272,7 @@ int main(void) {
     for (size_t f = first; f < (i ? first + 1 : number); f++)
       check_layer(kinds + i, others + f, 1, 128, 256, 2, pool);
   }
-  kt_pool_destroy(pool);
+  for (int i = 0; i < POOLS; i++) kt_pool_destroy(pools[i]);
   printf("%d failures up to level %s\n", failures, kt_isa_name(kt_isa_available()));
   return failures != 0;
 }

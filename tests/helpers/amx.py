@@ -3,6 +3,9 @@
 The emulator (native/test/amx_emulator.c) performs AMX instructions in a handler of SIGILL and
 counts them. Where a CPU has AVX-512 but no AMX, pytest loads it and claims the level with
 KTCONV_ASSUME, in this process only: programs that tests start see the machine as it is.
+
+On a CPU with AMX, KT_EMULATE_AMX=1 makes pytest and what it starts run without the kernel's
+permission to use it: there too the instructions are emulated, and counted.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import hashlib
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -106,7 +110,29 @@ def can_emulate() -> bool:
     features = native.cpu_features()
     x86_linux = platform.machine() == "x86_64" and platform.system() == "Linux"
     beside = features["avx512_bf16"] and features["avx512_vbmi"]  # as every CPU with AMX has
-    return x86_linux and beside and not features["amx_tile"] and bool(compiler())
+    return x86_linux and beside and not features["amx_permission"] and bool(compiler())
+
+
+def refuse_tiles() -> None:
+    """From now on the kernel refuses tile data to this process and those that it starts, unless
+    it has been asked already."""
+    load_word, equal, result = 0x20, 0x15, 0x06  # BPF_LD | BPF_W | BPF_ABS, BPF_JEQ, BPF_RET
+    arch_prctl, ask_for_state = 158, 0x1023  # of x86-64; ARCH_REQ_XCOMP_PERM
+    fail_with_eperm, allow = 0x50001, 0x7FFF0000
+    steps = [
+        (load_word, 0, 0, 0),  # the number of the system call
+        (equal, 0, 3, arch_prctl),
+        (load_word, 0, 0, 16),  # its first argument
+        (equal, 0, 1, ask_for_state),
+        (result, 0, 0, fail_with_eperm),
+        (result, 0, 0, allow),
+    ]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    described = struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(program))
+    libc = ctypes.CDLL(None, use_errno=True)
+    no_new_privileges, set_seccomp, by_filter = 38, 22, 2
+    if libc.prctl(no_new_privileges, 1, 0, 0, 0) or libc.prctl(set_seccomp, by_filter, described):
+        raise OSError(ctypes.get_errno(), "KT_EMULATE_AMX: the kernel takes no filter")
 
 
 def kept_directory(config: pytest.Config, name: str) -> Path:
@@ -117,7 +143,9 @@ def kept_directory(config: pytest.Config, name: str) -> Path:
 
 def load_emulator(cache: Path) -> Emulator | None:
     """The emulator, with the level claimed in this process; None where it is not needed (the CPU
-    has AMX) or cannot work."""
+    has AMX, which the kernel grants) or cannot work."""
+    if os.environ.get("KT_EMULATE_AMX") and platform.machine() == "x86_64":
+        refuse_tiles()
     if not can_emulate():
         return None
     emulator = Emulator(build_library(NATIVE / "test/amx_emulator.c", cache, "-O2"))
@@ -131,7 +159,7 @@ def load_emulator(cache: Path) -> Emulator | None:
 def program_levels() -> list[str]:
     """The levels of programs that tests start: without what is claimed for this process."""
     there = native.cpu_features()
-    return [level for level in native.isa_available() if level != "amx" or there["amx_tile"]]
+    return [level for level in native.isa_available() if level != "amx" or there["amx_permission"]]
 
 
 class claimed:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +243,11 @@ def test_counters(one: ctypes.CDLL, emulator: amx.Emulator) -> None:
     multiply(one, "ssd", *(np.zeros((16, 64), np.uint8) for _ in range(3)))
     multiply(one, "bf16", *(np.zeros((16, 64), np.uint8) for _ in range(3)))
     one.kt_test_release()
-    assert emulator.counts() == amx.Counts(2, 6, 2, 0, 1, 1, 1)
+    found, expected = emulator.counts(), amx.Counts(2, 6, 2, 0, 1, 1, 1)
+    if native.cpu_features()["amx_tile"]:  # a CPU with AMX configures and releases itself
+        expected = replace(expected, configs=found.configs, releases=0)
+        assert found.configs >= 1
+    assert found == expected
 
 
 DIES = """

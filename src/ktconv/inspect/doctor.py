@@ -59,12 +59,11 @@ def _level() -> str:
 
 
 def _amx(features: dict[str, bool]) -> str:
-    if not features["amx_tile"] and "amx" in native.isa_available():
-        return "this CPU has none, KTCONV_ASSUME claims it"
+    claimed = ", KTCONV_ASSUME claims it" if "amx" in native.isa_available() else ""
     if not features["amx_tile"]:
-        return "this CPU has none"
+        return "this CPU has none" + claimed
     if not features["amx_permission"]:
-        return "present, but the kernel refuses tile state to this process"
+        return "present, but the kernel refuses tile state to this process" + claimed
     return "ready"
 
 
