@@ -135,9 +135,11 @@ def test_expert_count_differs_between_layers(tmp_path: Path) -> None:
 
 
 def test_same_weight_twice(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
-    for extra in (f"{SOURCE}.1.w1.weight", f"{SOURCE}.01.gate_proj.weight"):
+    twice = "same weight under two names"
+    for name, said in (("1.w1", twice), ("01.gate_proj", "has leading zeros")):
+        extra = f"{SOURCE}.{name}.weight"
         message = refusal(tmp_path, {**tensors, extra: tensors[f"{SOURCE}.1.gate_proj.weight"]})
-        assert "same weight under two names" in message
+        assert said in message
         assert extra in message
 
 

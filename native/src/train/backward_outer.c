@@ -156,9 +156,11 @@ typedef struct block {
   int64_t row, rows, col, cols;
 } block;
 
-/* Columns of a block: more of few rows, for which factors are prepared as for many. */
+/* Columns of a block, a multiple of 32 as kt_outer wants it: more of few rows, for which factors
+ * are prepared as for many. */
 static int64_t block_cols(int64_t rows) {
-  return KT_OUTER_COLS * KT_OUTER_ROWS / kt_smaller(kt_ceil_div(rows, 16) * 16, KT_OUTER_ROWS);
+  const int64_t padded = kt_smaller(kt_ceil_div(rows, 16) * 16, KT_OUTER_ROWS);
+  return KT_OUTER_COLS * KT_OUTER_ROWS / padded / KT_STRIP * KT_STRIP;
 }
 
 static int64_t blocks_of(const kt_back *b, kind k) {

@@ -215,7 +215,8 @@ def network_facts(planned: Preflight[Any] | None = None) -> dict[str, Any]:
     }
     if planned is None:
         return facts
-    if (found := elsewhere_of(planned.plan.checkpoint.files[0])) is not None:
+    files = planned.plan.checkpoint.files  # none of outputs that are written anew
+    if files and (found := elsewhere_of(files[0])) is not None:
         units = planned.pending()
         from ktconv.conversion.tasks import spans_of_unit
         from ktconv.source.remote.ahead import requests_for

@@ -121,7 +121,7 @@ STRAYS: dict[str, str] = {
     "gate_up_proj": "is not a known tensor of numbered experts",
     "2.gate_proj.weight": "is expert 2, but config.json has num_experts 2",
     "1.w1.weight": "are the same weight under two names",
-    "01.gate_proj.weight": "are the same weight under two names",
+    "01.gate_proj.weight": "has leading zeros in the number of its expert",
     "1.gate_proj.weight_scale_inv": "are two of a kind",
     "1.gate_proj.adapter.weight": "is not a known companion",
 }

@@ -121,9 +121,13 @@ OTHERS: dict[str, tuple[str, Tensor]] = {  # source name: output name, tensor
 
 
 def others_of(case: dict[str, Any]) -> dict[str, tuple[str, Tensor]]:
-    """OTHERS, and a router, whose shape has to be that of the experts."""
+    """OTHERS, and a router of each layer, whose shape has to be that of the experts."""
     router = np.ones((case["experts"], case["hidden"]), np.float32)
-    return {**OTHERS, "model.layers.0.mlp.gate.weight": ("blk.0.mlp.gate.weight", router)}
+    routers = {
+        f"model.layers.{index}.mlp.gate.weight": (f"blk.{index}.mlp.gate.weight", router)
+        for index in range(case["layers"])
+    }
+    return {**OTHERS, **routers}
 
 
 @st.composite
