@@ -536,7 +536,7 @@ FOLLOWS = {"limit": "a clamp of gate and up", "alpha": "alpha"}
 
 
 def format_rows() -> Iterator[tuple[str, ...]]:
-    """What engines do with formats that one of them does not read."""
+    """Rows of the formats that at least one engine does not read, a cell per engine."""
     for row in (*ROWS, MIXED):
         if any(row.name in reader.fails for reader in readers.READERS):
             cells = (format_cell(reader, row.name) for reader in readers.READERS)
@@ -545,7 +545,7 @@ def format_rows() -> Iterator[tuple[str, ...]]:
 
 
 def format_cell(reader: readers.Reader, name: str) -> str:
-    """What an engine does with a format, and the models of which it reads it all the same."""
+    """The cell of an engine and a format: what it does, and the models that it reads even so."""
     models = ", ".join(models_of(kind) for kind in sorted(reader.types.get(name, ())))
     failure = reader.fails.get(name, "reads it")
     return f"{failure}; reads that of {models}" if models else failure

@@ -21,8 +21,9 @@ LOG = logging.getLogger("ktconv")  # at level INFO: what the command line notes 
 
 
 class _Running:
-    """How many commands programs run at the moment. Workers note things too, and a variable of a
-    context does not reach their threads."""
+    """The number of commands that are running as library calls.
+
+    A context variable would not do: worker threads emit notes too, and do not inherit it."""
 
     lock = threading.Lock()
     count = 0
@@ -62,7 +63,7 @@ def keep(document: Mapping[str, Any]) -> bool:
 
 
 def raised(error: BaseException, message: str, hint: str | None, code: int) -> KtconvError:
-    """What a program gets of an error that the command line would print."""
+    """Return the exception that a library call raises where the command line prints an error."""
     if isinstance(error, KtconvError):
         error.hint = hint
         return error

@@ -51,7 +51,7 @@ def errors_shown(
 
 
 def _show_wait(wait: waiting.Wait) -> None:
-    """As a line, or as an event; a bar moves down for it."""
+    """Show a wait as a line, or emit it as an event; a progress bar moves down for it."""
     if listener := events():
         seconds = None if wait.seconds is None else round(wait.seconds, 1)
         listener.emit("waiting", **{"for": wait.subject}, why=wait.why, seconds=seconds)

@@ -475,7 +475,8 @@ def _run(name: str, arguments: Mapping[str, Any]) -> Report:
 
 
 def _words(command: Any, arguments: Mapping[str, Any]) -> list[str]:
-    """What a shell would give the command: options that are not their default, and arguments."""
+    """Convert arguments to the command's words: options that differ from the default, and the
+    positional arguments."""
     options: list[str] = []
     positional: list[str] = []
     for parameter in command.params:

@@ -89,7 +89,7 @@ class Preflight(Generic[T_co]):
     disk_free: int
 
     def zero_scales(self) -> int | None:
-        """How many scales are zero, of the units that this run would write. None: they are looked
+        """Count the zero scales of the units that this run would write. None: they are looked
         at when the conversion begins, since reading them takes long.
 
         Raises CheckpointError for a scale that cannot be one.

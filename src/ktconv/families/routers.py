@@ -108,8 +108,8 @@ def _found(config: Mapping[str, Any], layer: int, corrected: bool | None) -> Fou
 
 
 def rows_beside_experts(config: Mapping[str, Any]) -> int | None:
-    """How many rows of a router belong to no expert with weights: those of experts that return
-    their input, and of shared experts. None where neither family nor config.json say it."""
+    """Count the rows of a router that belong to no expert with weights: those of experts that
+    return their input, and of shared experts. None where neither family nor config.json say it."""
     text, row = text_section(config), family_of(config)
     routing = row.routing if row is not None else None
     if row is None or not isinstance(routing, Router):

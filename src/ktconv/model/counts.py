@@ -21,8 +21,9 @@ from ktconv.model.sites import find_experts
 
 @contextmanager
 def built_with(model: nn.Module, counts: Mapping[int, int]) -> Iterator[None]:
-    """Meanwhile, models of the kind of `model` get `counts` experts in their layers, one model at a
-    time: their blocks are told apart by the order in which they are made."""
+    """Build models of the kind of `model` with `counts` experts per layer, in this context.
+
+    Build one model at a time: blocks are assigned to layers in the order of their construction."""
     sites = find_experts(model)
     waiting: list[int | None] = []
 

@@ -84,7 +84,7 @@ class OwnExperts(ABC):
 
     @property
     def parameters_of_all(self) -> tuple[ExpertParameter, ...]:
-        """In the order in which the module has them; empty where there are none."""
+        """Parameters in the order of the module; empty if there are none."""
         return ()
 
     @property

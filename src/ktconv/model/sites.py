@@ -84,7 +84,7 @@ class Site:
 
     @property
     def parameters_of_all(self) -> tuple[ExpertParameter, ...]:
-        """Those with the matrices of all experts, also where packed ones are in their place."""
+        """Names of the parameters that hold the matrices of all experts, packed or not."""
         module = self.module
         if isinstance(module, PackedExperts):
             return module.parameters_of_all

@@ -151,7 +151,7 @@ class StoredExperts(OwnExperts):
 
 
 def _place_in(order: Sequence[str], parameter: ExpertParameter) -> int:
-    """Of a parameter among those of a module; last where another name is registered."""
+    """Position of a parameter among those of a module; last if it has another name."""
     path = ".".join(filter(None, (parameter.module, parameter.name)))
     return order.index(path) if path in order else len(order)
 

@@ -51,7 +51,7 @@ class Content:
 
 
 def content_of(output: Path, progression: Progression) -> Content:
-    """What would be sent, read and compared with the manifest.
+    """Read the files that would be sent, and compare them with the manifest.
 
     OutputError for an output that is incomplete, damaged or none, CheckpointError for a file that
     is a link to somewhere else, ResourceError where a file cannot be read.
@@ -130,7 +130,7 @@ def _check_weights(
 
 
 def _tensors(output: Path, file: str, record: Record) -> Iterator[TensorRef]:
-    """Of a shard, or of a file of a layer folder, which is one tensor."""
+    """Tensors of a shard, or of a file of a layer folder, which is one tensor."""
     packed = parse_kt_path(file)
     if packed is None:
         yield from read_header(output / file).tensors
@@ -166,7 +166,7 @@ def _check_side_files(output: Path, manifest: Manifest) -> Mapping[str, Record]:
 
 
 def _others(output: Path, sent: set[str]) -> Iterator[str]:
-    """What is there and not sent."""
+    """Names of the files in OUTPUT that are not sent."""
 
     def refuse(error: OSError) -> None:
         raise io_error("read", Path(error.filename or output), error) from error

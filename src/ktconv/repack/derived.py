@@ -157,7 +157,7 @@ def needs(
 
 
 def _zero_scales(manifest: Manifest | None) -> dict[str, int]:
-    """By unit; units without any are left out."""
+    """Counts by unit; units without any are left out."""
     units = manifest.units.items() if manifest else ()
     return {key: unit[ZERO_SCALES] for key, unit in units if unit.get(ZERO_SCALES)}
 

@@ -219,7 +219,7 @@ class RecutTask:
     # ---- writing ----
 
     def _carried(self, index: int, codes: I8) -> Record:
-        """What is recorded of the codes of a new part, which it takes from old ones."""
+        """Record of the codes of a new part, taken from those of the old parts."""
         found = shares(self.layer.intermediate, self.layer.parts, self.parts, index)
         names = (name_of(self._tensor(share.part, "weight")) for share in found)
         records = [self.known.get(name, {}) for name in names]

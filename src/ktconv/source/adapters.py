@@ -29,7 +29,7 @@ def is_adapter_file(name: str) -> bool:
 
 
 def adapter_notes(directory: Path, names: Sequence[str]) -> list[str]:
-    """What a user should know of adapter files among the files of a model's directory."""
+    """Notes about adapter files in the directory of a model."""
     found = sorted(filter(is_adapter_file, names))
     if not found:
         return []

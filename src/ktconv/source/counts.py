@@ -35,7 +35,7 @@ class RouterRows:
 
 
 class Counts:
-    """What routers and config.json say about the number of experts in each layer.
+    """Numbers of experts in each layer, by routers and by config.json.
 
     `others`: the tensors that are no experts. Without `with_routers` these are not looked at, as
     where two towers share their blocks.
@@ -51,7 +51,7 @@ class Counts:
         }
 
     def router(self, source: str) -> RouterRows | None:
-        """That of the experts under `source`; None where none is found."""
+        """Number of the experts under `source`; None if it is not found."""
         names = router_tensors(source).weight if self._matrices else ()
         tensor = next((self._matrices[name] for name in names if name in self._matrices), None)
         if tensor is None:
@@ -68,7 +68,7 @@ class Counts:
         return width if turned else height
 
     def declared(self, index: int) -> Setting | None:
-        """What config.json says about decoder layer `index`, or about all layers."""
+        """Number that config.json gives for decoder layer `index`, or for all layers."""
         for listed in self.config.listed_experts:
             if (count := listed.of_layer(index)) is not None:
                 return Setting(listed.key, count)

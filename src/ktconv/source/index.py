@@ -124,7 +124,7 @@ def _unused(tensors: Iterable[TensorRef]) -> Unused:
 
 
 def ignored_notes(index: Index, headers: Sequence[Header]) -> Iterator[str]:
-    """What `as_indexed` left out."""
+    """Copies and tensors that `as_indexed` left out."""
     name = index.path.name
     if found := _in_words([(one.file.name, one.elsewhere) for one in headers]):
         tensors, where = found
@@ -135,7 +135,7 @@ def ignored_notes(index: Index, headers: Sequence[Header]) -> Iterator[str]:
 
 
 def _in_words(unused: Sequence[tuple[str, Unused]]) -> tuple[str, str] | None:
-    """How many tensors, and how large and where they are; None if there are none."""
+    """Sentence with the number, size and place of the tensors; None if there are none."""
     there = [(name, one) for name, one in unused if one.tensors]
     count, nbytes = (sum(one[at] for _, one in there) for at in (0, 1))
     tensors = "1 tensor" if count == 1 else f"{count} tensors"
@@ -144,7 +144,7 @@ def _in_words(unused: Sequence[tuple[str, Unused]]) -> tuple[str, str] | None:
 
 
 def unlisted_tensors(headers: Sequence[Header]) -> int:
-    """How many tensors `as_indexed` left out because the index does not list them."""
+    """Number of tensors that `as_indexed` left out because the index does not list them."""
     return sum(header.unlisted.tensors for header in headers)
 
 

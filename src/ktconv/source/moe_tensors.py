@@ -123,7 +123,7 @@ class MoETensors:
         yield from self._table(names.table, spec)
 
     def _table(self, names: Iterable[str], spec: RouterSpec | None) -> Iterator[_Expected]:
-        """Of experts by token: a row for each token of the vocabulary."""
+        """Expected shape of the table of experts by token: a row per token of the vocabulary."""
         found = (self._by_name[name] for name in names if name in self._by_name)
         tensor = next(found, None)
         if tensor is None or spec is None or not spec.by_token or not spec.top_k:
@@ -171,7 +171,7 @@ class MoETensors:
         )
 
     def _all_widths(self, layer: MoELayer) -> tuple[int, ...]:
-        """Of the experts, and of the model."""
+        """Widths of hidden states, of the experts and of the model."""
         known = (setting.value for setting in self._config.widths)
         return tuple(dict.fromkeys((layer.hidden_size, *known)))
 
@@ -226,6 +226,6 @@ class MoETensors:
 
 
 def _router_modules(layer: MoELayer) -> list[str]:
-    """What the router of a layer, or its table of experts by token, may be called."""
+    """Names that the router of a layer, or its table of experts by token, may have."""
     names = router_tensors(layer.source)
     return [name.rpartition(".")[0] for name in (*names.weight, *names.table)]

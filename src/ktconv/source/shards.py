@@ -90,7 +90,7 @@ def read_shards(selection: ShardSelection) -> list[Header]:
 
 
 def notes_of(selection: ShardSelection, headers: Sequence[Header]) -> list[str]:
-    """What a user should know of how files and their tensors were chosen."""
+    """Notes about how files and their tensors were chosen."""
     ignored = ignored_notes(selection.index, headers) if selection.index else ()
     return [*selection.notes, *ignored]
 

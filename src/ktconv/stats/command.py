@@ -150,7 +150,7 @@ def _check(request: StatsRequest) -> None:
 
 
 def _files(request: StatsRequest) -> list[WrittenFile]:
-    """Those that are asked for; --hessian names a directory."""
+    """Files that the options name to be written; --hessian names a directory instead."""
     kinds = (
         (request.write, expert_set_file),
         (request.trace, trace_file),
@@ -161,7 +161,7 @@ def _files(request: StatsRequest) -> list[WrittenFile]:
 
 
 def _read(request: StatsRequest) -> list[str | Path | None]:
-    """What nothing may be written to."""
+    """Inputs of the command, to which no option may write."""
     return [request.model, request.config, request.text]
 
 

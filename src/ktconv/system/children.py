@@ -46,5 +46,5 @@ _WATCH = (
 
 @cache
 def _pipe() -> tuple[int, int]:
-    """Of this process, for all its children; neither end is inherited unless it is passed on."""
+    """The pipe of this process for all its children; no end is inherited unless passed on."""
     return os.pipe()

@@ -46,7 +46,7 @@ MKDIR_ATTEMPTS = 20  # each fails only if another run makes or removes a directo
 
 
 def way_out(error: OSError) -> str | None:
-    """What helps against an error of the system, whatever was tried; None if nothing is known."""
+    """Hint for an error of the operating system; None if none is known."""
     hint = _KINDS.get(error.errno or 0, (None, None, None))[2]
     return None if hint == _OTHER_PLACE else hint
 

@@ -1,4 +1,4 @@
-"""Waits that the first interrupt ends, whatever thread they are in, and that users are told of.
+"""Waits that the first interrupt ends, in any thread, and that the user sees.
 
 A handler of signals runs in the main thread, between any two of its instructions, and may wait for
 no lock: it writes a byte into a pipe, at which all waits look.
@@ -27,7 +27,7 @@ _SLICE = 0.1  # between two looks at the pipe, of waits that cannot poll it
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What is waited for, why, and for how many seconds; None: nobody knows."""
+    """A wait: its subject, its reason and its seconds, None if they are not known."""
 
     subject: str
     why: str
@@ -44,7 +44,7 @@ Listener = Callable[[Wait], None]
 
 
 class _Shown:
-    """Who is told of waits, and what was said."""
+    """The listener that shows waits, and what it has shown."""
 
     lock = threading.Lock()
     listener: Listener | None = None
@@ -53,7 +53,7 @@ class _Shown:
 
 @contextmanager
 def told_to(listener: Listener) -> Iterator[None]:
-    """Waits of this process are told to `listener`, which any thread may call."""
+    """Report the waits of this process to `listener`, which any thread may call."""
     before, _Shown.listener = _Shown.listener, listener
     try:
         yield
@@ -83,7 +83,7 @@ def _pipe() -> tuple[int, int]:
 
 
 class _Ended:
-    """What interrupts end, and whether something goes on after one."""
+    """Contexts that an interrupt ends, and whether a call goes on in a thread after one."""
 
     by_interrupts = 0  # open contexts of commands
     left_behind = False

@@ -121,7 +121,7 @@ def yaml_string(text: str) -> str:
 
 
 def errors_line(errors: ErrorSummary) -> str:
-    """What the conversion measured, as lines of a list; empty where it quantized nothing."""
+    """Lines of a list with the measured errors; empty if nothing was quantized."""
     lines = ""
     if errors.worst is not None and errors.mean is not None:
         lines += (
@@ -156,7 +156,7 @@ def _use(plan: Plan) -> str:
 
 
 def uneven_paragraph(layers: Sequence[MoELayer]) -> str:
-    """Why no engine loads layers with different numbers of experts; empty where they have not."""
+    """Sentence that no engine loads layers with different numbers of experts; empty otherwise."""
     sentence = uneven(layers)
     return f"{sentence[0].upper()}{sentence[1:]}." if sentence else ""
 

@@ -129,7 +129,7 @@ def opened(
 
 
 def _check_experts(adapter: Adapter, layers: Mapping[int, tuple[Any, LoRAExperts]]) -> None:
-    """All that `load` says of the matrices of experts."""
+    """Raise the error that `load` raises for wrong or missing matrices of experts."""
     _check_projections(adapter, layers)
     for _, lora, projection, layer in _each(layers):
         pair = _pair(adapter, lora, projection, layer)

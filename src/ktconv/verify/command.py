@@ -107,7 +107,7 @@ def _is_report(path: Path) -> bool:
 
 
 def _read(request: VerifyRequest, other: Path | None) -> list[str | Path | None]:
-    """What nothing may be written to."""
+    """Inputs of the command, to which no option may write."""
     return [
         request.output, other, request.beside, request.source, request.config, request.map,
         request.importance, request.calibrate, request.text,

@@ -237,15 +237,16 @@ def _stored(written: dict[str, np.ndarray[Any, Any]], key: str, expert: int) -> 
     return found["down_proj"]
 
 
-def test_what_transformers_cannot_load_is_told(torch: Any, tmp_path: Path) -> None:
-    """It would make the experts up at random."""
+def test_the_plan_says_what_transformers_cannot_load(torch: Any, tmp_path: Path) -> None:
+    """Transformers would initialize the experts at random."""
     from ktconv.quantize.encoded.request import Request
     from ktconv.quantize.llm_compressor.run import prepare
 
-    for name, told in {"qwen3_vl_moe": True, "qwen3_5_moe": False}.items():
+    for name, fused_only in {"qwen3_vl_moe": True, "qwen3_5_moe": False}.items():
         write_family(name, tmp_path / name)
         notes = prepare(Request(str(tmp_path / name), tmp_path / "out")).plan.notes
-        assert any("5.17 reads the experts of" in note for note in notes) is told
+        named = any("5.17 reads the experts of" in note for note in notes)
+        assert named is fused_only
 
 
 def test_config_keeps_other_words_and_drops_other_quantization(torch: Any, tmp_path: Path) -> None:

@@ -323,7 +323,7 @@ class QuantizeCpu(Conversion):
             yield last
 
     def convert(self, pending: Sequence[Unit]) -> None:
-        """With a text, the layers that it passes come first, each when its inputs are there."""
+        """Convert the layers that a text passes first, each once its inputs exist."""
         text = text_of(self.preflight.calibration)
         if text is None:
             super().convert(pending)

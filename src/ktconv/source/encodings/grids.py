@@ -181,7 +181,7 @@ def scan_block_scale(scale: BlockGrid, rows: int, cols: int, data: Buffer) -> tu
 
 
 def count_zeros(grid: NDArray[np.float32]) -> int:
-    """How many scales are zero, of either sign. By bits, because a process that treats denormals as
+    """Count the zero scales of either sign. By bits, because a process that treats denormals as
     zero would count them too."""
     import numpy as np
 

@@ -88,7 +88,7 @@ def declared_shape(tensor: TensorRef, view: StoredView) -> DeclaredShape:
 
 
 def group_size(inputs: int, groups: int, config: ModelConfig) -> int | None:
-    """How many of `inputs` share one of `groups` scales; the last group may have less.
+    """Number of `inputs` that share one of `groups` scales; the last group may have less.
 
     config.json decides where one of its sizes gives so many groups; else the inputs must divide.
     None where they do not, or several of its sizes fit.

@@ -158,7 +158,7 @@ def _hybrid(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokens(header: Header, given: Mapping[str, Any]) -> Any:
-    """How many tokens the vocabulary has; None where the file does not say."""
+    """Number of tokens in the vocabulary; None if the file does not say."""
     embedding = (one.shape[0] for one in header.tensors if one.name == "token_embd.weight")
     return next(embedding, given.get("vocab_size"))
 

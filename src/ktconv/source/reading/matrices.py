@@ -183,7 +183,7 @@ class MatrixReader:
         return blocks, float(load_outer_value(outer, data)), outer.divides
 
     def scan_scales(self) -> int:
-        """How many of its scales are zero. CheckpointError for a scale, or a zero point that is a
+        """Count the zero scales of a matrix. CheckpointError for a scale, or a zero point that is a
         float, which `load_scales` refuses; the rest of what belongs to a matrix is not looked
         at."""
         scale, (rows, cols) = self.matrix.scale, (self.matrix.rows, self.matrix.cols)

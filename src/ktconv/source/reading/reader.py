@@ -150,7 +150,7 @@ class KeptReader(SourceReader):
 
     @property
     def zero_scales(self) -> int:
-        """How many scales of the matrices that were read are zero."""
+        """Number of zero scales in the matrices that were read."""
         return sum(self._zeros.values())
 
     def found_zeros(self, scale: BlockGrid, count: int) -> None:

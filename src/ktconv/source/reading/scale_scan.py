@@ -31,7 +31,7 @@ def scales_bytes(layers: Iterable[Chosen]) -> int:
 
 
 def scan_scales(layers: Iterable[Chosen], reader: SourceReader, threads: int) -> dict[int, int]:
-    """How many scales of each layer, by its index, are zero.
+    """Count the zero scales of each layer, by its index.
 
     Raises CheckpointError for a scale that cannot be one: the first in the order of layers, experts
     and projections.

@@ -26,7 +26,7 @@ class Reader:
         return f"{self.engine} {self.version}"
 
     def failure(self, name: str, model_types: Iterable[str] = ()) -> str | None:
-        """What the engine does with the format `name` of a model; None where it reads it."""
+        """Describe how the engine fails on the format `name` of a model; None if it reads it."""
         if not self.types.get(name, frozenset()).isdisjoint(model_types):
             return None
         return self.fails.get(name)
@@ -77,6 +77,6 @@ READERS = (VLLM, SGLANG, SGLANG_KT, TRANSFORMERS)
 
 
 def listed(titles: Iterable[str]) -> str:
-    """As "vLLM 0.32, SGLang 0.5.23 and transformers 5.17"."""
+    """Join titles: "vLLM 0.32, SGLang 0.5.23 and transformers 5.17"."""
     *most, last = titles
     return f"{', '.join(most)} and {last}" if most else last

@@ -50,7 +50,7 @@ class ImportanceRecord:
     kind: str  # its format: ktconv-importance or imatrix; or weights
 
     def as_dict(self) -> dict[str, str]:
-        """Of the manifest."""
+        """The record in the manifest, without empty fields."""
         return {name: value for name, value in asdict(self).items() if value}
 
 
