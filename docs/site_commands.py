@@ -140,9 +140,9 @@ _PAGE = re.compile(r"docs/([a-z-]+)\.md(#[\w-]+)?")
 
 
 def _linked(text: str) -> str:
-    """A text of the terminal, with links to the pages that it names."""
+    """A text of the terminal, with links to the pages that it names; the site gives them titles."""
     text = text.replace("<", "&lt;")
-    return _PAGE.sub(lambda found: f"[{found[1]}](../{found[1]}.md{found[2] or ''})", text)
+    return _PAGE.sub(lambda found: f"[docs/{found[1]}.md](../{found[1]}.md{found[2] or ''})", text)
 
 
 def _cell(text: str) -> str:

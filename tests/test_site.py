@@ -46,7 +46,7 @@ def test_a_page_has_defaults_and_values() -> None:
         "`_layer_L/_numa_N` of .kt files"
     )
     assert "Values: `auto`, `bar`, `lines`, `json`, `none`." in rows["`--progress MODE`"]
-    assert "[recipes](../recipes.md)" in rows["`--recipe FILE.toml`"]
+    assert "[docs/recipes.md](../recipes.md)" in rows["`--recipe FILE.toml`"]
     assert "Default: `--verify`." in rows["`--verify`, `--no-verify`"]
     assert "`mxfp8`" in rows["`--method METHOD`"]
     assert "Values" not in rows["`--json`"]
@@ -63,8 +63,8 @@ def test_a_page_needs_nothing_but_the_program(monkeypatch: pytest.MonkeyPatch) -
     lines = site.page("merge", BY_NAME["merge"]).split("\n")
     row = next(line for line in lines if line.startswith("| `--source"))
     assert row == (
-        "| `--source MODEL` | Quite another text \\| with a bar.<br>See [maps](../maps.md#keys)."
-        "<br>- `A`: one<br>- `B`: two lines |"
+        "| `--source MODEL` | Quite another text \\| with a bar."
+        "<br>See [docs/maps.md](../maps.md#keys).<br>- `A`: one<br>- `B`: two lines |"
     )
 
 

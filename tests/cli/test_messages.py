@@ -14,7 +14,6 @@ from helpers.paths import EXAMPLE
 from helpers.web_server import serving
 from rich.console import Console
 
-from ktconv.cli.app import COMMANDS
 from ktconv.cli.bar import FleetBar
 from ktconv.cli.fleet import _line
 from ktconv.cli.output import folded
@@ -50,14 +49,6 @@ def test_rates() -> None:
     ]  # fmt: skip
     text = run(EXAMPLE, "/nowhere/at/all", "--dry-run").stdout
     assert "part(s)" not in text
-
-
-def test_the_list_of_commands_is_whole() -> None:
-    text = ktconv("--help").stdout
-    assert "..." not in text.partition("Commands:")[2]
-    for name in COMMANDS:
-        first = ktconv(name, "--help").stdout.split("\n\n")[1]
-        assert "".join(first.split()) in "".join(text.split()), name
 
 
 def test_lines_on_narrow_terminals_break_between_words() -> None:

@@ -76,10 +76,9 @@ def bench(
             "Weight formats, e.g. int4,bf16; or all.",
             "LIST",
             panel=CASES,
-            detail="int4, int8, bf16, fp8, fp8-channel, mxfp4, nvfp4, and gint4 or gint8 with "
-            "groups of 32, 64 or 128, such as gint4-32 or gint8-128, each also with float32 scales "
-            "(gint4-32-f32). The names of quantize-cpu, compressed-tensors and KTransformers are "
-            "known too, such as rawint4, W4A16 and AMXINT4.",
+            detail="Separated by commas: names of the kernels, which an unknown name lists, and "
+            "those of quantize-cpu, compressed-tensors and KTransformers, such as rawint4, W4A16 "
+            "and AMXINT4.",
         ),
     ] = "",
     shape: Annotated[

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -16,8 +16,10 @@ from ktconv.cli.commands import COMMANDS
 from ktconv.cli.events import Events
 from ktconv.cli.exits import errors_shown, print_error
 from ktconv.errors import UsageError
-from ktconv.formats.dialects import Dialect, row_named, translated
 from ktconv.system.text import printable
+
+if TYPE_CHECKING:
+    from ktconv.formats.dialects import Dialect
 
 MOST_PARTS = 1024  # NUMA nodes of the largest machines
 WORDS = "ktconv.words"  # in the meta of a context: the arguments of the command as they were given
@@ -175,6 +177,10 @@ def in_dialect(command: str | None, words: Sequence[str]) -> list[str]:
     A format that is a scheme with a group size adds --group-size; BadParameter if another is given.
     """
     options = {option: dialect for (name, option), dialect in _FORMATS.items() if name == command}
+    if not options:
+        return list(words)
+    from ktconv.formats.dialects import row_named, translated
+
     found: list[str] = []
     rest = iter(words)
     for word in rest:
