@@ -106,7 +106,9 @@ def test_every_command_is_a_function() -> None:
 def test_arguments_are_the_options(name: str) -> None:
     """Each option is an argument, with its default, or is listed with a reason."""
     function = getattr(library, name.replace("-", "_"))
-    mine = inspect.signature(function).parameters
+    mine = dict(inspect.signature(function).parameters)
+    for old, new in library.OLD_NAMES.get(name, {}).items():
+        assert mine.pop(old).default is None and new in mine
     options = [one for one in COMMANDS[name].params if one.opts[0] not in library.WITHOUT]
     assert list(mine) == [library.argument_of(one) for one in options]
     for option, argument in zip(options, mine.values(), strict=True):
@@ -305,7 +307,7 @@ def test_errors_are_raised_as_they_are(
         ktconv.quantize_cpu(EXAMPLE, tmp_path / "out", method="int5")
     with pytest.raises(UsageError, match="--layers is empty"):
         ktconv.quantize_cpu(EXAMPLE, tmp_path / "out", layers=[])
-    with pytest.raises(UsageError, match="--dampening belongs to --method gptq"):
+    with pytest.raises(UsageError, match="--dampening belongs to --algorithm gptq"):
         ktconv.quantize_gpu(EXAMPLE, tmp_path / "out", dampening=0.2)
     with pytest.raises(TypeError, match="nonsense"):
         ktconv.merge(made / "layers", tmp_path / "out", nonsense=1)  # type: ignore[call-arg]

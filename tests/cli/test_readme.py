@@ -11,7 +11,7 @@ import pytest
 from helpers.cli import ktconv
 from helpers.paths import EXAMPLE, ROOT
 
-from ktconv.cli.app import COMMANDS
+from ktconv.cli.commands import COMMANDS
 
 TEXT = (ROOT / "README.md").read_text("utf-8")
 # Seconds, rates, and levels of this machine, with the errors of their kernels.

@@ -266,4 +266,4 @@ def test_experts_for_gpus(cluster: Cluster, model: Path, tmp_path: Path) -> None
     ktconv_done("quantize-gpu", model, tmp_path / "there")
     assert contents(tmp_path / "there") == contents(tmp_path / "here")
     words = ("quantize-gpu", model, tmp_path / "x", "--method=gptq", "--dataset=x.txt", "--ray")
-    refused(ktconv(*words), 2, "--method gptq runs the whole model in one process")
+    refused(ktconv(*words), 2, "--algorithm gptq runs the whole model in one process")

@@ -293,7 +293,7 @@ WORDS = {
 WAYS_OUT = {
     "verify --level model": "run --level layers",
     "stats": "use a release of transformers",
-    "gptq": "--method rtn works on the checkpoint itself",
+    "gptq": "--algorithm rtn works on the checkpoint itself",
 }
 
 

@@ -1,4 +1,4 @@
-"""How a command ends: errors and interrupts in words, as exit code, and with --json as JSON."""
+"""The end of a command: errors and interrupts in words, as exit code, and as JSON."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _show_wait(wait: waiting.Wait) -> None:
 
 @contextmanager
 def _last_event() -> Iterator[None]:
-    """With `--progress json`, an event for each way to end; `_end` has named most errors."""
+    """Emit an event for each way to end, with `--progress json`; `_end` has named most errors."""
     listener = events()
     code = 0
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from ktconv.cli.exits import errors_shown
+from ktconv.cli.help import SOURCE
 from ktconv.cli.options import ConfigOption, MapOption, TowerOption
 from ktconv.cli.output import JsonOption, document_lines, notify, print_result
 from ktconv.cli.parsing import argument, flag
@@ -12,7 +13,7 @@ from ktconv.cli.sources import RevisionOption, source_of
 
 
 def inspect(
-    path: Annotated[str, argument("A checkpoint, GGUF file, output of ktconv, or hub id.", "PATH")],
+    path: Annotated[str, argument("A checkpoint, GGUF file, output or hub id.", "PATH")],
     revision: RevisionOption = None,
     config: ConfigOption = None,
     naming: MapOption = None,
@@ -21,7 +22,10 @@ def inspect(
         bool,
         flag(
             "--explain",
-            "Show how experts were found; for unknown names: print a map for --map to edit.",
+            "Show how the experts were found.",
+            SOURCE,
+            "Which names and settings were used, and what is left over. Of a checkpoint whose "
+            "names ktconv does not know, print a map to edit, for --map: docs/maps.md.",
         ),
     ] = False,
     as_json: JsonOption = False,

@@ -63,6 +63,8 @@ WITHOUT = {
     "--from-list": "a program loops over its models; the command starts a process for each",
     "--at-once": "it belongs to --from-list",
 }
+# Old names of arguments, which are taken too, by function.
+OLD_NAMES = {"quantize-gpu": {"method": "algorithm"}}
 # Commands that are no functions, and why.
 COMMANDS_WITHOUT = {"completion": "it is a script for a shell"}
 
@@ -109,7 +111,7 @@ def quantize_cpu(
     dry_run: bool = False,
     estimate: bool = False,
 ) -> Report:
-    """Convert the routed experts of a checkpoint into quantized CPU weights.
+    """Convert the routed experts of a checkpoint into weights for CPUs.
 
     The same call again continues an interrupted run. With `dry_run` the plan is returned, and
     nothing is written.
@@ -124,8 +126,8 @@ def quantize_gpu(
     model: Name,
     output: Name,
     *,
-    method: GpuMethod = "rtn",
-    scheme: Scheme = "W4A16",
+    algorithm: GpuMethod = "rtn",
+    scheme: Scheme | str = "W4A16",
     group_size: int | None = None,
     scale: ScaleRule = "amax",
     experts: Name | None = None,
@@ -154,10 +156,11 @@ def quantize_gpu(
     overwrite: bool = False,
     finalize: bool = False,
     dry_run: bool = False,
+    method: GpuMethod | None = None,
 ) -> Report:
-    """Quantize the routed experts of a checkpoint for GPUs, into a compressed-tensors format.
+    """Quantize the routed experts of a checkpoint for GPUs, as compressed-tensors does.
 
-    The same call again continues an interrupted run.
+    The same call again continues an interrupted run. `method` is the old name of `algorithm`.
 
         report = ktconv.quantize_gpu("Qwen/Qwen3-30B-A3B", "qwen3-w4a16", scheme="W4A16")
         report["classes"]
@@ -458,7 +461,11 @@ def _run(name: str, arguments: Mapping[str, Any]) -> Report:
     from ktconv.errors import UsageError
 
     command = vars(typer.main.get_command(application([name])))["commands"][name]
-    words = _words(command, arguments)
+    given = dict(arguments)
+    for old, new in OLD_NAMES.get(name, {}).items():
+        if (value := given.pop(old, None)) is not None:
+            given[new] = value
+    words = _words(command, given)
     with called() as documents:
         try:
             with command.make_context(name, words) as context:

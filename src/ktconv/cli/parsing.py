@@ -11,36 +11,62 @@ from typing import Any, get_args
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ktconv.cli import help
+from ktconv.cli.commands import COMMANDS
 from ktconv.cli.events import Events
 from ktconv.cli.exits import errors_shown, print_error
 from ktconv.errors import UsageError
+from ktconv.formats.dialects import Dialect, row_named, translated
 from ktconv.system.text import printable
 
-MOST = 2**31 - 1  # of anything that is counted
 MOST_PARTS = 1024  # NUMA nodes of the largest machines
 WORDS = "ktconv.words"  # in the meta of a context: the arguments of the command as they were given
 
 
-def argument(words: str, metavar: str) -> Any:
-    return typer.Argument(help=words, metavar=metavar)
+def _text(words: str, detail: str) -> str:
+    """Join help and detail, which `help.split_help` takes apart again."""
+    return f"{words}\n\n{detail}" if detail else words
 
 
-def option(words: str, metavar: str, *names: str, **limits: Any) -> Any:
-    """An option with a value; `limits` are `min` and `max`, of whole numbers by default MOST."""
+def argument(words: str, metavar: str, detail: str = "") -> Any:
+    return typer.Argument(help=_text(words, detail), metavar=metavar)
+
+
+def option(
+    words: str, metavar: str, *names: str, panel: str = help.RUN, detail: str = "", **limits: Any
+) -> Any:
+    """An option with a value. `words`: its line of --help; `detail`: what --help-all and the site
+    say besides; `limits`: `min` and `max`, of whole numbers by default MOST. The first of `names`
+    is the option's name, others are old spellings."""
     if isinstance(limits.get("min"), int):
-        limits.setdefault("max", MOST)
-    return typer.Option(*names, help=words, metavar=metavar, **limits)
+        limits.setdefault("max", help.MOST)
+    return typer.Option(
+        *names, help=_text(words, detail), metavar=metavar, rich_help_panel=panel, **limits
+    )
 
 
-def flag(names: str, words: str) -> Any:
+def flag(names: str, words: str, panel: str = help.RUN, detail: str = "") -> Any:
     """An option without a value, like "--compat" or "--mtp/--no-mtp"."""
-    return typer.Option(names, help=words)
+    return typer.Option(names, help=_text(words, detail), rich_help_panel=panel)
 
 
-def choice(values: Any, words: str, *names: str) -> Any:
-    """An option that takes the values of a Literal type, in any case."""
-    metavar = "|".join(get_args(values))
-    return typer.Option(*names, help=words, metavar=metavar, case_sensitive=False)
+def choice(
+    values: Any,
+    words: str,
+    *names: str,
+    panel: str = help.RUN,
+    detail: str = "",
+    metavar: str = "NAME",
+) -> Any:
+    """An option that takes the values of a Literal type, in any case. `metavar` stands for them
+    where they are long."""
+    return typer.Option(
+        *names,
+        help=_text(words, detail),
+        metavar=help.metavar_of(get_args(values), metavar),
+        case_sensitive=False,
+        rich_help_panel=panel,
+    )
 
 
 @contextmanager
@@ -50,14 +76,28 @@ def usage_errors_printable() -> Iterator[None]:
         yield
     except Exception as error:
         wrong: Any = error
-        if hasattr(wrong, "format_message"):  # of click, or of the copy of it in typer
+        of_help = type(error).__name__ == "NoArgsIsHelpError"  # its message is the help
+        if hasattr(wrong, "format_message") and not of_help:  # of click, or typer's copy of it
             text = printable(wrong.format_message())
             wrong.format_message = lambda: text
         raise
 
 
+_OF_TYPER = ("--install-completion", "--show-completion")
+
+
 class Group(TyperGroup):
     """The top-level command; handles usage errors of all subcommands."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """Options of `ktconv`; typer's own for completion are hidden, and still work."""
+        found: list[Any] = super().get_params(ctx)
+        for one in found:
+            one.hidden = getattr(one, "hidden", False) or one.opts[0] in _OF_TYPER
+        return found
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        help.write_commands(self, ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         with usage_errors_printable():
@@ -71,15 +111,20 @@ class Group(TyperGroup):
 class Command(TyperCommand):
     """A command that rejects empty values, and reports usage errors like its other errors."""
 
-    def get_short_help_str(self, limit: int = 0) -> str:
-        """The first sentence of the help, in the list of commands, which wraps it."""
-        first, *_ = (self.help or "").strip().split("\n\n")
-        return " ".join(first.split())
+    def __init__(self, *words: Any, **about: Any) -> None:
+        super().__init__(*words, **about)
+        help.split_help(self.params)
 
-    def get_help(self, ctx: Any) -> str:
-        """Several paths in words of people, as wide as before."""
-        shown = "<list[Path]>"
-        return str(super().get_help(ctx)).replace(shown, "<paths>".ljust(len(shown)))
+    def get_short_help_str(self, limit: int = 0) -> str:
+        """The line of the list of commands, which shells show too."""
+        row = COMMANDS.get(str(self.name))
+        return row.summary if row else super().get_short_help_str(limit or 45)
+
+    def get_params(self, ctx: Any) -> Any:
+        return help.with_help_all(super().get_params(ctx), self.get_help_option(ctx))
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        help.write_command(self, ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         if ctx.resilient_parsing:  # a shell asks for completions
@@ -88,7 +133,7 @@ class Command(TyperCommand):
         ctx.meta[WORDS] = tuple(args)
         refuse_empty_shown(args, as_json)
         try:
-            return super().parse_args(ctx, with_defaults(args))
+            return super().parse_args(ctx, in_dialect(self.name, with_defaults(args)))
         except Exception as error:
             wrong: Any = error
             if hasattr(wrong, "format_message"):  # of click, or of the copy of it in typer
@@ -115,6 +160,47 @@ def with_defaults(words: Sequence[str]) -> list[str]:
         bare = values is not None and not values.fullmatch(following)
         found.append(f"{word}={default}" if bare else word)
     return found
+
+
+# Options whose value is a format, with the dialect of their command.
+_FORMATS: dict[tuple[str | None, str], Dialect] = {
+    ("quantize-cpu", "--method"): "method",
+    ("quantize-gpu", "--scheme"): "scheme",
+}
+
+
+def in_dialect(command: str | None, words: Sequence[str]) -> list[str]:
+    """`words` with formats in the command's own names, where they have names of other programs.
+
+    A format that is a scheme with a group size adds --group-size; BadParameter if another is given.
+    """
+    options = {option: dialect for (name, option), dialect in _FORMATS.items() if name == command}
+    found: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word == "--":
+            return [*found, word, *rest]
+        option, equals, value = word.partition("=")
+        if option not in options:
+            found.append(word)
+            continue
+        value = value if equals else next(rest, "")
+        name = translated(value, options[option])
+        found += [f"{option}={name}"] if value else [word]
+        row = row_named(value)
+        if options[option] == "scheme" and row and row.group_size and name != value.upper():
+            found += _group_size(value, row.group_size, words)
+    return found
+
+
+def _group_size(name: str, size: int, words: Sequence[str]) -> list[str]:
+    """The words that ask for this group size, which the format `name` has."""
+    spaced = [after for before, after in pairwise(words) if before == "--group-size"]
+    given = [*spaced, *(w.partition("=")[2] for w in words if w.startswith("--group-size="))]
+    if given and given[-1] != str(size):
+        message = f"{name} has groups of {size}, and --group-size is {given[-1]}; omit one"
+        raise typer.BadParameter(message, param_hint="'--scheme'")
+    return [] if given else [f"--group-size={size}"]
 
 
 # Values that an option does not have, and why.

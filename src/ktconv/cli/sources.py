@@ -6,20 +6,33 @@ import os
 from pathlib import Path
 from typing import Annotated
 
+from ktconv.cli.help import SOURCE
 from ktconv.cli.output import notify
 from ktconv.cli.parsing import flag, option
 from ktconv.errors import UsageError
 from ktconv.system.units import format_size
 
 RevisionOption = Annotated[
-    str | None, option("Branch, tag or commit of a model of the hub.", "REV", "--revision")
+    str | None,
+    option("Branch, tag or commit of a hub model.", "REV", "--revision", panel=SOURCE),
 ]
 DownloadOption = Annotated[
     bool,
-    flag("--download", "Read a model from the hub if it is not in the local cache; keep nothing."),
+    flag(
+        "--download",
+        "Read a model from the hub if it is not in the cache.",
+        SOURCE,
+        "Only the bytes that are needed are read, and nothing is stored: docs/remote.md.",
+    ),
 ]
 CacheDirOption = Annotated[
-    Path | None, option("Keep what is read of a remote source here, for other runs.", "DIR")
+    Path | None,
+    option(
+        "Keep what is read of a remote source here.",
+        "DIR",
+        panel=SOURCE,
+        detail="Other runs read it again from there instead of the network: docs/remote.md.",
+    ),
 ]
 
 
@@ -50,7 +63,7 @@ def source_of(
         for name, given in (("revision", revision), ("download", download)):
             if given:
                 raise UsageError(
-                    f"--{name} is for models of the hub, and {model} is none",
+                    f"--{name} is for models of the hub, and {model} is not one",
                     f"give org/name, or omit --{name}",
                 )
         _refuse_cache(cache_dir, model)

@@ -623,7 +623,7 @@ def test_a_model_that_is_no_language_model(small: Path, text: Path, tmp_path: Pa
         match=r"/model is of type vit, for which transformers \S+ has no language model",
     ) as raised:
         quantize(model, tmp_path / "output", text, group_size=32, self_test=True)
-    assert "--method rtn" in str(raised.value.hint)
+    assert "--algorithm rtn" in str(raised.value.hint)
 
 
 def test_what_the_library_raises_is_one_sentence(

@@ -37,8 +37,8 @@ class Encode(Conversion):
         """Refuse what the method cannot do; bytes of memory that it needs beside the workers'."""
         if request.device.lower() not in ("auto", "cpu"):
             raise UsageError(
-                f"--device {request.device} belongs to --method gptq: rounding to nearest runs on "
-                "the CPU, faster than weights reach a GPU",
+                f"--device {request.device} belongs to --algorithm gptq: rounding to nearest runs "
+                "on the CPU, faster than weights reach a GPU",
                 "omit it",
             )
         return 0
