@@ -7,20 +7,6 @@ A command can replace the hint by class: see `cli.exits`.
 
 from __future__ import annotations
 
-_shown: dict[str, str] = {}
-
-
-def show_as(path: str, name: str) -> None:
-    """Errors say `name` where they would say `path`: of sources that are not on this machine."""
-    _shown[path] = name
-
-
-def shown(text: str) -> str:
-    """`text` with the names of sources as the user gave them."""
-    for path, name in _shown.items():
-        text = text.replace(path, name)
-    return text
-
 
 class KtconvError(Exception):
     """Base class. `str(error)` is one sentence; `error.hint` says what to do."""
@@ -28,8 +14,8 @@ class KtconvError(Exception):
     exit_code = 2
 
     def __init__(self, message: str, hint: str | None = None) -> None:
-        super().__init__(shown(message))
-        self.hint = None if hint is None else shown(hint)
+        super().__init__(message)
+        self.hint = hint
 
 
 class UsageError(KtconvError):

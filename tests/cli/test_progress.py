@@ -14,7 +14,7 @@ from ktconv.cli import progress
 from ktconv.cli.bar import BarObserver
 from ktconv.cli.progress import LineObserver, Rate
 from ktconv.quantize.packed.run import Request, quantize_cpu
-from ktconv.system.elsewhere import Transfer
+from ktconv.system.stores import Transfer
 from ktconv.system.units import format_duration
 from ktconv.targets.packed.target import Options
 
@@ -113,8 +113,7 @@ def test_bar() -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 96])
 def test_a_bar_with_a_network_is_one_line(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "in_use", lambda: True)
-    monkeypatch.setattr(progress, "transfer", Transfer(retries=12))
+    monkeypatch.setattr(progress, "transfer", Transfer(retries=12, stores=1))
     observer = BarObserver({"layer-00003": 671_000_000_000})
     text = io.StringIO()
     observer._bar.live.console = Console(file=text, force_terminal=False, width=width)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.cli import edit_json, write_model
+from helpers.cli import edit_json, ktconv, write_model
 from helpers.families import (
     Tensor,
     bf16,
@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 
 from ktconv.cli.app import app
 from ktconv.errors import CheckpointError
+from ktconv.families import table
 from ktconv.families.config import text_section
 from ktconv.source import open_checkpoint
 from ktconv.source.config import interpret_config
@@ -71,8 +72,13 @@ def refusal(directory: Path, **config: Any) -> str:
         (
             "moe_layer_freq",
             ["1", 1.0, True, -1, {}, [0.5], ["1"], [[1]]],
-            "an integer or a list of 0 and 1",
+            "a number of at least 1 or a list of 0 and 1",
         ),
+        ("moe_layer_freq", [0], "a number of at least 1 or a list of 0 and 1"),
+        ("decoder_sparse_step", [0, -1, "1", 1.0, True, [1]], "a number of at least 1"),
+        ("interleave_moe_layer_step", [0, -1], "a number of at least 1"),
+        ("moe_layer_interval", [0, -2], "a number of at least 1"),
+        ("expert_layer_period", [0, -1, "2"], "a number of at least 1"),
         ("llm_config", ["x", 1, [{}], False], "an object"),
         ("norm_topk_prob", ["false", 2, [True], NAN], "true or false"),
         ("moe_apply_router_weight_on_input", ["no", 2], "true or false"),
@@ -94,6 +100,24 @@ def test_a_value_that_no_model_can_have(
         nested = simple_config(text_config={key: value})
         with pytest.raises(CheckpointError, match=f"config.json: {key} is"):
             interpret_config(nested)
+
+
+@pytest.mark.parametrize("key", table.FAMILIES.keys("top_k"))
+def test_null_experts_per_token_are_found_before_anything_is_converted(
+    key: str, tmp_path: Path
+) -> None:
+    """Readers have no default for null. A number under another key or in another section is one."""
+    written = model(tmp_path, layers=2)
+    edit_json(written / "config.json", lambda content: content.pop("num_experts_per_tok", None))
+    edit_json(written / "config.json", lambda content: content.update({key: None}))
+    says = f"config.json: {key} is null, but a layer has 4 experts, of which a token needs a number"
+    with pytest.raises(CheckpointError, match=says):
+        open_checkpoint(written)
+    for command in ("inspect", "plan"):
+        result = ktconv(command, written)
+        assert result.exit_code == 2 and says in " ".join(result.stderr.split())
+    edit_json(written / "config.json", lambda content: content.pop(key))
+    assert open_checkpoint(written).layers
 
 
 @pytest.mark.parametrize(

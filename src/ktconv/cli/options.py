@@ -285,9 +285,10 @@ def preflight_facts(
 def network_facts(planned: Preflight[Any] | None = None) -> dict[str, Any]:
     """Bytes and requests of the network so far, and what `planned` will transfer; empty for sources
     on this machine."""
-    from ktconv.system.elsewhere import elsewhere_of, in_use, transfer
+    from ktconv.system.opened import store_of
+    from ktconv.system.stores import is_remote, transfer
 
-    if not in_use():
+    if not transfer.stores:
         return {}
     facts = {
         "network_bytes": transfer.nbytes,
@@ -296,8 +297,9 @@ def network_facts(planned: Preflight[Any] | None = None) -> dict[str, Any]:
     }
     if planned is None:
         return facts
-    files = planned.plan.checkpoint.files  # none of outputs that are written again
-    if files and (found := elsewhere_of(files[0])) is not None:
+    source = planned.plan.checkpoint.path
+    if is_remote(source):
+        found = store_of(source)
         units = planned.pending()
         from ktconv.conversion.tasks import spans_of_unit
         from ktconv.source.remote.ahead import requests_for

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from ktconv.cli.events import Events
 from ktconv.conversion.pipeline import Observer
-from ktconv.system.elsewhere import in_use, transfer
+from ktconv.system.stores import transfer
 from ktconv.system.text import Notify
 from ktconv.system.units import counted, format_duration, format_rate, format_size
 
@@ -78,12 +78,12 @@ class Progression(Observer):
 
     def network_speed(self) -> str:
         """Empty for sources on this machine, as `retries`."""
-        if not in_use():
+        if not transfer.stores:
             return ""
         return f"network {format_rate(self.network.per_second(transfer.nbytes))}"
 
     def retries(self) -> str:
-        count = transfer.retries if in_use() else 0
+        count = transfer.retries if transfer.stores else 0
         return counted(count, "retry") if count else ""
 
     def __enter__(self) -> Progression:
@@ -180,7 +180,7 @@ class EventObserver(Progression):
 
     def _network(self) -> dict[str, int]:
         """The network's rate, bytes and requests, for remote sources."""
-        if not in_use():
+        if not transfer.stores:
             return {}
         return {
             "network_bytes": transfer.nbytes,

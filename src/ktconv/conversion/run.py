@@ -30,14 +30,16 @@ from ktconv.errors import (
     OutputError,
     UsageError,
 )
-from ktconv.source import NamingMap, TensorRef
+from ktconv.source import Checkpoint, NamingMap, TensorRef
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.reading.reader import KeptReader, SourceReader
 from ktconv.source.reading.scale_scan import Chosen, scales_bytes, scan_scales
-from ktconv.source.side_files import RECORDS
+from ktconv.source.side_files import RECORDS, flaws
 from ktconv.source.source_card import source_card
-from ktconv.system import elsewhere, machine
+from ktconv.system import machine
 from ktconv.system.files import remove, remove_empty, sync, translated, write_durably
+from ktconv.system.opened import store_of
+from ktconv.system.stores import is_remote
 from ktconv.system.units import counted, format_size, listed
 from ktconv.writer.journal import (
     OTHERS_BYTE,
@@ -113,9 +115,9 @@ class Preflight(Generic[T_co]):
 
 def scaled_layers(plan: Plan[Target], units: Sequence[Unit]) -> list[Chosen] | None:
     """The layers among units whose scales are looked at before anything is written; None for a
-    source elsewhere, where each small read is a request: there each layer's are looked at before
+    remote source, where each small read is a request: there each layer's are looked at before
     the layer is final."""
-    if any(elsewhere.elsewhere_of(file) is not None for file in plan.checkpoint.files):
+    if is_remote(plan.checkpoint.path):
         return None
     return [(unit.layer, unit.experts) for unit in units if isinstance(unit, LayerUnit)]
 
@@ -173,10 +175,12 @@ def fit_threads(
     return min(wanted or machine.usable_cpus(), affordable)
 
 
-def fit_memory(request: BaseRequest, per_thread: int, libraries: int = 0) -> tuple[int, int]:
+def fit_memory(
+    request: BaseRequest, checkpoint: Checkpoint, per_thread: int, libraries: int = 0
+) -> tuple[int, int]:
     """Threads that --max-memory allows, and the peak to expect."""
     base = machine.resident_memory() + MEMORY_MARGIN + libraries + manifest_memory(request.output)
-    base += elsewhere.memory()
+    base += store_of(checkpoint.path).memory
     threads = fit_threads(request.max_memory, request.threads, base, per_thread)
     return threads, base + threads * per_thread
 
@@ -312,7 +316,7 @@ class Conversion(ABC):
         if manifest is None:
             return False
         self._refuse_others(manifest.record)
-        return self._adopted(self._intact(manifest))
+        return self._adopted(self._intact(manifest), manifest)
 
     def _claim(self) -> list[Unit]:
         """Lock what this run is for; other machines may work on the other layers."""
@@ -342,7 +346,7 @@ class Conversion(ABC):
             if there is not None:
                 self._refuse_others(there)
         intact = self._intact(manifest) if manifest is not None else {}
-        if self._adopted(intact):
+        if manifest is not None and self._adopted(intact, manifest):
             if self.lock.try_acquire(self._all_bytes()):
                 shutil.rmtree(self.journal.directory, ignore_errors=True)
             return True
@@ -379,13 +383,24 @@ class Conversion(ABC):
             if (record := self.state.intact_record(unit, there.get(unit.key)))
         }
 
-    def _adopted(self, intact: dict[str, Record]) -> bool:
+    def _adopted(self, intact: dict[str, Record], manifest: Manifest) -> bool:
         """Whether these are all units and the final files exist; then all count as done."""
         if len(intact) < len(self.plan.units) or not self.state.final_files_present():
             return False
+        self._note_changed_files(manifest)
         for key, record in intact.items():
             self._mark_done(key, record)
         return True
+
+    def _note_changed_files(self, manifest: Manifest) -> None:
+        """Names side files that are not as they were written. They may have been edited on purpose,
+        so they stay."""
+        for flaw in flaws(self.output, manifest.side_files or {}):
+            if flaw.check in ("changed file", "damaged file"):
+                self.observer.noted(
+                    f"{flaw.message}, and stays as it is: to have it written anew, remove it and "
+                    "run the same command again"
+                )
 
     def _find_done(self) -> None:
         """Add units of the journal, where other runs may have recorded some too."""
@@ -460,7 +475,7 @@ class Conversion(ABC):
             self._zero_scales.setdefault(unit.key, reader.zero_scales)
         finally:
             reader.close()
-        elsewhere.confirm(self.plan.checkpoint.files)
+        store_of(self.plan.checkpoint.path).confirm()
 
     def finished(self, unit: Unit, files: list[dict[str, object]], tensors: dict[str, Any]) -> None:
         """Journal a unit whose files are final."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ktconv.errors import CheckpointError, UnknownNamesError, shown
+from ktconv.errors import CheckpointError, UnknownNamesError
 from ktconv.families.activations import expert_activation
 from ktconv.families.names import is_in_experts, split_name
 from ktconv.formats import FORMATS, TensorId, is_backward, output_formats, parse_tensor_name
@@ -18,7 +18,7 @@ from ktconv.source import Checkpoint, NamingMap, open_checkpoint, read_map
 from ktconv.source.activations import in_words, of_records
 from ktconv.source.config import CONFIG_NAME, read_config
 from ktconv.source.locate import locate_model
-from ktconv.system.elsewhere import elsewhere_of, transfer
+from ktconv.system.stores import is_remote, transfer
 from ktconv.system.units import format_ranges
 from ktconv.targets.card import codes_in_words
 from ktconv.targets.encoded.recipe import parse_recipe
@@ -87,7 +87,7 @@ def _source(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "schema": 1,
         "kind": "checkpoint",
-        "path": shown(str(checkpoint.path)),
+        "path": str(checkpoint.path),
         "family": checkpoint.config.get("model_type"),
         "files": len(checkpoint.files),
         "bytes": checkpoint.nbytes,
@@ -110,7 +110,7 @@ def _source(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _network(checkpoint: Checkpoint) -> dict[str, int]:
     """What reading the headers took; nothing for a checkpoint on this machine."""
-    if elsewhere_of(checkpoint.path) is None:
+    if not is_remote(checkpoint.path):
         return {}
     return {"network_bytes": transfer.nbytes, "network_requests": transfer.requests}
 

@@ -29,7 +29,7 @@ from ktconv.source.others import OtherWeights, primary
 from ktconv.source.reading.matrices import MatrixReader, buffer_bytes, chunk_rows, source_bytes
 from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.system.arrays import U8
-from ktconv.system.elsewhere import elsewhere_of
+from ktconv.system.stores import is_remote
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -182,7 +182,7 @@ class StateDict(dict[str, Any]):
         stored = self[name].weight.stored
         if stored is None or _torch_dtype(stored) != dtype or not stored.nbytes:
             return None
-        if elsewhere_of(stored.file) is not None:
+        if is_remote(stored.file):
             return None
         with self.reader.open(stored.file):  # as it was
             # "c": a tensor that cannot be written to warns

@@ -25,7 +25,7 @@ from ktconv.source.gguf.parts import all_parts
 from ktconv.source.shards import read_shards, select_shards
 from ktconv.system import machine
 from ktconv.system.arrays import F32, I64
-from ktconv.system.elsewhere import elsewhere_of
+from ktconv.system.stores import is_remote
 from ktconv.system.units import format_size
 
 # Beside the weights: while a layer's experts are stacked, they are there twice.
@@ -138,7 +138,7 @@ def _bytes_in_memory(place: Path, dtype: str | torch.dtype) -> int:
 
 def _check_memory(place: Path, size: int) -> None:
     """ResourceError unless `size` bytes of weights can be loaded into free memory."""
-    if elsewhere_of(place) is not None:
+    if is_remote(place):
         raise MemoryShortError(f"{place} is not on this machine, and so not loaded as a whole")
     needed, free = int(_LOADING * size), machine.available_memory()
     if needed > free:

@@ -29,7 +29,7 @@ from ktconv.source.adapters import CONFIG as ADAPTER_CONFIG
 from ktconv.source.config import CONFIG_NAME, read_config
 from ktconv.source.side_files import find_side_files
 from ktconv.source.strict_json import parse_object
-from ktconv.system.elsewhere import materialize
+from ktconv.system.stores import local_path
 from ktconv.system.text import printable
 
 if TYPE_CHECKING:
@@ -73,13 +73,12 @@ def load_config(directory: Path, name: Path | None = None) -> Any:
     for whatever else keeps it from being loaded.
     """
     name = name or directory
-    materialize(directory)
     _refuse_what_runs(directory, name)
     with loading(directory, str(name), name, CONFIG_NAME):
         from transformers import AutoConfig
 
         _check_known(directory, name)
-        return _cleaned(AutoConfig.from_pretrained(directory, **_SAFE))
+        return _cleaned(AutoConfig.from_pretrained(local_path(directory), **_SAFE))
 
 
 def check_language_model(directory: Path) -> None:
@@ -87,30 +86,19 @@ def check_language_model(directory: Path) -> None:
     _class_for(_language_config(load_config(directory)), directory)
 
 
-def linear_modules(directory: Path) -> list[str]:
-    """Names of the linear layers in the language model that transformers builds for a local
-    config.json, without any weights. Raises as `check_language_model` does."""
-    import torch
-
-    config = _language_config(load_config(directory))
-    kind = _class_for(config, directory)
-    with loading(directory, str(directory), directory, CONFIG_NAME), torch.device("meta"):
-        model = kind.from_config(_unquantized(config), trust_remote_code=False)
-    return [name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)]
-
-
 def load_tokenizer(directory: Path, name: Path | None = None) -> Any:
     """The tokenizer of a local checkpoint; raises as `load_config` does, CheckpointError also where
     there is none."""
     name = name or directory
     config = load_config(directory, name)
-    if not any(next(directory.glob(pattern), None) for pattern in _TOKENIZERS):
+    local = local_path(directory)
+    if not any(next(local.glob(pattern), None) for pattern in _TOKENIZERS):
         raise NoTokenizer(name)
     with loading(directory, f"the tokenizer of {name}", name, "tokenizer_config.json"):
         from transformers import AutoTokenizer
 
         _check_tokenizer_class(directory, config)
-        tokenizer = AutoTokenizer.from_pretrained(directory, config=config, **_SAFE)
+        tokenizer = AutoTokenizer.from_pretrained(local, config=config, **_SAFE)
     # Without any file of one, transformers makes one up that knows no word.
     if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
         raise NoTokenizer(name)
@@ -283,7 +271,8 @@ def _check_tokenizer_class(directory: Path, config: Any) -> None:
     import transformers
 
     file = directory / "tokenizer_config.json"
-    settings = parse_object(file.read_bytes(), str(file), "") if file.exists() else {}
+    there = file.exists()
+    settings = parse_object(local_path(file).read_bytes(), str(file), "") if there else {}
     for kind in filter(
         None, (settings.get("tokenizer_class"), getattr(config, "tokenizer_class", None))
     ):
@@ -409,7 +398,7 @@ def read_generation_config(directory: Path) -> Any:
     if not file.exists():
         return None
     return GenerationConfig.from_dict(
-        parse_object(file.read_bytes(), str(file), "Download it again.")
+        parse_object(local_path(file).read_bytes(), str(file), "Download it again.")
     )
 
 
@@ -437,7 +426,7 @@ def loading(directory: Path, what: str, name: Path, file: str = CONFIG_NAME) -> 
         constants.HF_HUB_OFFLINE = True
         stack.callback(setLogRecordFactory, getLogRecordFactory())
         setLogRecordFactory(_PrintableRecord)
-        stack.enter_context(no_code_of(directory, hub.HF_MODULES_CACHE))
+        stack.enter_context(no_code_of(local_path(directory), hub.HF_MODULES_CACHE))
         try:
             yield
         except Exception as error:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ktconv.errors import CheckpointError, UsageError, shown
+from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.routers import router_of
 from ktconv.formats import is_backward
 from ktconv.plan.cuts import cut_bytes, grains
@@ -140,7 +140,7 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Model:
         for one in checkpoint.layers
     ]
     other = sum(tensor.nbytes for tensor in checkpoint.other_tensors)
-    return Model(shown(str(checkpoint.path)), layers, checkpoint.config, other)
+    return Model(str(checkpoint.path), layers, checkpoint.config, other)
 
 
 def _of_packed(found: PackedWeights) -> Model:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -132,8 +131,8 @@ def _in_directory(directory: Path, model: str, wanted: str | None = None) -> Pat
 
 def _below(directory: Path) -> dict[str, Path]:
     """GGUF models in subdirectories, where repositories with several have them."""
-    with os.scandir(directory) as entries:
-        inner = sorted(entry.name for entry in entries if entry.is_dir() and entry.name[0] != ".")
+    folders = (path for path in directory.iterdir() if path.is_dir())
+    inner = sorted(path.name for path in folders if path.name[0] != ".")
     found: dict[str, Path] = {}
     for name in inner:
         with contextlib.suppress(KtconvError):  # one that cannot be listed has no model for us

@@ -58,7 +58,7 @@ class Header:
     tensors: Sequence[TensorRef]  # ascending offset
     metadata: Mapping[str, Any]  # of safetensors files: texts
     file_bytes: int
-    mtime_ns: int | None  # None: it is elsewhere, and has an etag
+    mtime_ns: int | None  # None: it is remote, and has an etag
     sha256: str  # of the header's bytes, of safetensors files without their length
     etag: str | None = None
     # Tensors in the file that are left out of `tensors`, by the index of a checkpoint:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -23,7 +22,8 @@ from ktconv.source.index import (
     substitute,
 )
 from ktconv.source.safetensors_file import Header, read_header
-from ktconv.system.elsewhere import Span, advise, elsewhere_of
+from ktconv.system.opened import advise
+from ktconv.system.stores import Span, is_remote
 
 SINGLE_FILE = "model.safetensors"
 HEAD_BYTES = 256 << 10  # of a file of unknown tensors: most headers end there
@@ -79,8 +79,8 @@ def _select_safetensors(directory: Path) -> ShardSelection:
 def read_shards(selection: ShardSelection) -> list[Header]:
     """Read every selected header once, with the tensors that belong to the checkpoint: those that
     the index has in that file, or all. Checks that nothing is missing or there twice."""
-    if any(map(elsewhere_of, selection.files)):
-        advise([Span(file, 0, size) for file, size in _head_sizes(selection)], lambda _: None)
+    if any(map(is_remote, selection.files)):
+        advise([Span(file, 0, size) for file, size in _head_sizes(selection)])
     read = read_parts if selection.gguf else _read_each
     headers = read(selection.files)
     if selection.index is not None:  # it has one shard for each tensor
@@ -105,7 +105,7 @@ def deciding_index(selection: ShardSelection, headers: Sequence[Header]) -> Inde
 
 def _head_sizes(selection: ShardSelection) -> Iterator[tuple[Path, int]]:
     """About how many bytes the header of each file has: by the names in the index, where there is
-    one. Of a source that is elsewhere, one request brings it, and little else."""
+    one. Of a remote source, one request brings it, and little else."""
     sizes: Counter[str] = Counter()
     for name, shard in selection.index.weight_map.items() if selection.index else ():
         sizes[shard] += len(name) + _ENTRY_BYTES
@@ -124,9 +124,8 @@ def file_names(directory: Path) -> list[str]:
     Raises CheckpointError if it is no directory, ResourceError if it cannot be listed.
     """
     try:
-        with os.scandir(directory) as entries:
-            # A dangling symlink is listed too: the shard that it should be is missing.
-            return sorted(entry.name for entry in entries if not Path(entry).is_dir())
+        # A dangling symlink is listed too: the shard that it should be is missing.
+        return sorted(path.name for path in directory.iterdir() if not path.is_dir())
     except FileNotFoundError:
         raise CheckpointError(f"{directory} does not exist", "Check the path.") from None
     except NotADirectoryError:

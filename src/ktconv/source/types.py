@@ -179,7 +179,7 @@ class SourceFile:
     nbytes: int
     mtime_ns: int | None  # None: `sha256` covers the whole file, so the time adds nothing
     sha256: str  # of a shard's header (without the length), of all of config.json
-    etag: str | None = None  # of a file that is elsewhere, in place of the time
+    etag: str | None = None  # of a remote file, in place of the time
 
 
 @dataclass(frozen=True, slots=True)

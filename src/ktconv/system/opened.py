@@ -1,25 +1,25 @@
-"""Files of a source that are open for reading, on this machine or elsewhere."""
+"""Files of a source that are open for reading, on this machine or in a remote store."""
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from ktconv.system.elsewhere import elsewhere_of
-from ktconv.system.files import read_exactly
-from ktconv.system.pointers import refuse_pointer
+from ktconv.system.files import opened_fd, read_exactly
 from ktconv.system.regular_files import open_regular, unreadable
+from ktconv.system.stores import FileStore, RemotePath, Span
 
 
 class State(NamedTuple):
     """What tells whether a file changed."""
 
     nbytes: int
-    mtime_ns: int | None  # when it was last written; None for a file that is elsewhere
+    mtime_ns: int | None  # when it was last written; None for a remote file
     etag: str | None  # identifies its content where it is served; None for one of this machine
 
 
@@ -70,17 +70,61 @@ class LocalFile(Opened):
         os.close(self._descriptor)
 
 
+class LocalStore(FileStore):
+    """The files of this machine."""
+
+    memory = 0
+
+    def open(self, path: Path) -> LocalFile:
+        return LocalFile(path)
+
+    def advise(self, spans: Sequence[Span]) -> None:
+        for file, following in groupby(spans, lambda span: span.file):
+            with suppress(OSError), opened_fd(file, os.O_RDONLY | os.O_NONBLOCK) as fd:
+                for start, stop in _joined(following):
+                    os.posix_fadvise(fd, start, stop - start, os.POSIX_FADV_WILLNEED)
+
+    def kept(self, spans: Iterable[Span]) -> int:
+        return sum(span.nbytes for span in spans)
+
+    def confirm(self) -> None:
+        pass
+
+
+def _joined(spans: Iterable[Span]) -> Iterator[tuple[int, int]]:
+    """First byte and end of each run of neighbours: experts lie one behind the other."""
+    start = stop = 0
+    for span in spans:
+        if span.offset != stop:
+            if stop > start:
+                yield start, stop
+            start = span.offset
+        stop = span.offset + span.nbytes
+    if stop > start:
+        yield start, stop
+
+
+LOCAL = LocalStore()
+
+
+def store_of(path: Path) -> FileStore:
+    """What serves a file or directory."""
+    return path.store if isinstance(path, RemotePath) else LOCAL
+
+
+def advise(spans: Sequence[Span]) -> None:
+    """Ask for spans to be read ahead, in this order: the system, or what serves remote files. Only
+    a hint: errors are found when the bytes are read."""
+    by_store: dict[FileStore, list[Span]] = {}
+    for span in spans:
+        by_store.setdefault(store_of(span.file), []).append(span)
+    for store, wanted in by_store.items():
+        store.advise(wanted)
+
+
 def open_source(path: Path) -> Opened:
     """A file of a source. Raises as `regular_files.open_regular`."""
-    elsewhere = elsewhere_of(path)
-    if elsewhere is None:
-        return LocalFile(path)
-    opened: Opened = elsewhere.open(path)
-    try:
-        refuse_pointer(path, opened.state.nbytes, lambda count: opened.take(count, 0))
-    except BaseException:
-        opened.close()
-        raise
+    opened: Opened = store_of(path).open(path)
     return opened
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ktconv.errors import CheckpointError
+from ktconv.system.stores import is_remote
 from ktconv.system.units import format_size
 
 POINTER_BYTES = 1024  # by its specification, a pointer has fewer
@@ -40,6 +41,6 @@ def refuse_pointer_at(path: Path) -> None:
     """The same of a file that is read by its name; one that is no file, or not there, is left to
     who reads it."""
     with contextlib.suppress(OSError):
-        if path.is_file():  # to open a pipe is to take it from its reader
+        if not is_remote(path) and path.is_file():  # to open a pipe is to take it from its reader
             with path.open("rb") as file:
                 refuse_pointer(path, path.stat().st_size, file.read)

@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ktconv.errors import CheckpointError, ResourceError
-from ktconv.system.elsewhere import elsewhere_of, materialize
+from ktconv.system.files import opened_fd
 from ktconv.system.pointers import POINTER_BYTES, refuse_pointer
+from ktconv.system.stores import RemotePath
 from ktconv.system.units import format_size
 
 # Far beyond any config.json; parsed JSON takes several times its size.
@@ -78,21 +79,36 @@ def opened_small(directory: Path, name: str | Path, limit: int = MAX_SMALL_BYTES
     the same repository. Raises as `open_regular`; CheckpointError for other links and larger files.
     """
     path = directory / name
-    materialize(path)
+    if isinstance(path, RemotePath):
+        with _opened_copy(path, limit) as descriptor:
+            yield descriptor
+        return
     with opened_regular(path) as descriptor:
         _refuse_outside(directory, path, descriptor)
-        size = os.fstat(descriptor).st_size
-        if size > limit:
-            raise _too_large(path, f"has {format_size(size)}", limit)
+        _refuse_large(path, os.fstat(descriptor).st_size, limit)
         yield descriptor
 
 
+@contextmanager
+def _opened_copy(path: RemotePath, limit: int) -> Iterator[int]:
+    """The copy on this machine of a remote file; errors have its URL."""
+    _refuse_large(path, path.store.nbytes(path), limit)
+    with opened_fd(path.store.local(path), os.O_RDONLY) as descriptor:
+        size = os.fstat(descriptor).st_size
+        refuse_pointer(path, size, lambda count: _read(path, descriptor, 0, count))
+        yield descriptor
+
+
+def _refuse_large(path: Path, size: int, limit: int) -> None:
+    if size > limit:
+        raise _too_large(path, f"has {format_size(size)}", limit)
+
+
 def check_small(directory: Path, name: str | Path) -> None:
-    """Raises as `opened_small`; a file that is elsewhere is fetched for that only where it is short
-    enough for a pointer of Git LFS."""
+    """Raises as `opened_small`; a remote file is fetched for that only where it is short enough for
+    a pointer of Git LFS."""
     path = directory / name
-    elsewhere = elsewhere_of(path)
-    if elsewhere is None or elsewhere.nbytes(path) < POINTER_BYTES:
+    if not isinstance(path, RemotePath) or path.store.nbytes(path) < POINTER_BYTES:
         with opened_small(directory, name):
             pass
 

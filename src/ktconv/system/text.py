@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ktconv.errors import shown
-
 Notify = Callable[[str], None]  # takes a line that a user should read
 
 # What moves the cursor, changes colours, reorders a line, or cannot be seen; and halves of
@@ -37,7 +35,7 @@ def printable(text: str, keep: str = "") -> str:
 def path_text(path: str | Path) -> str:
     """A path of the system as valid Unicode, the same in every locale: its bytes as UTF-8, those
     that are not UTF-8 as \\xff. Of a source that is not on this machine, its URL."""
-    return shown(os.fsencode(path).decode("utf-8", "backslashreplace"))
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def path_of(text: str) -> str:

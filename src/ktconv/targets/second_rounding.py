@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from ktconv.errors import UsageError
 from ktconv.source import Checkpoint, ExpertMatrix
-from ktconv.system.elsewhere import elsewhere_of
+from ktconv.system.stores import is_remote
 from ktconv.targets.encoded.scheme import SCHEMES
 from ktconv.writer.manifest import read_manifest
 
@@ -31,8 +30,8 @@ def refuse_second_rounding(
 
 def _written_by_us(checkpoint: Checkpoint) -> str | None:
     """The format of an output of ours on this machine; None for any other source."""
-    path = Path(checkpoint.path)
-    if elsewhere_of(checkpoint.path) is not None or not path.is_dir():
+    path = checkpoint.path
+    if is_remote(path) or not path.is_dir():
         return None
     manifest = read_manifest(path)
     scheme = None if manifest is None else manifest.options.get("scheme")

@@ -11,10 +11,10 @@ from typing import Any
 
 from ktconv import __version__
 from ktconv.conversion.pipeline import Observer
-from ktconv.errors import KtconvError, UsageError, shown
+from ktconv.errors import KtconvError, UsageError
 from ktconv.model.text import read_text
 from ktconv.source import check_source_options
-from ktconv.system import elsewhere
+from ktconv.system.opened import store_of
 from ktconv.system.text import Notify, silent
 from ktconv.verify.encoded.output import is_gpu_output
 from ktconv.verify.encoded.verifier import GpuVerifier
@@ -138,9 +138,9 @@ def verify(
 
 
 def _confirm(verifier: OutputVerifier) -> None:
-    """SourceChangedError where the source is elsewhere, and not what it was."""
+    """SourceChangedError where a remote source is not what it was."""
     if (source := verifier.output.checkpoint) is not None:
-        elsewhere.confirm(source.files)
+        store_of(source.path).confirm()
 
 
 def _computed(
@@ -183,7 +183,7 @@ def _result(verifier: OutputVerifier, levels: dict[str, Facts | None], seconds: 
         "passed": findings.count() == 0,
         "level": verifier.level,
         "output": str(output.directory),
-        "source": shown(str(output.checkpoint.path)) if output.checkpoint else None,
+        "source": str(output.checkpoint.path) if output.checkpoint else None,
         **output.described,
         "sample": request.sample,
         "seed": request.seed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import tempfile
 from pathlib import Path
@@ -19,6 +20,7 @@ from source.remote.conftest import Served
 from ktconv.source import open_checkpoint
 from ktconv.source.remote import attempts, mirror, transfer
 from ktconv.source.remote.store import RemoteFile
+from ktconv.system.stores import local_path
 
 URL = "hf://org/model"
 
@@ -85,8 +87,8 @@ def test_each_byte_is_read_once_and_none_is_kept(
     store = served.stores["org/model"]
     size = sum(path.stat().st_size for path in model.iterdir())
     assert store.nbytes < 2.5 * size  # headers are read again with what follows them: small files
-    root = mirror.open_remote(URL)
-    assert all(path.stat().st_size == 0 for path in root.glob("*.safetensors"))
+    [copies] = (tmp_path / "tmp").iterdir()
+    assert (copies / "config.json").exists() and not list(copies.rglob("*.safetensors"))
     mirror.close_all()
     assert not list((tmp_path / "tmp").iterdir())
 
@@ -196,11 +198,26 @@ def test_answers_that_are_always_cut_are_no_lost_connection(
     refused(run(URL, tmp_path / "remote"), 3, f"{URL}@main sent ", "2 times in a row")
 
 
-def test_whoever_reads_a_placeholder_gets_nothing(model: Path, served: Served) -> None:
-    """Never zeros of the right size."""
+def test_a_remote_path_names_its_file_and_is_none_of_this_machine(
+    model: Path, served: Served
+) -> None:
+    """Whatever reads it by its name fails, rather than to read something else."""
+    (model / "folder" / "inner").mkdir(parents=True)
+    (model / "folder" / "inner" / "x.txt").write_text("text")
     root = mirror.open_remote(URL)
-    assert {path.name for path in root.iterdir()} == {path.name for path in model.iterdir()}
-    assert all(path.read_bytes() == b"" for path in root.iterdir())
+    names = {path.name for path in model.iterdir()}
+    assert str(root) == f"{URL}@main" and root.name == "model" and root.parent == root
+    assert {path.name for path in root.iterdir()} == names
+    config, inner = root / "config.json", root / "folder" / "inner"
+    assert str(config) == f"{URL}@main/config.json" and config.is_file() and not config.is_dir()
+    assert inner.is_dir() and inner.parent.parent == root and not (root / "none").exists()
+    assert [str(one) for one in inner.iterdir()] == [f"{URL}@main/folder/inner/x.txt"]
+    assert config.with_name("x").relative_to(root).as_posix() == "x"
+    with pytest.raises(FileNotFoundError):
+        config.read_bytes()
+    assert local_path(config).read_bytes() == (model / "config.json").read_bytes()
+    again = pickle.loads(pickle.dumps(inner / "x.txt"))
+    assert again == inner / "x.txt" and again.store is root.store
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/x.safetensors", "a/../../x", "a\0b"])

@@ -23,7 +23,7 @@ from ktconv.model.load import build_empty, check_complete, loading, no_progress
 from ktconv.model.sites import OTHER_PARTS, Site, find_experts
 from ktconv.model.streamed.calls import ExpertLayer
 from ktconv.source import Checkpoint, MoELayer, TensorRef
-from ktconv.system import elsewhere
+from ktconv.system.opened import store_of
 
 _WAY_OUT = "load it whole, where memory allows: ktconv.model.load_model"
 
@@ -113,10 +113,10 @@ class PartedModel:
         self._state.read = read
 
     def check_unchanged(self) -> None:
-        """SourceChangedError where a file changed whose weights are used as they lie there, or one
-        that is elsewhere."""
+        """SourceChangedError where a file changed whose weights are used as they lie there, or a
+        remote one."""
         self._state.check_mapped()
-        elsewhere.confirm(self.checkpoint.files)
+        store_of(self.checkpoint.path).confirm()
 
     # ---- materialising ----
 

@@ -64,7 +64,7 @@ def prepare(request: Request, job: type[Encode] = Encode, libraries: int = 0) ->
     check_output(plan, request.output)
     units = plan.layer_units(request.layers)
     beside = job.check(request, plan)
-    threads, peak = fit_memory(request, _per_thread(plan), libraries)
+    threads, peak = fit_memory(request, checkpoint, _per_thread(plan), libraries)
     peak = max(peak, beside)
     free = machine.disk_free(request.output)
     return Preflight(request, plan, units, threads, peak, free, classes)

@@ -136,7 +136,7 @@ def prepare(request: Request) -> Preflight:
 
         kept += calibration.memory(min(OPEN_UNITS, len(units)))
         each += expert_memory(plan.moe_layers)
-    threads, peak = fit_memory(request, each, kept)
+    threads, peak = fit_memory(request, checkpoint, each, kept)
     free = machine.disk_free(request.output)
     return Preflight(request, plan, units, threads, peak, free, weights, calibration)
 

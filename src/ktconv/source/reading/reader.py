@@ -2,53 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
 from ktconv.errors import ResourceError, SourceChangedError
 from ktconv.source import BlockGrid, SourceFile, TensorRef
-from ktconv.system import elsewhere
-from ktconv.system.elsewhere import Span as Span
-from ktconv.system.files import io_error, opened_fd
+from ktconv.system.files import io_error
 from ktconv.system.opened import Opened, State, open_source
+from ktconv.system.opened import advise as advise
 from ktconv.system.regular_files import MissingFileError
+from ktconv.system.stores import Span as Span
 from ktconv.system.text import path_text
 
 BOUNCE_BYTES = 1 << 20
 KEPT_FILES = 32  # per unit of commit, of which few are under way
-
-
-def advise(spans: Sequence[Span]) -> None:
-    """Ask for spans to be read ahead, in this order: the system, or what serves files that are
-    elsewhere. Only a hint: errors are found when the bytes are read."""
-    elsewhere.advise(spans, _advise_local)
-
-
-def _advise_local(spans: Sequence[Span]) -> None:
-    for file, following in groupby(spans, lambda span: span.file):
-        with suppress(OSError), opened_fd(file, os.O_RDONLY | os.O_NONBLOCK) as fd:
-            for start, stop in _joined(following):
-                os.posix_fadvise(fd, start, stop - start, os.POSIX_FADV_WILLNEED)
-
-
-def _joined(spans: Iterable[Span]) -> Iterator[tuple[int, int]]:
-    """First byte and end of each run of neighbours: experts lie one behind the other."""
-    start = stop = 0
-    for span in spans:
-        if span.offset != stop:
-            if stop > start:
-                yield start, stop
-            start = span.offset
-        stop = span.offset + span.nbytes
-    if stop > start:
-        yield start, stop
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from ktconv.errors import KtconvError, ResourceError, UsageError
 from ktconv.source.remote.network_errors import cause, first_line, status_of
 from ktconv.source.remote.store import Store
 from ktconv.system import waiting
-from ktconv.system.elsewhere import transfer
+from ktconv.system.stores import transfer
 from ktconv.system.units import counted
 
 ATTEMPTS = 8

@@ -1,8 +1,4 @@
-"""A local directory that stands for a remote one: empty files with the names of those there.
-
-Headers and weights are read through `system.opened`, which asks here; files beside the weights are
-fetched when they are first used. The directory is removed when the process ends.
-"""
+"""The files of a directory that is read over a network, as a `system.stores.RemoteStore`."""
 
 from __future__ import annotations
 
@@ -10,17 +6,19 @@ import atexit
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from ktconv.errors import CheckpointError, SourceChangedError, show_as
+from ktconv.errors import CheckpointError, SourceChangedError
 from ktconv.source.remote import scratch
 from ktconv.source.remote.ahead import AHEAD_BYTES, ReadAhead
 from ktconv.source.remote.attempts import attempt, fetch
 from ktconv.source.remote.store import RemoteFile, Store, open_store, with_cache
 from ktconv.source.remote.urls import Url, parse_url
-from ktconv.system.elsewhere import Elsewhere, Span, forget, register
 from ktconv.system.files import FileTooShortError, translated
 from ktconv.system.opened import Opened, State
-from ktconv.system.regular_files import MAX_SMALL_BYTES, MissingFileError
+from ktconv.system.pointers import refuse_pointer
+from ktconv.system.regular_files import MissingFileError
+from ktconv.system.stores import RemotePath, RemoteStore, Span, transfer
 
 MAX_FILES = 100_000
 _WEIGHTS = (
@@ -38,49 +36,69 @@ _WEIGHTS = (
 _SMALL_BYTES = 64 << 20  # of files beside the weights that are fetched together
 
 
-class RemoteDirectory(Elsewhere):
-    """The files of a store under a directory of this machine."""
+class RemoteDirectory(RemoteStore):
+    """The files of a store. Small ones are copied to a directory of this machine when they are
+    first used; it is removed when the process ends."""
 
     memory = AHEAD_BYTES
 
-    def __init__(self, store: Store, directory: Path) -> None:
-        self.store, self.directory = store, directory
-        self._files = {file.name: file for file in _checked(store, attempt(store, store.files))}
-        self.url = store.pinned  # known by now
-        self._ahead = ReadAhead(lambda name, start, stop: fetch(store, name, start, stop))
+    def __init__(self, url: Url, cache_dir: Path | None, directory: Path) -> None:
+        self._key, self._directory = (url, cache_dir), directory
+        store = open_store(url)
+        self.store = store if cache_dir is None else with_cache(store, cache_dir)
+        listed = _checked(self.store, attempt(self.store, self.store.files))
+        self._files = {file.name: file for file in listed}
+        self._folders: dict[str, set[str]] = {"": set()}
+        for name in self._files:
+            for part in (inner := PurePosixPath(name), *inner.parents[:-1]):
+                folder = "" if part.parent == PurePosixPath() else part.parent.as_posix()
+                self._folders.setdefault(folder, set()).add(part.name)
+        self.url, self.name = self.store.pinned, url.name  # pinned is known by now
+        self.shown = self.url.shown
+        self._ahead = ReadAhead(lambda name, start, stop: fetch(self.store, name, start, stop))
         self._lock = threading.Lock()
         self._unconfirmed: set[str] = set()
         self._fetched: set[str] = set()
+        transfer.add(stores=1)
 
-    def place(self) -> None:
-        """Make the empty files."""
-        folders = {self.directory}
-        for name in self._files:
-            path = self.directory / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-            folders.add(path.parent)
-        register(folders, self)
-        show_as(str(self.directory), self.url.shown)
+    def __reduce__(self) -> Any:
+        """Another process opens the URL anew."""
+        return _opened, self._key
+
+    @property
+    def root(self) -> RemotePath:
+        return RemotePath(self)
 
     def remove(self) -> None:
+        """Close it, and remove the copies."""
         self._ahead.close()
-        folders = [self.directory, *(path for path in self.directory.rglob("*") if path.is_dir())]
-        forget(folders)
-        scratch.remove(self.directory.parent)
+        transfer.add(stores=-1)
+        scratch.remove(self._directory)
 
     def _file(self, path: Path) -> RemoteFile:
-        found = self._files.get(path.relative_to(self.directory).as_posix())
+        assert isinstance(path, RemotePath)  # `path.store` is what was asked
+        found = self._files.get(path.inner)
         if found is None:
             raise MissingFileError(f"{path} does not exist", "Check the URL.")
         return found
 
-    # ---- Elsewhere ----
+    # ---- RemoteStore ----
+
+    def kind(self, path: RemotePath) -> str:
+        return "file" if path.inner in self._files else "folder" if self._names(path) else ""
+
+    def names(self, path: RemotePath) -> Iterable[str]:
+        return sorted(self._names(path))
+
+    def _names(self, path: RemotePath) -> set[str]:
+        return self._folders.get(path.inner, set())
 
     def open(self, path: Path) -> RemoteOpened:
-        return RemoteOpened(self, path, self._file(path))
+        opened = RemoteOpened(self, path, file := self._file(path))
+        refuse_pointer(path, file.nbytes, lambda count: opened.take(count, 0))
+        return opened
 
-    def nbytes(self, path: Path) -> int:
+    def nbytes(self, path: RemotePath) -> int:
         return self._file(path).nbytes
 
     def read(self, file: RemoteFile, target: memoryview, offset: int) -> None:
@@ -126,29 +144,24 @@ class RemoteDirectory(Elsewhere):
                     "make sure nothing writes there, then start again",
                 )
 
-    def materialize(self, path: Path) -> None:
-        if path != self.directory:
-            if path in (self.directory / folder for folder in self._folders()):
-                return
-            self._download(self._file(path))
-            return
-        for file in self._files.values():
-            if file.nbytes <= _SMALL_BYTES and not file.name.endswith(_WEIGHTS):
+    def local(self, path: RemotePath) -> Path:
+        for name, file in self._files.items():
+            inside = name.startswith(f"{path.inner}/" if path.inner else "")
+            if inside and file.nbytes <= _SMALL_BYTES and not name.endswith(_WEIGHTS):
                 self._download(file)
-
-    def _folders(self) -> set[str]:
-        return {str(parent) for name in self._files for parent in PurePosixPath(name).parents}
+        if path.inner not in self._folders:
+            self._download(self._file(path))
+        return self._directory / path.inner
 
     def _download(self, file: RemoteFile) -> None:
-        if file.nbytes > MAX_SMALL_BYTES:
-            return  # the size of the empty file says nothing: `opened_small` would take it
-        path = self.directory / file.name
+        path = self._directory / file.name
         with self._lock:
             if file.name in self._fetched:
                 return
             data = fetch(self.store, file.name, 0, file.nbytes)
             temporary = path.with_name(f".{path.name}.part")
             with translated("write", path):
+                path.parent.mkdir(parents=True, exist_ok=True)
                 temporary.write_bytes(data)
                 temporary.replace(path)
             self._fetched.add(file.name)
@@ -191,20 +204,19 @@ def _checked(store: Store, files: Sequence[RemoteFile]) -> Sequence[RemoteFile]:
     return files
 
 
-# ---- the mirrors of this process -------------------------------------------------------------
+# ---- the stores of this process --------------------------------------------------------------
 
-_mirrors: dict[Url, RemoteDirectory] = {}
+_stores: dict[Url, RemoteDirectory] = {}  # a directory is listed once
 _opening = threading.Lock()
 
 
-def open_remote(model: str, cache_dir: Path | None = None) -> Path:
-    """The local directory that stands for the one that a URL names; the same one whenever the same
-    URL is given. `cache_dir`: keep what is read there, for other runs.
+def open_remote(model: str, cache_dir: Path | None = None) -> RemotePath:
+    """The directory that a URL names. `cache_dir`: keep what is read there, for other runs.
 
     Raises UsageError for a URL that is none or a package that is missing, and what a server's
     refusal means as CheckpointError or ResourceError.
     """
-    return _opened(parse_url(model), cache_dir).directory
+    return _opened(parse_url(model), cache_dir).root
 
 
 def pinned(model: str) -> str:
@@ -219,29 +231,21 @@ def _opened(url: Url, cache_dir: Path | None) -> RemoteDirectory:
     wanted = url.wanted if url.scheme in ("http", "https") else None
     key = Url(url.scheme, url.place, url.revision, url.folder, wanted, url.query)
     with _opening:
-        if key not in _mirrors:
-            store = open_store(key)
-            if cache_dir is not None:
-                store = with_cache(store, cache_dir)
+        if key not in _stores:
             root = scratch.make()
             try:
-                directory = root / key.name
-                directory.mkdir()
-                found = RemoteDirectory(store, directory)
-                with translated("write", directory):
-                    found.place()
+                _stores[key] = RemoteDirectory(key, cache_dir, root)
             except BaseException:
                 scratch.remove(root)
                 raise
-            atexit.register(found.remove)
-            _mirrors[key] = found
-        return _mirrors[key]
+            atexit.register(_stores[key].remove)
+        return _stores[key]
 
 
 def close_all() -> None:
-    """Forget and remove all mirrors of this process; for tests."""
+    """Forget all stores of this process, and remove their copies; for tests."""
     with _opening:
-        for found in _mirrors.values():
+        for found in _stores.values():
             atexit.unregister(found.remove)
             found.remove()
-        _mirrors.clear()
+        _stores.clear()

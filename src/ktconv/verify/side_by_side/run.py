@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ktconv import __version__
-from ktconv.errors import shown
 from ktconv.source import Checkpoint, open_checkpoint, read_map
 from ktconv.source.reading.matrices import experts_bytes
-from ktconv.system.elsewhere import elsewhere_of
+from ktconv.system.stores import is_remote
 from ktconv.system.text import Notify, silent
 from ktconv.verify.findings import Progression
 from ktconv.verify.report.outputs import ERRORS
@@ -126,7 +125,7 @@ def _source_row(request: CompareRequest, checkpoint: Checkpoint, notify: Notify)
         )
         for layer in checkpoint.layers
     }
-    if elsewhere_of(checkpoint.path) is not None:
+    if is_remote(checkpoint.path):
         speed = Speed({}, (), "the model is not on this machine")
     else:
         speed = _speed(request, Path(checkpoint.path), kinds, notify)
@@ -134,7 +133,7 @@ def _source_row(request: CompareRequest, checkpoint: Checkpoint, notify: Notify)
     experts = sum(experts_bytes(one, range(len(one.experts))) for one in checkpoint.layers)
     return Row(
         "source",
-        shown(str(checkpoint.path)),
+        str(checkpoint.path),
         " and ".join(sorted({one for layer in checkpoint.layers for one in layer.encodings})),
         checkpoint.nbytes,
         8 * experts / _weights(checkpoint),
@@ -152,7 +151,7 @@ def _row(
     speed = _speed(request, output, kinds_of_output(output, layers), notify)
     return Row(
         output.name or str(output),
-        shown(str(output)),
+        str(output),
         _method(facts),
         sum(file.stat().st_size for file in _files(output)),
         8 * _expert_bytes(output) / _weights(checkpoint),
