@@ -24,16 +24,6 @@ def table(function: str) -> tuple[Conflict, ...]:
 
 TABLES = {name: found for name, row in COMMANDS.items() if (found := table(row.function))}
 ROWS = [(name, row) for name, rows in TABLES.items() for row in rows]
-OF_PACKING = {
-    "--stage",
-    "--method",
-    "--shape",
-    "--isa",
-    "--iters",
-    "--seconds",
-    "--seed",
-    "--format",
-}
 
 
 def words_of(name: str, when: str, folder: Path) -> list[str]:
@@ -111,12 +101,6 @@ def test_rows_name_options_of_the_command(name: str) -> None:
     for row in TABLES[name]:
         for condition in row.when.split():
             assert condition.removeprefix("!").partition("=")[0] in known, row
-
-
-def test_packing_has_all_other_options_of_bench_refused() -> None:
-    options = {one.opts[0] for one in PARSED["bench"].params}
-    rows = {row.when.split()[0] for row in TABLES["bench"] if row.when.endswith("--stage=pack")}
-    assert rows == options - OF_PACKING - {"--rank"}  # which --mode infer refuses
 
 
 def test_an_option_alone_is_refused_by_no_row(tmp_path: Path) -> None:
