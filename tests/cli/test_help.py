@@ -151,7 +151,9 @@ def test_old_spellings_are_taken_and_not_shown() -> None:
 
 # What a text that needs the name above it begins with.
 OPENERS = re.compile(
-    r"(Of|Those|That|As|For|In|By|Beside|From|Its|It|What|Which|Why|This|They)\b", re.IGNORECASE
+    r"(Of|Those|That|As|For|In|By|With|Without|Where|Beside|From|Its|It|What|Which|Why|How|This|They"
+    r"|Also|The same)\b",
+    re.IGNORECASE,
 )
 
 
@@ -161,7 +163,9 @@ OPENERS = re.compile(
 def test_a_help_text_is_short_and_says_something(name: str, one: Any) -> None:
     assert 8 <= len(one.help) <= help.MOST_CHARACTERS
     words = re.sub(r"^(rtn|gptq): ", "", one.help)
-    assert not OPENERS.match(words)
+    parts = [part for block in one.detail.split("\n\n") for part in help.items(block)]
+    for text in (words, *parts):
+        assert not OPENERS.match(text), text
     assert one.help.endswith(".") and (words[0].isupper() or words.startswith(("auto,", "number",
         "maximum", "split", "dampening", "seed", "test", "memory", "GPU", "CPU")))  # fmt: skip
     for page in re.findall(r"docs/([\w-]+\.md)", f"{one.help} {one.detail}"):

@@ -96,7 +96,7 @@ def bench(
             "Measure a converted model's own weights.",
             "DIR",
             panel=CASES,
-            detail="Also of a checkpoint whose numbers the kernels compute with: rawint4, fp8, "
+            detail="Takes a checkpoint too whose numbers the kernels compute with: rawint4, fp8, "
             "mxfp4, bf16 and others.",
         ),
     ] = None,
@@ -190,7 +190,7 @@ def bench(
             "F",
             panel=OUTPUT,
             min=0.0,
-            detail="Of a row against --compare, as a fraction.",
+            detail="A fraction: of the time of a row in --compare.",
         ),
     ] = 0.1,
     peers: Annotated[

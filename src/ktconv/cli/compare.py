@@ -56,7 +56,7 @@ def compare(
         CompareLevel | None,
         choice(
             CompareLevel,
-            "How much to measure.",
+            "Depth of the comparison.",
             panel=CHECKS,
             metavar="LEVEL",
             detail="Each level includes those before it. The default is model, or layers without "

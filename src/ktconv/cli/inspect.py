@@ -24,8 +24,8 @@ def inspect(
             "--explain",
             "Show how the experts were found.",
             SOURCE,
-            "Which names and settings were used, and what is left over. Of a checkpoint whose "
-            "names ktconv does not know, print a map to edit, for --map: docs/maps.md.",
+            "Prints the names and settings that were used, and what is left over. If ktconv does "
+            "not know the names of a checkpoint, prints a map to edit, for --map: docs/maps.md.",
         ),
     ] = False,
     as_json: JsonOption = False,

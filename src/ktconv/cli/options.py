@@ -63,7 +63,7 @@ ConfigOption = Annotated[
         "Directory with config.json and tokenizer to use.",
         "DIR",
         panel=SOURCE,
-        detail="In place of the model's own files; a GGUF model comes without them.",
+        detail="The model's own files are not used then; a GGUF model has none.",
     ),
 ]
 TowerOption = Annotated[
@@ -130,8 +130,8 @@ RequantizeOption = Annotated[
         "--requantize",
         "Re-quantize weights that are in this format already.",
         ADVANCED,
-        "By default codes and scales that the source has in this format are kept unchanged, which "
-        "adds no error: docs/encodings.md.",
+        "Codes and scales that the source has in this format are kept unchanged otherwise, "
+        "which adds no error: docs/encodings.md.",
     ),
 ]
 OverwriteOption = Annotated[
@@ -143,14 +143,14 @@ FinalizeOption = Annotated[
         "--finalize",
         "Only write the index and manifest of finished layers.",
         ADVANCED,
-        "For an OUTPUT whose layers several machines converted with --layers.",
+        "Used when several machines converted the layers of one OUTPUT.",
     ),
 ]
 ProgressOption = Annotated[
     events.Mode,
     choice(
         events.Mode,
-        "How to show progress on stderr.",
+        "Form of progress on stderr.",
         "--progress",
         metavar="MODE",
         detail="- auto: a bar on terminals, lines elsewhere\n- json: one object a line, for "

@@ -44,7 +44,7 @@ def plan(
         PlacementName | None,
         choice(
             PlacementName,
-            "How --ep shares experts out.",
+            "Order in which --ep shares experts out.",
             panel=GPUS,
             metavar="KIND",
             detail="The default is linear, with copies or nodes balanced.\n\n- linear: neighbours "
@@ -59,7 +59,7 @@ def plan(
             panel=GPUS,
             min=0,
             max=65536,
-            detail="Of --placement balanced.",
+            detail="Used by --placement balanced.",
         ),
     ] = 0,
     nodes: Annotated[
@@ -69,14 +69,14 @@ def plan(
             "N",
             panel=GPUS,
             min=1,
-            detail="Of --placement balanced: the groups among which a router chooses first stay on "
-            "one machine.",
+            detail="Used by --placement balanced: the groups among which a router chooses first "
+            "stay on one machine.",
         ),
     ] = 1,
     load: Annotated[
         Path | None,
         option(
-            "How often experts are used.",
+            "Counts of how often experts are used.",
             "FILE",
             panel=GPUS,
             detail="A file of `ktconv stats --json` or `--trace`. Without it all experts count the "
@@ -89,7 +89,7 @@ def plan(
             "Memory for weights on each GPU.",
             "SIZE",
             panel=HOT,
-            detail="Without --hot: keep as many of the most used experts as fit.",
+            detail="Keeps as many of the most used experts as fit, if --hot is not given.",
         ),
     ] = "",
     hot: Annotated[
@@ -98,7 +98,7 @@ def plan(
             "Keep the N most used experts on GPUs, or 20%.",
             "N",
             panel=HOT,
-            detail="Of all layers together.",
+            detail="Counted over all layers together.",
         ),
     ] = None,
     per_layer: Annotated[
@@ -129,7 +129,7 @@ def plan(
             "Write the experts that are on GPUs.",
             "FILE",
             panel=OUTPUT,
-            detail="For --experts and --exclude-experts: docs/hot-experts.md.",
+            detail="Read by --experts and --exclude-experts: docs/hot-experts.md.",
         ),
     ] = None,
     plot: Annotated[

@@ -170,10 +170,10 @@ def quantize_cpu_command(
     target_bits: Annotated[
         float | None,
         option(
-            "The same by bits per weight, with scales.",
+            "Choose methods by bits per weight, with scales.",
             "B",
             panel=FORMAT,
-            detail="Instead of --method: of the experts.",
+            detail="Instead of --method. The bits are those of the experts.",
         ),
     ] = None,
     engine: Annotated[
@@ -182,7 +182,8 @@ def quantize_cpu_command(
             MixEngine,
             "Engine that must load the chosen mix.",
             panel=ADVANCED,
-            detail="Of --target-size and --target-bits.\n\n- vllm: one method in each layer\n"
+            detail="Used with --target-size and --target-bits.\n\n"
+            "- vllm: one method in each layer\n"
             "- ktconv: the same, of the methods that its kernels have\n"
             "- compressed-tensors: a method for each projection of a layer",
         ),
@@ -193,8 +194,8 @@ def quantize_cpu_command(
             "Methods that --target-size may choose.",
             "LIST",
             panel=ADVANCED,
-            detail="Also of --target-bits: names, or NAME:GROUP for a method with several group "
-            "sizes. The default is int4-g128, int4-g64, rawint4, int8-g128 and bf16.",
+            detail="Used with --target-bits too: names, or NAME:GROUP for a method with several "
+            "group sizes. The default is int4-g128, int4-g64, rawint4, int8-g128 and bf16.",
         ),
     ] = None,
     write_recipe: Annotated[
@@ -203,7 +204,7 @@ def quantize_cpu_command(
             "Write the chosen recipe, to edit and run again.",
             "FILE.toml",
             panel=ADVANCED,
-            detail="Of --target-size and --target-bits, with the measured errors as comments. With "
+            detail="Used with --target-size and --target-bits. Measured errors are comments. With "
             "--dry-run nothing else is written. A recipe that was edited is not overwritten.",
         ),
     ] = None,
@@ -215,7 +216,7 @@ def quantize_cpu_command(
             panel=OUTPUT,
             min=0,
             max=MOST_PARTS,
-            detail="Of int4 and int8; the nodes are those of this machine. `ktconv reshard` "
+            detail="Applies to int4 and int8; the nodes are this machine's. `ktconv reshard` "
             "changes it later, without the model.",
         ),
     ] = 0,
@@ -241,7 +242,7 @@ def quantize_cpu_command(
         ScaleRule | None,
         choice(
             ScaleRule,
-            "How scales of integers are chosen.",
+            "Rule for the scales of integers.",
             panel=ACCURACY,
             detail="- search: for the smallest squared error of each row or group (the default)\n"
             "- amax: from the largest absolute weight, as KTransformers and llm-compressor do; "
@@ -356,9 +357,9 @@ def quantize_cpu_command(
         bool,
         flag(
             "--estimate",
-            "With --dry-run: predict errors from a sample.",
+            "Predict errors from a sample, with --dry-run.",
             ACCURACY,
-            "Of int4 and int8 and of the rules for scales, from a sample of rows, in less than a "
+            "Compares int4, int8 and the rules for scales by a sample of rows, in less than a "
             "minute: docs/estimate.md.",
         ),
     ] = False,

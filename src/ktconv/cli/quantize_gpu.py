@@ -52,7 +52,7 @@ def quantize_gpu_command(
         GpuMethod,
         choice(
             GpuMethod,
-            "How weights are rounded.",
+            "Way to round weights.",
             "--algorithm",
             "--method",
             panel=FORMAT,
@@ -84,7 +84,7 @@ def quantize_gpu_command(
             "Weights of a row that share a scale.",
             "N",
             panel=FORMAT,
-            detail="Of W4A16 and W8A16: 32, 64, 128 (the default), or -1 for the whole row. It "
+            detail="W4A16 and W8A16 have 32, 64, 128 (the default), or -1 for the whole row. It "
             "must divide the columns of gate, up and down; a tensor-parallel engine divides the "
             "columns of down further. kt-kernel's RAWINT4 needs 32.",
         ),
@@ -93,7 +93,7 @@ def quantize_gpu_command(
         ScaleRule,
         choice(
             ScaleRule,
-            "How scales of integers are chosen (rtn).",
+            "Rule for the scales of integers (rtn).",
             panel=ACCURACY,
             detail="- amax: from the largest weights, which gives the bits of llm-compressor\n"
             "- search: for the smallest squared error, which is about 9 % smaller: "
@@ -175,7 +175,7 @@ def quantize_gpu_command(
             "gptq: GPU memory limit.",
             "SIZE",
             panel=ADVANCED,
-            detail="What PyTorch may take of it: docs/quantize-gpu.md#memory.",
+            detail="Limits what PyTorch takes: docs/quantize-gpu.md#memory.",
         ),
     ] = "",
     max_cpu_memory: Annotated[
@@ -184,7 +184,7 @@ def quantize_gpu_command(
             "gptq: CPU memory limit of calibration.",
             "SIZE",
             panel=ADVANCED,
-            detail="What samples need beyond it goes to disk. The default is what is free: "
+            detail="Samples go to disk beyond it. The default is what is free: "
             "docs/quantize-gpu.md#memory.",
         ),
     ] = "",

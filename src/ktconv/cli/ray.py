@@ -38,7 +38,7 @@ RayScratchOption = Annotated[
         "Local directory of each node, for --ray.",
         "DIR",
         panel=ADVANCED,
-        detail="For an OUTPUT that the nodes do not share.",
+        detail="Needed for an OUTPUT that the nodes do not share.",
     ),
 ]
 

@@ -22,8 +22,8 @@ def merge_command(
         argument(
             "Directory of _layer_L/_numa_N/*.kt.",
             "LAYERS_DIR",
-            "Of `quantize-cpu --layout layers` or another converter. Missing, duplicate and mixed "
-            "files are errors that name the file.",
+            "Written by `quantize-cpu --layout layers` or another converter. Missing, duplicate "
+            "and mixed files are errors that name the file.",
         ),
     ],
     output: common.OutputArgument,
@@ -33,7 +33,7 @@ def merge_command(
             "Original model.",
             "MODEL",
             panel=SOURCE,
-            detail="Its other tensors, config and tokenizer are copied.",
+            detail="Other tensors, config and tokenizer are copied from it.",
         ),
     ] = None,
     config: common.ConfigOption = None,
@@ -108,7 +108,7 @@ def reshard_command(
             "File that quantize-cpu --importance was given.",
             "FILE",
             panel=SOURCE,
-            detail="With --source, if the conversion had one.",
+            detail="Needed with --source, if the conversion had one.",
         ),
     ] = None,
     max_shard_size: common.ShardSizeOption = "5GB",

@@ -102,7 +102,7 @@ def stats(
             "N",
             panel=SELECTION,
             min=1,
-            detail="As sglang-kt's frequency placement does.",
+            detail="Chooses the experts of sglang-kt's frequency placement.",
         ),
     ] = None,
     write: Annotated[
@@ -111,7 +111,7 @@ def stats(
             "Write the selected experts.",
             "FILE",
             panel=SELECTION,
-            detail="For --experts and --exclude-experts of the converting commands.",
+            detail="Read by --experts and --exclude-experts of the converting commands.",
         ),
     ] = None,
     trace: Annotated[

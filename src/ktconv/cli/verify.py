@@ -104,7 +104,7 @@ def verify(
         Level | None,
         choice(
             Level,
-            "How much to check.",
+            "Depth of the check.",
             panel=CHECKS,
             metavar="LEVEL",
             detail="Each level includes those before it. The default is layers, or structure "
@@ -181,7 +181,7 @@ def verify(
             "Tensor-parallel sizes to support, e.g. 1,2,4.",
             "LIST",
             panel=CHECKS,
-            detail="Of experts for GPUs. A size that they cannot be cut into fails.",
+            detail="Checked for GPU experts: a size that they cannot be cut into fails.",
         ),
     ] = "",
     ep: Annotated[
@@ -190,7 +190,7 @@ def verify(
             "Expert-parallel sizes to support, e.g. 1,2,4.",
             "LIST",
             panel=CHECKS,
-            detail="Of experts for GPUs. A size that does not divide the experts evenly fails.",
+            detail="Checked for GPU experts: a size that does not divide them evenly fails.",
         ),
     ] = "",
     report: Annotated[
