@@ -9,20 +9,17 @@ import typer
 
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
 from ktconv.cli.options import (
-    ConfigOption,
-    MapOption,
     ProgressOption,
     SampleOption,
     SeedOption,
     TextOption,
     ThreadsOption,
-    TowerOption,
     WindowsOption,
     progress_over,
 )
 from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.cli.parsing import argument, choice, flag, option
-from ktconv.cli.sources import CacheDirOption, DownloadOption, RevisionOption, source_of
+from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.errors import MemoryShortError, SourceChangedError
 from ktconv.system.units import parse_size
 
@@ -34,6 +31,7 @@ _HINTS: Hints = {
 }
 
 
+@reads_source()
 def compare(
     outputs: Annotated[
         list[Path], argument("Conversions of one model, with or without other tools.", "OUTPUT")
@@ -41,12 +39,7 @@ def compare(
     source: Annotated[
         str, option("The original checkpoint: a directory, GGUF file, hub id or URL.", "MODEL")
     ],
-    revision: RevisionOption = None,
-    download: DownloadOption = False,
-    cache_dir: CacheDirOption = None,
-    config: ConfigOption = None,
-    naming: MapOption = None,
-    tower: TowerOption = None,
+    reading: Reading = USUAL,
     level: Annotated[
         CompareLevel | None,
         choice(
@@ -92,7 +85,7 @@ def compare(
         steps = parse_tokens(tokens, "infer")
         request = CompareRequest(
             outputs=outputs,
-            source=source_of(source, revision, download, cache_dir),
+            source=reading.source(source),
             level=level,
             sample=sample,
             seed=seed,
@@ -102,9 +95,6 @@ def compare(
             windows=windows,
             tokens=steps if speed else (),
             seconds=seconds,
-            config=config,
-            map=naming,
-            tower=tower,
         )
         with interruptible(lambda: NOTHING_WRITTEN):
             facts, lines, passed = run(request, progress_over, notify, report, plot)

@@ -52,18 +52,6 @@ _MODEL = argument(
 _OUTPUT = argument("Output directory; created if missing.", "OUTPUT")
 ModelArgument = Annotated[str, _MODEL]
 OptionalModelArgument = Annotated[str | None, _MODEL]
-ConfigOption = Annotated[
-    Path | None,
-    option("Take config.json and tokenizer from this directory, not from the model's.", "DIR"),
-]
-TowerOption = Annotated[
-    str | None,
-    option("Of several towers with experts: this one, not the language model.", "NAME"),
-]
-MapOption = Annotated[
-    Path | None,
-    option("Names of experts in a model that ktconv does not know.", "FILE.toml", "--map"),
-]
 OutputArgument = Annotated[Path, _OUTPUT]
 OptionalOutputArgument = Annotated[Path | None, _OUTPUT]
 LayersOption = Annotated[str, option("Convert only these layers, e.g. 0-3,7.", "LIST")]
@@ -270,7 +258,6 @@ def _encodings(facts: dict[str, Any]) -> str:
 def preflight_lines(preflight: Preflight[Any], zero_scales: int | None = 0) -> Iterator[str]:
     """The plan as readable lines. `zero_scales`: see `Preflight.zero_scales`."""
     from ktconv.conversion.records import zero_scales_in_words
-    from ktconv.source.remote.urls import shown_model
 
     facts, request = preflight_facts(preflight), preflight.request
     layers = format_ranges(facts["layer_indices"])
@@ -279,7 +266,7 @@ def preflight_lines(preflight: Preflight[Any], zero_scales: int | None = 0) -> I
     enough = "" if facts["disk_free_bytes"] >= facts["disk_needed_bytes"] else "  NOT ENOUGH"
     container = counted(facts["files"], "shard") if facts["files"] else "layer folders"
     rows = {
-        "model": f"{shown_model(str(request.model))} ({facts['model_type']})",
+        "model": f"{request.source} ({facts['model_type']})",
         "MoE layers": f"{facts['layers']} ({layers}{mtp})",
         "experts": f"{facts['experts']} of hidden {facts['hidden_size']}, "
         f"intermediate {facts['intermediate_size']}, {_encodings(facts)}",

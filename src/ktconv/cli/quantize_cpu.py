@@ -16,7 +16,7 @@ from ktconv.cli.mix import Mix, MixEngine
 from ktconv.cli.output import JsonOption, given_options
 from ktconv.cli.parsing import MOST_PARTS, choice, flag, option
 from ktconv.cli.ray import RayOption, RayScratchOption, on_cluster
-from ktconv.cli.sources import CacheDirOption, DownloadOption, RevisionOption, source_of
+from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.errors import UsageError
 from ktconv.formats import output_formats
 from ktconv.system.units import parse_ranges, parse_size
@@ -34,6 +34,7 @@ Layout = Literal["safetensors", "layers"]
 _MOST_AT_ONCE = 64  # processes, each with threads and buffers of its own
 
 
+@reads_source()
 def quantize_cpu_command(
     context: typer.Context,
     model: common.OptionalModelArgument = None,
@@ -73,12 +74,7 @@ def quantize_cpu_command(
     ] = 0,
     threads: common.ThreadsOption = 0,
     layers: common.LayersOption = "",
-    revision: RevisionOption = None,
-    download: DownloadOption = False,
-    cache_dir: CacheDirOption = None,
-    config: common.ConfigOption = None,
-    naming: common.MapOption = None,
-    tower: common.TowerOption = None,
+    reading: Reading = USUAL,
     layout: Annotated[
         Layout, choice(Layout, "Shards with an index, or _layer_L/_numa_N/*.kt folders.")
     ] = "safetensors",
@@ -200,14 +196,9 @@ def quantize_cpu_command(
         if encoded:
             refuse_options_of_packed(context, mix or method)
         size = parse_size(max_shard_size, "--max-shard-size")
-        source = source_of(
-            model, revision, download, cache_dir, headers_only=dry_run, output=output
-        )
+        source = reading.source(model, headers_only=dry_run, output=output)
         wanted: dict[str, Any] = {
             "model": source,
-            "config": config,
-            "map": naming,
-            "tower": tower,
             "output": output,
             "layers": parse_ranges(layers, "--layers") if layers else None,
             "threads": threads or None,
@@ -225,7 +216,7 @@ def quantize_cpu_command(
             "allow_activation_mismatch": allow_activation_mismatch,
         }
         if encoded:
-            cluster = ray, ray_scratch, cache_dir
+            cluster = ray, ray_scratch, reading.cache_dir
             encode_experts(
                 mix or method,
                 scale,
@@ -270,7 +261,7 @@ def quantize_cpu_command(
                 "add --dry-run",
             )
         on_nodes = on_cluster(
-            ray, ray_scratch, request, cache_dir, quantize_cpu, there="quantize_cpu_on"
+            ray, ray_scratch, request, reading.cache_dir, quantize_cpu, there="quantize_cpu_on"
         )
         with on_nodes as (request, job):
             preflight = prepare(request)

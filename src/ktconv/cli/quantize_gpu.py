@@ -14,7 +14,7 @@ from ktconv.cli.exits import errors_shown
 from ktconv.cli.output import JsonOption, given_options, notify
 from ktconv.cli.parsing import choice, flag, option
 from ktconv.cli.ray import RayOption, RayScratchOption, on_cluster
-from ktconv.cli.sources import CacheDirOption, DownloadOption, RevisionOption, source_of
+from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.errors import UsageError
 from ktconv.system.units import parse_ranges, parse_size
 
@@ -24,6 +24,7 @@ GpuMethod = Literal["rtn", "gptq"]  # as quantize_gpu.run.METHODS
 Scheme = Literal["W4A16", "W8A16", "FP8_BLOCK", "FP8_DYNAMIC", "MXFP4A16", "NVFP4A16"]
 
 
+@reads_source("tower")
 def quantize_gpu_command(
     context: typer.Context,
     model: common.ModelArgument,
@@ -76,11 +77,7 @@ def quantize_gpu_command(
         str, option("gptq: auto, cpu, cuda or cuda:1; auto: a GPU if available.", "NAME")
     ] = "auto",
     layers: common.LayersOption = "",
-    revision: RevisionOption = None,
-    download: DownloadOption = False,
-    cache_dir: CacheDirOption = None,
-    config: common.ConfigOption = None,
-    naming: common.MapOption = None,
+    reading: Reading = USUAL,
     mtp: common.MtpOption = True,
     max_shard_size: common.ShardSizeOption = "5GB",
     threads: common.ThreadsOption = 0,
@@ -131,11 +128,7 @@ def quantize_gpu_command(
             dampening=dampening if calibrated else None,
         )
         request = Request(
-            model=source_of(
-                model, revision, download, cache_dir, headers_only=dry_run, output=output
-            ),
-            config=config,
-            map=naming,
+            model=reading.source(model, headers_only=dry_run, output=output),
             output=output,
             options=options,
             layers=parse_ranges(layers, "--layers") if layers else None,
@@ -151,7 +144,7 @@ def quantize_gpu_command(
             finalize=finalize,
         )
         cluster = on_cluster(
-            ray, ray_scratch, request, cache_dir, quantize_gpu, there="quantize_gpu_on"
+            ray, ray_scratch, request, reading.cache_dir, quantize_gpu, there="quantize_gpu_on"
         )
         with cluster as (request, job):
             preflight = prepare(request)

@@ -9,12 +9,14 @@ from ktconv.cli import options as common
 from ktconv.cli.exits import Hints, errors_shown
 from ktconv.cli.output import JsonOption
 from ktconv.cli.parsing import MOST_PARTS, argument, flag, option
+from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.errors import MemoryLimitError
 from ktconv.system.units import parse_size
 
 RESHARD_HINTS: Hints = {**common.PACKED_HINTS, MemoryLimitError: "use fewer --threads"}
 
 
+@reads_source("revision", "download", "cache_dir")
 def merge_command(
     layers_dir: Annotated[
         Path,
@@ -26,9 +28,7 @@ def merge_command(
     source: Annotated[
         str | None, option("Original model, for its other tensors, config and tokenizer.", "MODEL")
     ] = None,
-    config: common.ConfigOption = None,
-    naming: common.MapOption = None,
-    tower: common.TowerOption = None,
+    reading: Reading = USUAL,
     experts_only: Annotated[bool, flag("--experts-only", "Omit non-expert tensors.")] = False,
     mtp: Annotated[bool | None, flag("--mtp/--no-mtp", "Include or omit MTP layers.")] = None,
     max_shard_size: common.ShardSizeOption = "5GB",
@@ -51,10 +51,7 @@ def merge_command(
         request = Request(
             layers_dir=layers_dir,
             output=output,
-            source=source,
-            config=config,
-            map=naming,
-            tower=tower,
+            source=reading.source_if(source),
             experts_only=experts_only,
             mtp=mtp,
             max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
@@ -65,6 +62,7 @@ def merge_command(
         common.convert(request, prepare(request), merge, dry_run, as_json, "Merged")
 
 
+@reads_source("revision", "download", "cache_dir")
 def reshard_command(
     packed: Annotated[Path, argument("Converted weights: shards or layer folders.", "PACKED")],
     output: common.OutputArgument,
@@ -72,9 +70,7 @@ def reshard_command(
     source: Annotated[
         str | None, option("Convert again from this model instead, which is always exact.", "MODEL")
     ] = None,
-    config: common.ConfigOption = None,
-    naming: common.MapOption = None,
-    tower: common.TowerOption = None,
+    reading: Reading = USUAL,
     importance: Annotated[
         Path | None,
         option("With --source: the file that quantize-cpu --importance was given.", "FILE"),
@@ -101,10 +97,7 @@ def reshard_command(
             packed=packed,
             output=output,
             numa=numa,
-            source=source,
-            config=config,
-            map=naming,
-            tower=tower,
+            source=reading.source_if(source),
             importance=importance,
             max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
             threads=threads or None,

@@ -9,7 +9,7 @@ from ktconv.cli.exits import Hints, errors_shown, interruptible
 from ktconv.cli.options import ProgressOption, network_facts, progress_over
 from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.cli.parsing import argument, flag, option
-from ktconv.cli.sources import CacheDirOption, DownloadOption, RevisionOption, source_of
+from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.errors import DiskFullError
 from ktconv.system.units import parse_ranges, parse_size
 
@@ -20,6 +20,7 @@ _HINTS: Hints = {
 }
 
 
+@reads_source("config", "map", "tower")
 def stats(
     model: Annotated[
         str,
@@ -29,9 +30,7 @@ def stats(
             "MODEL",
         ),
     ],
-    revision: RevisionOption = None,
-    download: DownloadOption = False,
-    cache_dir: CacheDirOption = None,
+    reading: Reading = USUAL,
     config: Annotated[
         Path | None, option("Directory with config.json and tokenizer of a GGUF model.", "DIR")
     ] = None,
@@ -100,11 +99,12 @@ def stats(
     Example: ktconv stats Qwen/Qwen3-30B-A3B --text prose.txt --hot 32 --write hot.json
     """
     with errors_shown(as_json, _HINTS, progress):
+        from dataclasses import replace
+
         from ktconv.stats.command import StatsRequest, run
 
         request = StatsRequest(
-            model=source_of(model, revision, download, cache_dir),
-            config=config,
+            model=replace(reading.source(model), config=config),
             text=text,
             max_tokens=max_tokens,
             max_memory=parse_size(max_memory, "--max-memory") if max_memory else None,

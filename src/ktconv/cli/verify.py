@@ -9,14 +9,11 @@ import typer
 
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
 from ktconv.cli.options import (
-    ConfigOption,
-    MapOption,
     ProgressOption,
     SampleOption,
     SeedOption,
     TextOption,
     ThreadsOption,
-    TowerOption,
     WindowsOption,
     network_facts,
     progress_over,
@@ -24,7 +21,7 @@ from ktconv.cli.options import (
 from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.cli.parsing import argument, choice, flag, option
 from ktconv.cli.ray import RayOption, reading_on
-from ktconv.cli.sources import CacheDirOption, DownloadOption, RevisionOption, source_of
+from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.errors import MemoryShortError, SourceChangedError
 from ktconv.system.units import parse_ranges, parse_size
 
@@ -36,6 +33,7 @@ _HINTS: Hints = {
 }
 
 
+@reads_source()
 def verify(
     output: Annotated[
         Path, argument("Output of quantize-cpu, quantize-gpu or another converter.", "OUTPUT")
@@ -46,12 +44,7 @@ def verify(
     source: Annotated[
         str | None, option("The original checkpoint: a directory, GGUF file or hub id.", "MODEL")
     ] = None,
-    revision: RevisionOption = None,
-    download: DownloadOption = False,
-    cache_dir: CacheDirOption = None,
-    config: ConfigOption = None,
-    naming: MapOption = None,
-    tower: TowerOption = None,
+    reading: Reading = USUAL,
     importance: Annotated[
         Path | None,
         option("The file that quantize-cpu --importance was given, to prove scales by.", "FILE"),
@@ -122,13 +115,9 @@ def verify(
         from ktconv.verify.command import run
         from ktconv.verify.request import Thresholds, VerifyRequest
 
-        original = source and source_of(source, revision, download, cache_dir, output=output)
         request = VerifyRequest(
             output=output,
-            source=original,
-            config=config,
-            map=naming,
-            tower=tower,
+            source=reading.source_if(source, output=output),
             importance=importance,
             calibrate=calibrate,
             level=level,

@@ -65,9 +65,6 @@ def _compare(
 
     for option, value in (
         ("source", request.source),
-        ("config", request.config),
-        ("map", request.map),
-        ("tower", request.tower),
         ("importance", request.importance),
         ("calibrate", request.calibrate),
         ("level", request.level),
@@ -109,8 +106,8 @@ def _is_report(path: Path) -> bool:
 def _read(request: VerifyRequest, other: Path | None) -> list[str | Path | None]:
     """Inputs of the command, to which no option may write."""
     return [
-        request.output, other, request.beside, request.source, request.config, request.map,
-        request.importance, request.calibrate, request.text,
+        request.output, other, request.beside, request.importance, request.calibrate, request.text,
+        *(request.original.files() if request.original else ()),
     ]  # fmt: skip
 
 
