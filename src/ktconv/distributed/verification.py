@@ -17,7 +17,7 @@ from typing import Any
 from ktconv.distributed.cluster import Cluster
 from ktconv.distributed.driver import Listener, raise_failures, run_jobs
 from ktconv.distributed.jobs import Failure, Job, Reporter, node_name
-from ktconv.distributed.requests import decode, encode, job_memory, source_name
+from ktconv.distributed.requests import decode, encode, job_memory
 from ktconv.distributed.units import Watched
 from ktconv.errors import CheckpointError
 from ktconv.targets.packed.matrix_check import ErrorStats
@@ -129,7 +129,7 @@ def _record(request: VerifyRequest, level: str) -> Record:
     there = replace(
         request,
         level="structure" if level == "structure" else "weights",
-        source=None if request.source is None else source_name(request.source),
+        source=None if request.original is None else request.original.portable(),
         thresholds=Thresholds(),
         gradients=False, text=None, work_dir=None, beside=None, tp=None, ep=None,
     )  # fmt: skip
