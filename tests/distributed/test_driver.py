@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
 import time
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from ktconv.distributed.driver import JobsFailedError, Listener, Scheduler, rais
 from ktconv.distributed.jobs import Cancelled, Failure, Job, Message, Reporter, failed, perform
 from ktconv.errors import CheckpointError, DiskFullError, VerificationError
 from ktconv.quantize.packed.run import Request
+from ktconv.source import ModelSource
 from ktconv.system import waiting
 from ktconv.targets.packed.target import Options
 from ktconv.writer.journal import Record
@@ -270,13 +273,16 @@ def test_errors_in_messages(error: Exception, message: str, mendable: bool, code
 
 
 def test_a_request_comes_back_as_it_was(tmp_path: Path) -> None:
+    source = ModelSource(str(tmp_path), config=Path("of_config"), tower="talker", cache=tmp_path)
     request = Request(
-        str(tmp_path), Path("output"), Options(method="int8", numa=3, fold="up-down"),
+        source, Path("output"), Options(method="int8", numa=3, fold="up-down"),
         layers=(1, 2), threads=3, importance="weights", calibrate=Path("moments"),
     )  # fmt: skip
     record = json.loads(json.dumps(requests.request_record(request)))
     found = requests.request_of(record, Request, Options)
-    assert found.options == request.options and found.model == str(tmp_path)
+    assert found.options == request.options
+    assert found.source == replace(source, config=Path("of_config").absolute(), cache=None)
+    assert pickle.loads(pickle.dumps(request)) == request
     assert found.output == Path("output").absolute()
     assert (found.importance, found.calibrate) == ("weights", Path("moments").absolute())
     assert found.layers == [1, 2]

@@ -28,6 +28,7 @@ from ktconv.runtime.layers.experts import KERNEL_BOUND
 from ktconv.runtime.layers.load import open_experts
 from ktconv.runtime.layers.native_load import native_experts
 from ktconv.runtime.layers.online import pack_online
+from ktconv.source import ModelSource
 from ktconv.system.pool import Pool
 from ktconv.targets.packed.target import Options
 from ktconv.verify import VerifyRequest, verify
@@ -205,7 +206,7 @@ def test_names_of_a_map(name: str, tmp_path: Path) -> None:
     theirs = case.build(source)
     names = written_map(case, tmp_path)
     options = Options("int8", 2, allow_activation_mismatch=True)
-    quantize_cpu(Request(str(source), output, options, map=names, threads=1))
+    quantize_cpu(Request(ModelSource(str(source), map=names), output, options, threads=1))
     assert inspect_path(str(output))["activation"] == case.words
     result = verify(VerifyRequest(output, str(source), "layers", tokens=8, threads=1))
     assert result.passed, result.failures

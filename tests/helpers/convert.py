@@ -32,7 +32,7 @@ from ktconv.formats.decode import round_to_bf16
 from ktconv.formats.kt_layout import pack_codes
 from ktconv.formats.search import Choice
 from ktconv.quantize.packed.run import Request, quantize_cpu
-from ktconv.source import PROJECTIONS, Projection, open_checkpoint
+from ktconv.source import PROJECTIONS, ModelSource, Projection, open_checkpoint
 from ktconv.targets.packed.target import Options
 
 # (layer, expert, projection) -> the whole forward matrix [out, in]
@@ -42,16 +42,17 @@ Rule = Literal["amax", "search"]
 
 SIDE_FILES = {"README.md", "ktconv.json", "model.safetensors.index.json"}
 REQUEST_OPTIONS = {
-    "layers", "threads", "max_memory", "verify", "overwrite", "finalize", "config", "importance",
+    "layers", "threads", "max_memory", "verify", "overwrite", "finalize", "importance",
     "calibrate",
 }  # fmt: skip
 
 
 def convert(model: Path, output: Path, **options: Any) -> Report:
     """`quantize_cpu` with fields of Request and Options by name, one part and one thread."""
+    source = ModelSource(str(model), options.pop("config", None))
     request = {key: options.pop(key) for key in REQUEST_OPTIONS & options.keys()}
     chosen = Options(**{"numa": 1, **options})
-    return quantize_cpu(Request(str(model), output, chosen, **{"threads": 1, **request}))
+    return quantize_cpu(Request(source, output, chosen, **{"threads": 1, **request}))
 
 
 # ---- reading ---------------------------------------------------------------------------

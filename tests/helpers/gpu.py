@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from helpers.convert import read_model
 from helpers.families import Raw
+from ktconv.source import ModelSource
 
 REQUEST_OPTIONS = {
-    "layers", "threads", "max_memory", "verify", "overwrite", "experts", "device", "config",
+    "layers", "threads", "max_memory", "verify", "overwrite", "experts", "device",
 }  # fmt: skip
 
 
@@ -23,8 +24,9 @@ def quantize(model: Path, output: Path, **options: Any) -> Any:
     from ktconv.quantize.llm_compressor.run import quantize_gpu
     from ktconv.targets.encoded.target import Options
 
+    source = ModelSource(str(model), options.pop("config", None))
     request = {key: options.pop(key) for key in REQUEST_OPTIONS & options.keys()}
-    chosen = Request(str(model), output, Options(**options), **{"threads": 1, **request})
+    chosen = Request(source, output, Options(**options), **{"threads": 1, **request})
     return quantize_gpu(chosen)
 
 

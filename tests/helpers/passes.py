@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ktconv.source import ModelSource
+
 LENGTHS = (9, 1, 14)
 
 
@@ -52,7 +54,7 @@ class Passed:
         from ktconv.source import open_checkpoint
 
         kind = getattr(torch, dtype) if dtype != "auto" else "auto"
-        checkpoint = open_checkpoint(source) if config is None else open_checkpoint(source, config)
+        checkpoint = open_checkpoint(ModelSource(source, config))
         self.parted = PartedModel(checkpoint, kind)
         self.experts = SourceExperts(checkpoint, self.parted.dtype)
         self.folder = folder

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from helpers.encoded import e2m1, powers, spread
 from helpers.families import Raw, fp8_values
 from helpers.gpu_corrupt import change, find
+from ktconv.source import ModelSource
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
-_REQUEST = {"layers", "threads", "verify", "overwrite", "experts", "exclude_experts", "config"}
+_REQUEST = {"layers", "threads", "verify", "overwrite", "experts", "exclude_experts"}
 
 
 def encode(model: Path, output: Path, scheme: str, **options: Any) -> Any:
@@ -27,9 +28,10 @@ def encode(model: Path, output: Path, scheme: str, **options: Any) -> Any:
     from ktconv.targets.encoded.scheme import group_size_of
     from ktconv.targets.encoded.target import Options
 
+    source = ModelSource(str(model), options.pop("config", None))
     request = {key: options.pop(key) for key in _REQUEST & options.keys()}
     chosen = Options(scheme=scheme, **{"group_size": group_size_of(scheme), **options})
-    return run.encode(Request(str(model), output, chosen, **{"threads": 2, **request}))
+    return run.encode(Request(source, output, chosen, **{"threads": 2, **request}))
 
 
 # ---- reading ---------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from helpers.family_list import MADE
 from helpers.family_models import write
 
 from ktconv.inspect.explanation import explain, lines_of
-from ktconv.source import open_checkpoint
+from ktconv.source import ModelSource, open_checkpoint
 from ktconv.source.config import interpret_config
 from ktconv.source.map_guess import guess_map
 from ktconv.source.naming_map import parse_map
@@ -51,7 +51,7 @@ def test_every_tensor_is_explained(tmp_path: Path, name: str) -> None:
     text = guess.map
     if "interleaved" in STORED[name]:
         text = text.replace('order = "gate first"', 'order = "interleaved"')
-    mapped = open_checkpoint(tmp_path, naming=parse_map(text, "guess"))
+    mapped = open_checkpoint(ModelSource(tmp_path, map=parse_map(text, "guess")))
     readers = [
         SecondReader(one, SourceReader(one.files, one.sources)) for one in (checkpoint, mapped)
     ]

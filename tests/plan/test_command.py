@@ -23,6 +23,7 @@ from ktconv.plan import balance, expert_map, hot_experts
 from ktconv.plan.command import make_plan, run
 from ktconv.plan.request import Hot, PlanRequest, parse_hot
 from ktconv.plan.sizes import open_model
+from ktconv.source import ModelSource
 from ktconv.targets.expert_sets import expert_set, read_expert_set
 
 EXPERT = 2 * 3 * 128 * 128  # bytes of one of `model`'s
@@ -207,7 +208,7 @@ def test_bytes_of_a_conversion_are_known_before(method: str, tmp_path: Path) -> 
         after = planned(tmp_path / "out", numa=0)
         assert facts["cpu"] == after["cpu"]
         assert facts["other_bytes"] == after["other_bytes"]
-    model = open_model(str(EXAMPLE))
+    model = open_model(ModelSource(EXAMPLE))
     each = FORMATS[method].expert_bytes(model.layers[0].hidden, model.layers[0].intermediate)
     assert facts["cpu"]["bytes_per_node"] == [each * model.count]
 

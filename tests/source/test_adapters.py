@@ -11,7 +11,7 @@ from helpers.cli import done, ktconv, ktconv_done, refused, run, write_model
 from helpers.convert import convert
 from helpers.families import bf16, random_weights, write_safetensors
 
-from ktconv.source import open_checkpoint
+from ktconv.source import ModelSource, open_checkpoint
 from ktconv.source.adapters import is_adapter_file
 
 FILES = ("adapter_config.json", "adapter_model.safetensors", "fused_expert_lora.safetensors")
@@ -57,7 +57,7 @@ def test_beside_the_files_of_config(tmp_path: Path) -> None:
     model, other = write_model(tmp_path / "model"), add_adapter(write_model(tmp_path / "other"))
     done(model, tmp_path / "out", "--config", other)
     assert not (tmp_path / "out" / FILES[0]).exists()
-    assert str(other) in open_checkpoint(model, other).notes[0]
+    assert str(other) in open_checkpoint(ModelSource(model, other)).notes[0]
 
 
 def test_in_layer_folders_that_are_merged(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ktconv.errors import CheckpointError
-from ktconv.source import locate_model
+from ktconv.source.locate import locate_model
 
 
 def refusal(model: str) -> CheckpointError:

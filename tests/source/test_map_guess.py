@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktconv.errors import UnknownNamesError, UsageError
-from ktconv.source import PROJECTIONS, open_checkpoint
+from ktconv.source import PROJECTIONS, ModelSource, open_checkpoint
 from ktconv.source.config import interpret_config
 from ktconv.source.map_guess import Guess, guess_map
 from ktconv.source.name_patterns import name_patterns
@@ -88,7 +88,7 @@ def assert_guess(
     config = config_of(len(layers), **changes)
     guess = guessed(directory, tensors_of(layers, names, turned), config)
     assert guess.map is not None
-    checkpoint = open_checkpoint(directory, naming=parse_map(guess.map, "guess"))
+    checkpoint = open_checkpoint(ModelSource(directory, map=parse_map(guess.map, "guess")))
     assert [layer.index for layer in checkpoint.layers] == list(range(len(layers)))
     for layer, weights in zip(checkpoint.layers, layers, strict=True):
         for expert, matrices in enumerate(layer.experts):
@@ -203,7 +203,7 @@ def test_biased_experts_without_a_gate(tmp_path: Path) -> None:
     guess = guessed(tmp_path, tensors, config)
     assert guess.map is not None
     chosen = guess.map.replace("# like = ", "like = ")
-    for layer in open_checkpoint(tmp_path, naming=parse_map(chosen, "guess")).layers:
+    for layer in open_checkpoint(ModelSource(tmp_path, map=parse_map(chosen, "guess"))).layers:
         assert str(layer.activation) == "GELU (tanh) without a gate, with biases"
         assert layer.projections == ("up", "down") and layer.biased
 
@@ -219,7 +219,7 @@ def test_scales_are_no_experts_of_their_own(tmp_path: Path) -> None:
                 tensors[f"{name}.weight_scale"] = np.full((shape[0], 1), 2, np.float32)
     guess = guessed(tmp_path, tensors, config_of())
     assert guess.map is not None
-    checkpoint = open_checkpoint(tmp_path, naming=parse_map(guess.map, "guess"))
+    checkpoint = open_checkpoint(ModelSource(tmp_path, map=parse_map(guess.map, "guess")))
     assert (read_matrix(checkpoint.layers[1].experts[2]["down"]) == 2).all()
     assert [one.dtypes for one in guess.likely] == [["F8_E4M3"]] * 3
 
@@ -281,7 +281,7 @@ def test_hostile_names(tmp_path: Path, word: str) -> None:
     }
     guess = guessed(tmp_path / "1", tensors, config_of())
     if guess.map is not None:
-        checkpoint = open_checkpoint(tmp_path / "1", naming=parse_map(guess.map, "guess"))
+        checkpoint = open_checkpoint(ModelSource(tmp_path / "1", map=parse_map(guess.map, "guess")))
         assert len(checkpoint.layers) == LAYERS
     else:
         assert "{" in word or word in ("\n", "\u0663", " ")
@@ -289,7 +289,10 @@ def test_hostile_names(tmp_path: Path, word: str) -> None:
     beside = {name.replace("z", "moe"): bf16(np.ones(3)) for name in tensors}
     guess = guessed(tmp_path / "2", {**usual, **beside}, config_of())
     assert guess.map is not None
-    assert len(open_checkpoint(tmp_path / "2", naming=parse_map(guess.map, "guess")).layers) == 2
+    assert (
+        len(open_checkpoint(ModelSource(tmp_path / "2", map=parse_map(guess.map, "guess"))).layers)
+        == 2
+    )
     assert names
 
 

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.names import norm_tensors, router_tensors, shared_expert_tensors
-from ktconv.source import PROJECTIONS, Checkpoint, open_checkpoint
+from ktconv.source import PROJECTIONS, Checkpoint, ModelSource, open_checkpoint
 from ktconv.source.naming_map import (
     OTHER_KEYS,
     ROUTER_KEYS,
@@ -87,7 +87,7 @@ def opened(
     directory: Path, tensors: Mapping[str, Tensor], content: str, layers: int = 1, **config: Any
 ) -> Checkpoint:
     model = write_checkpoint(directory, tensors, config_of(layers, **config))
-    return open_checkpoint(model, naming=the_map(content))
+    return open_checkpoint(ModelSource(model, map=the_map(content)))
 
 
 def assert_has(checkpoint: Checkpoint, layers: list[Weights]) -> None:
@@ -255,7 +255,7 @@ def test_settings_for_unknown_keys(tmp_path: Path) -> None:
     config = {"model_type": "odd_vl", "text_config": {"model_type": "odd", **text}, "x": 1}
     model = write_checkpoint(tmp_path, numbered(layers_of()), config)
     content = f"like = 'deepseek_v3'\n{MAP}[config]\nnum_hidden_layers = 1\nnum_experts = 3\n"
-    checkpoint = open_checkpoint(model, naming=the_map(content))
+    checkpoint = open_checkpoint(ModelSource(model, map=the_map(content)))
     text_config = checkpoint.config["text_config"]
     assert text_config == {
         **text, "model_type": "deepseek_v3", "num_hidden_layers": 1, "num_experts": 3

@@ -23,7 +23,7 @@ from helpers.families import (
 )
 
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.source import PROJECTIONS, Checkpoint, open_checkpoint
+from ktconv.source import PROJECTIONS, Checkpoint, ModelSource, open_checkpoint
 from ktconv.source.reading.reader import SourceReader
 from ktconv.verify.second_reader.names import SecondReader
 
@@ -102,7 +102,7 @@ def test_the_language_model_or_the_one_that_is_named(kind: str, tmp_path: Path) 
     write, usual, second = MODELS[kind]
     model = write(tmp_path)
     for tower, expected in ((None, ONE), (usual, ONE), (second, OTHER)):
-        checkpoint = open_checkpoint(model, tower=tower)
+        checkpoint = open_checkpoint(ModelSource(model, tower=tower))
         assert checkpoint.tower == (tower or usual)
         assert_has(checkpoint, expected)
         other = OTHER if expected is ONE else ONE
@@ -111,7 +111,7 @@ def test_the_language_model_or_the_one_that_is_named(kind: str, tmp_path: Path) 
         left = second if expected is ONE else usual
         assert f"those of {left} are other tensors here (--tower" in checkpoint.notes[0]
     with pytest.raises(UsageError, match=f"--tower x: .* in the towers {usual}, {second}$"):
-        open_checkpoint(model, tower="x")
+        open_checkpoint(ModelSource(model, tower="x"))
 
 
 def test_nothing_says_which_is_the_language_model(tmp_path: Path) -> None:
@@ -128,11 +128,11 @@ def test_nothing_says_which_is_the_language_model(tmp_path: Path) -> None:
         open_checkpoint(unknown)
     assert "--tower NAME" in str(caught.value.hint)
     assert "in the towers thinker, talker (thinker.model.layers.0" in str(caught.value)
-    assert_has(open_checkpoint(unknown, tower="talker"), OTHER)
+    assert_has(open_checkpoint(ModelSource(unknown, tower="talker")), OTHER)
     with pytest.raises(CheckpointError, match=r"no section for the tower thinker \(looked for"):
-        open_checkpoint(unknown, tower="thinker")
+        open_checkpoint(ModelSource(unknown, tower="thinker"))
     with pytest.raises(CheckpointError, match="no section for the tower talker"):
-        open_checkpoint(edited(talker_config=None), tower="talker")
+        open_checkpoint(ModelSource(edited(talker_config=None), tower="talker"))
 
 
 def test_a_tower_of_one(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_tower_of_one(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path, tensors, section("qwen3_moe", ONE))
     assert open_checkpoint(model).tower is None
     with pytest.raises(UsageError, match="--tower x: the experts of this model are all in one"):
-        open_checkpoint(model, tower="x")
+        open_checkpoint(ModelSource(model, tower="x"))
 
 
 @pytest.mark.parametrize("source", ["mtp.layers.0.mlp.experts", "thinker.mtp.0.mlp.experts"])
@@ -151,20 +151,20 @@ def test_mtp_layers_belong_to_the_language_model(source: str, tmp_path: Path) ->
     config: Mapping[str, Any] = json.loads((model / "config.json").read_bytes())
     write_checkpoint(model, stored, dict(config))
     assert [layer.is_mtp for layer in open_checkpoint(model).layers] == [False, True]
-    assert len(open_checkpoint(model, tower="talker").layers) == 1
+    assert len(open_checkpoint(ModelSource(model, tower="talker")).layers) == 1
 
 
 def test_ernie_with_as_many_layers_as_towers(tmp_path: Path) -> None:
     model = ernie(tmp_path, layers=2)
     assert_has(open_checkpoint(model), ONE)
-    assert_has(open_checkpoint(model, tower="vision"), OTHER)
+    assert_has(open_checkpoint(ModelSource(model, tower="vision")), OTHER)
     stored = read_model(model)
     lacking = {name: one for name, one in stored.items() if "experts.5.up_proj" not in name}
     config: dict[str, Any] = json.loads((model / "config.json").read_bytes())
     write_checkpoint(model, dict(lacking), config)
     assert_has(open_checkpoint(model), ONE)
     with pytest.raises(CheckpointError, match=r"\.1\.up_proj\.weight is missing"):
-        open_checkpoint(model, tower="vision")
+        open_checkpoint(ModelSource(model, tower="vision"))
     surplus = stored | {"model.layers.0.mlp.experts.6.up_proj.weight": bf16(OTHER.up[0])}
     write_checkpoint(model, dict(surplus), config)
     with pytest.raises(CheckpointError, match=r"experts\.6\.up_proj\.weight is expert 6, but"):

@@ -25,6 +25,7 @@ from ktconv.plan.sizes import open_model
 from ktconv.repack.reshard import Request as ReshardRequest
 from ktconv.repack.reshard import reshard
 from ktconv.runtime import MoELayer
+from ktconv.source import ModelSource
 from ktconv.targets.packed.weights import open_packed
 from ktconv.verify import Request, verify
 
@@ -341,6 +342,6 @@ def test_folding_beside_another_tools_matrices(source: Path, tmp_path: Path) -> 
 
 def test_plans_of_servers_do_not_count_them(source: Path, made: Convert, tmp_path: Path) -> None:
     convert(source, tmp_path / "alone", method="int8", numa=2)
-    both, forward = (open_model(str(one)) for one in (made(), tmp_path / "alone"))
+    both, forward = (open_model(ModelSource(one)) for one in (made(), tmp_path / "alone"))
     assert both.part_bytes == forward.part_bytes
     assert both.count == forward.count == LAYERS * EXPERTS

@@ -10,20 +10,17 @@ import typer
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
 from ktconv.cli.help import CHECKS, OUTPUT, SOURCE, SPEED
 from ktconv.cli.options import (
-    ConfigOption,
-    MapOption,
     ProgressOption,
     SampleOption,
     SeedOption,
     TextOption,
     ThreadsOption,
-    TowerOption,
     WindowsOption,
     progress_over,
 )
 from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.cli.parsing import argument, choice, flag, option
-from ktconv.cli.sources import CacheDirOption, DownloadOption, RevisionOption, source_of
+from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.errors import MemoryShortError, SourceChangedError
 from ktconv.system.units import parse_size
 
@@ -35,6 +32,7 @@ _HINTS: Hints = {
 }
 
 
+@reads_source()
 def compare(
     outputs: Annotated[list[Path], argument("Conversions of one model, by any tool.", "OUTPUT")],
     source: Annotated[
@@ -46,12 +44,7 @@ def compare(
             detail="A directory, GGUF file, hub id or URL: what the outputs were converted from.",
         ),
     ],
-    revision: RevisionOption = None,
-    download: DownloadOption = False,
-    cache_dir: CacheDirOption = None,
-    config: ConfigOption = None,
-    naming: MapOption = None,
-    tower: TowerOption = None,
+    reading: Reading = USUAL,
     level: Annotated[
         CompareLevel | None,
         choice(
@@ -115,7 +108,7 @@ def compare(
         steps = parse_tokens(tokens, "infer")
         request = CompareRequest(
             outputs=outputs,
-            source=source_of(source, revision, download, cache_dir),
+            source=reading.source(source),
             level=level,
             sample=sample,
             seed=seed,
@@ -125,9 +118,6 @@ def compare(
             windows=windows,
             tokens=steps if speed else (),
             seconds=seconds,
-            config=config,
-            map=naming,
-            tower=tower,
         )
         with interruptible(lambda: NOTHING_WRITTEN):
             facts, lines, passed = run(request, progress_over, notify, report, plot)

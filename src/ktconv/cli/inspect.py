@@ -6,18 +6,15 @@ from typing import Annotated
 
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.help import SOURCE
-from ktconv.cli.options import ConfigOption, MapOption, TowerOption
 from ktconv.cli.output import JsonOption, document_lines, notify, print_result
 from ktconv.cli.parsing import argument, flag
-from ktconv.cli.sources import RevisionOption, source_of
+from ktconv.cli.sources import USUAL, Reading, reads_source
 
 
+@reads_source("download", "cache_dir")
 def inspect(
     path: Annotated[str, argument("A checkpoint, GGUF file, output or hub id.", "PATH")],
-    revision: RevisionOption = None,
-    config: ConfigOption = None,
-    naming: MapOption = None,
-    tower: TowerOption = None,
+    reading: Reading = USUAL,
     explain: Annotated[
         bool,
         flag(
@@ -38,9 +35,7 @@ def inspect(
         from ktconv.inspect import explanation
         from ktconv.inspect.inspection import inspect_path
 
-        facts = inspect_path(
-            source_of(path, revision, headers_only=True), config, naming, explain, tower
-        )
+        facts = inspect_path(reading.source(path, headers_only=True), explain)
         if "map" in facts:
             notify(f"note: {facts['reason']}")
             print_result(as_json, facts, lambda: explanation.unknown_lines(facts))

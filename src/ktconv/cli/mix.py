@@ -53,7 +53,7 @@ class Mix:
 
         wish = self._wish()
         written = None if self.write is None else recipe_file(self.write)
-        others = (request.model, request.output, request.config, self.importance)
+        others = (*request.source.files(), request.output, self.importance)
         check_written([written], others)
         importance = None if self.importance is None else Path(self.importance)
         with interruptible(lambda: NOTHING_WRITTEN):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ktconv.cli import calls, events
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, interruptible
-from ktconv.cli.help import ADVANCED, CHECKS, OUTPUT, SOURCE
+from ktconv.cli.help import ADVANCED, CHECKS, OUTPUT
 from ktconv.cli.output import fact_lines, notify, print_result
 from ktconv.cli.parsing import argument, choice, flag, option
 from ktconv.errors import (
@@ -57,36 +57,6 @@ _MODEL = argument(
 _OUTPUT = argument("Output directory; created if missing.", "OUTPUT")
 ModelArgument = Annotated[str, _MODEL]
 OptionalModelArgument = Annotated[str | None, _MODEL]
-ConfigOption = Annotated[
-    Path | None,
-    option(
-        "Directory with config.json and tokenizer to use.",
-        "DIR",
-        panel=SOURCE,
-        detail="The model's own files are not used then; a GGUF model has none.",
-    ),
-]
-TowerOption = Annotated[
-    str | None,
-    option(
-        "Tower to use if several have experts.",
-        "NAME",
-        panel=ADVANCED,
-        detail="The default is the language model; of a finished output, the tower that it "
-        "records.",
-    ),
-]
-MapOption = Annotated[
-    Path | None,
-    option(
-        "Names of the experts in a model unknown to ktconv.",
-        "FILE.toml",
-        "--map",
-        panel=ADVANCED,
-        detail="`ktconv inspect MODEL --explain` drafts the file: docs/maps.md. The default is the "
-        "map that an output records.",
-    ),
-]
 OutputArgument = Annotated[Path, _OUTPUT]
 OptionalOutputArgument = Annotated[Path | None, _OUTPUT]
 LayersOption = Annotated[
@@ -351,7 +321,6 @@ def _encodings(facts: dict[str, Any]) -> str:
 def preflight_lines(preflight: Preflight[Any], zero_scales: int | None = 0) -> Iterator[str]:
     """The plan as readable lines. `zero_scales`: see `Preflight.zero_scales`."""
     from ktconv.conversion.records import zero_scales_in_words
-    from ktconv.source.remote.urls import shown_model
 
     facts, request = preflight_facts(preflight), preflight.request
     layers = format_ranges(facts["layer_indices"])
@@ -360,7 +329,7 @@ def preflight_lines(preflight: Preflight[Any], zero_scales: int | None = 0) -> I
     enough = "" if facts["disk_free_bytes"] >= facts["disk_needed_bytes"] else "  NOT ENOUGH"
     container = counted(facts["files"], "shard") if facts["files"] else "layer folders"
     rows = {
-        "model": f"{shown_model(str(request.model))} ({facts['model_type']})",
+        "model": f"{request.source} ({facts['model_type']})",
         "MoE layers": f"{facts['layers']} ({layers}{mtp})",
         "experts": f"{facts['experts']} of hidden {facts['hidden_size']}, "
         f"intermediate {facts['intermediate_size']}, {_encodings(facts)}",

@@ -7,15 +7,15 @@ from typing import Annotated, Literal
 
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.help import CPUS, GPUS, HOT, OUTPUT
-from ktconv.cli.options import ConfigOption, MapOption, TowerOption
 from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.cli.parsing import MOST_PARTS, argument, choice, flag, option
-from ktconv.cli.sources import RevisionOption, source_of
+from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.system.units import parse_size
 
 PlacementName = Literal["linear", "round_robin", "balanced"]  # as plan.request.PlacementName
 
 
+@reads_source("download", "cache_dir")
 def plan(
     model: Annotated[str, argument("A checkpoint, GGUF file, hub id or output.", "MODEL")],
     ep: Annotated[
@@ -119,10 +119,7 @@ def plan(
         int,
         option("NUMA parts; 0: one per NUMA node.", "N", panel=CPUS, min=0, max=MOST_PARTS),
     ] = 0,
-    revision: RevisionOption = None,
-    config: ConfigOption = None,
-    naming: MapOption = None,
-    tower: TowerOption = None,
+    reading: Reading = USUAL,
     write: Annotated[
         Path | None,
         option(
@@ -148,7 +145,7 @@ def plan(
         from ktconv.plan.request import PlanRequest
 
         request = PlanRequest(
-            model=source_of(model, revision, headers_only=True),
+            model=reading.source(model, headers_only=True),
             ep=ep,
             tp=tp,
             placement=placement,
@@ -162,9 +159,6 @@ def plan(
             numa=numa,
             write=write,
             plot=plot,
-            config=config,
-            naming=naming,
-            tower=tower,
         )
         facts, lines = run(request, notify)
         print_result(as_json, facts, lambda: lines)

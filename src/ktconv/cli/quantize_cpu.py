@@ -18,7 +18,7 @@ from ktconv.cli.mix import Mix, MixEngine
 from ktconv.cli.output import JsonOption
 from ktconv.cli.parsing import MOST_PARTS, choice, flag, option
 from ktconv.cli.ray import RAY_CONFLICTS, RayOption, RayScratchOption, on_cluster
-from ktconv.cli.sources import CacheDirOption, DownloadOption, RevisionOption, source_of
+from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.errors import UsageError
 from ktconv.formats import output_formats
 from ktconv.formats.dialects import ROWS, Names, folded, names_in, translated
@@ -139,6 +139,7 @@ CONFLICTS = (
 )  # fmt: skip
 
 
+@reads_source()
 def quantize_cpu_command(
     context: typer.Context,
     model: common.OptionalModelArgument = None,
@@ -222,12 +223,7 @@ def quantize_cpu_command(
     ] = 0,
     threads: common.ThreadsOption = 0,
     layers: common.LayersOption = "",
-    revision: RevisionOption = None,
-    download: DownloadOption = False,
-    cache_dir: CacheDirOption = None,
-    config: common.ConfigOption = None,
-    naming: common.MapOption = None,
-    tower: common.TowerOption = None,
+    reading: Reading = USUAL,
     layout: Annotated[
         Layout,
         choice(
@@ -405,14 +401,9 @@ def quantize_cpu_command(
         mix = Mix(recipe, target_size, target_bits, engine, methods, write_recipe, importance)
         encoded = method in ENCODED or bool(mix)
         size = parse_size(max_shard_size, "--max-shard-size")
-        source = source_of(
-            model, revision, download, cache_dir, headers_only=dry_run, output=output
-        )
+        source = reading.source(model, headers_only=dry_run, output=output)
         wanted: dict[str, Any] = {
             "model": source,
-            "config": config,
-            "map": naming,
-            "tower": tower,
             "output": output,
             "layers": parse_ranges(layers, "--layers") if layers else None,
             "threads": threads or None,

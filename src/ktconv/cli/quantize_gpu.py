@@ -16,7 +16,7 @@ from ktconv.cli.help import ACCURACY, ADVANCED, FORMAT, OUTPUT
 from ktconv.cli.output import JsonOption, notify
 from ktconv.cli.parsing import choice, flag, option
 from ktconv.cli.ray import RAY_CONFLICTS, RayOption, RayScratchOption, on_cluster
-from ktconv.cli.sources import CacheDirOption, DownloadOption, RevisionOption, source_of
+from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.system.units import parse_ranges, parse_size
 
 ScaleRule = Literal["amax", "search"]  # as in target.py; a test compares them
@@ -44,6 +44,7 @@ CONFLICTS = (
 )  # fmt: skip
 
 
+@reads_source("tower")
 def quantize_gpu_command(
     context: typer.Context,
     model: common.ModelArgument,
@@ -160,11 +161,7 @@ def quantize_gpu_command(
         ),
     ] = "auto",
     layers: common.LayersOption = "",
-    revision: RevisionOption = None,
-    download: DownloadOption = False,
-    cache_dir: CacheDirOption = None,
-    config: common.ConfigOption = None,
-    naming: common.MapOption = None,
+    reading: Reading = USUAL,
     mtp: common.MtpOption = True,
     max_shard_size: common.ShardSizeOption = "5GB",
     threads: common.ThreadsOption = 0,
@@ -225,11 +222,7 @@ def quantize_gpu_command(
             dampening=dampening if calibrated else None,
         )
         request = Request(
-            model=source_of(
-                model, revision, download, cache_dir, headers_only=dry_run, output=output
-            ),
-            config=config,
-            map=naming,
+            model=reading.source(model, headers_only=dry_run, output=output),
             output=output,
             options=options,
             layers=parse_ranges(layers, "--layers") if layers else None,

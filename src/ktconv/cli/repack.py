@@ -10,12 +10,14 @@ from ktconv.cli.exits import Hints, errors_shown
 from ktconv.cli.help import OUTPUT, SOURCE
 from ktconv.cli.output import JsonOption
 from ktconv.cli.parsing import MOST_PARTS, argument, flag, option
+from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.errors import MemoryLimitError
 from ktconv.system.units import parse_size
 
 RESHARD_HINTS: Hints = {**common.PACKED_HINTS, MemoryLimitError: "use fewer --threads"}
 
 
+@reads_source("revision", "download", "cache_dir")
 def merge_command(
     layers_dir: Annotated[
         Path,
@@ -36,9 +38,7 @@ def merge_command(
             detail="Other tensors, config and tokenizer are copied from it.",
         ),
     ] = None,
-    config: common.ConfigOption = None,
-    naming: common.MapOption = None,
-    tower: common.TowerOption = None,
+    reading: Reading = USUAL,
     experts_only: Annotated[
         bool, flag("--experts-only", "Omit non-expert tensors.", OUTPUT)
     ] = False,
@@ -70,10 +70,7 @@ def merge_command(
         request = Request(
             layers_dir=layers_dir,
             output=output,
-            source=source,
-            config=config,
-            map=naming,
-            tower=tower,
+            source=reading.source_if(source),
             experts_only=experts_only,
             mtp=mtp,
             max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
@@ -84,6 +81,7 @@ def merge_command(
         common.convert(request, prepare(request), merge, dry_run, as_json, "Merged")
 
 
+@reads_source("revision", "download", "cache_dir")
 def reshard_command(
     packed: Annotated[Path, argument("Converted weights: shards or layer folders.", "PACKED")],
     output: common.OutputArgument,
@@ -99,9 +97,7 @@ def reshard_command(
             detail="Always exact, also where parts are joined whose scales differ.",
         ),
     ] = None,
-    config: common.ConfigOption = None,
-    naming: common.MapOption = None,
-    tower: common.TowerOption = None,
+    reading: Reading = USUAL,
     importance: Annotated[
         Path | None,
         option(
@@ -132,10 +128,7 @@ def reshard_command(
             packed=packed,
             output=output,
             numa=numa,
-            source=source,
-            config=config,
-            map=naming,
-            tower=tower,
+            source=reading.source_if(source),
             importance=importance,
             max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
             threads=threads or None,

@@ -1,84 +1,180 @@
-"""Sources that are not on this machine: the options for them, and what MODEL means with them."""
+"""The options about reading a source, and what MODEL means with them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_type_hints
 
-from ktconv.cli.help import SOURCE
+from ktconv.cli.help import ADVANCED, SOURCE
 from ktconv.cli.output import notify
 from ktconv.cli.parsing import flag, option
 from ktconv.errors import UsageError
 from ktconv.system.units import format_size
 
-RevisionOption = Annotated[
-    str | None,
-    option("Branch, tag or commit of a hub model.", "REV", "--revision", panel=SOURCE),
-]
-DownloadOption = Annotated[
-    bool,
-    flag(
-        "--download",
-        "Read a model from the hub if it is not in the cache.",
-        SOURCE,
-        "Only the bytes that are needed are read, and nothing is stored: docs/remote.md.",
-    ),
-]
-CacheDirOption = Annotated[
-    Path | None,
-    option(
-        "Keep what is read of a remote source here.",
-        "DIR",
-        panel=SOURCE,
-        detail="Other runs read it again from there instead of the network: docs/remote.md.",
-    ),
-]
+if TYPE_CHECKING:
+    from ktconv.source.model_source import ModelSource
 
 
-def source_of(
-    model: str,
-    revision: str | None = None,
-    download: bool = False,
-    cache_dir: Path | None = None,
-    *,
-    headers_only: bool = False,
-    output: Path | None = None,
-) -> str:
-    """The MODEL that these options mean together, for `locate_model`.
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a command is to read its source; a field is an option of every command that
+    `reads_source` says it of. What does not change where bytes come from is `ModelSource`'s."""
 
-    A URL, with what is read kept in `cache_dir`; a path; or a model of the hub, which becomes a URL
-    where the local cache does not have it and it may be read from there: with `download`, or when
-    only headers are needed. UsageError for a cache in `output` or around it, and for options that
-    do not belong to the model.
-    """
-    from ktconv.source.remote.urls import is_url
+    revision: Annotated[
+        str | None,
+        option("Branch, tag or commit of a hub model.", "REV", "--revision", panel=SOURCE),
+    ] = None
+    download: Annotated[
+        bool,
+        flag(
+            "--download",
+            "Read a model from the hub if it is not in the cache.",
+            SOURCE,
+            "Only the bytes that are needed are read, and nothing is stored: docs/remote.md.",
+        ),
+    ] = False
+    cache_dir: Annotated[
+        Path | None,
+        option(
+            "Keep what is read of a remote source here.",
+            "DIR",
+            panel=SOURCE,
+            detail="Other runs read it again from there instead of the network: docs/remote.md.",
+        ),
+    ] = None
+    config: Annotated[
+        Path | None,
+        option(
+            "Directory with config.json and tokenizer to use.",
+            "DIR",
+            panel=SOURCE,
+            detail="The model's own files are not used then; a GGUF model has none.",
+        ),
+    ] = None
+    map: Annotated[
+        Path | None,
+        option(
+            "Names of the experts in a model unknown to ktconv.",
+            "FILE.toml",
+            "--map",
+            panel=ADVANCED,
+            detail="`ktconv inspect MODEL --explain` drafts the file: docs/maps.md. The default is "
+            "the map that an output records.",
+        ),
+    ] = None
+    tower: Annotated[
+        str | None,
+        option(
+            "Tower to use if several have experts.",
+            "NAME",
+            panel=ADVANCED,
+            detail="The default is the language model; of a finished output, the tower that it "
+            "records.",
+        ),
+    ] = None
 
-    if is_url(model):
-        return _opened(_with_revision(model, revision), cache_dir, output)
-    from ktconv.source.locate import hub_model, is_cached
+    def source(
+        self, model: str, *, headers_only: bool = False, output: Path | None = None
+    ) -> ModelSource:
+        """The source that MODEL means with these options.
 
-    found = None if Path(model).exists() else hub_model(model)
-    if found is None:
-        for name, given in (("revision", revision), ("download", download)):
-            if given:
-                raise UsageError(
-                    f"--{name} is for models of the hub, and {model} is not one",
-                    f"give org/name, or omit --{name}",
-                )
+        A URL, with what is read kept in `cache_dir`; a path; or a model of the hub, which becomes a
+        URL where the local cache does not have it and it may be read from there: with `download`,
+        or when only headers are needed. UsageError for a cache in `output` or around it, and for
+        options that do not belong to the model.
+        """
+        from ktconv.source.model_source import ModelSource
+
+        found = self._located(model, headers_only, output)
+        given = {one.name: getattr(self, one.name) for one in fields(self)}
+        kept = {name: given[name] for name in given.keys() & _SAME}
+        return ModelSource(found, cache=self.cache_dir, **kept)
+
+    def source_if(self, model: str | None, *, output: Path | None = None) -> ModelSource | None:
+        """The same of --source. UsageError for options about a source that is not given."""
+        if model:
+            return self.source(model, output=output)
+        for name in sorted(_SAME):
+            if getattr(self, name) is not None:
+                raise UsageError(f"--{name} belongs to --source", "give --source MODEL too")
+        return None
+
+    def _located(self, model: str, headers_only: bool, output: Path | None) -> str:
+        from ktconv.source.remote.urls import is_url
+
+        revision, download, cache_dir = self.revision, self.download, self.cache_dir
+        if is_url(model):
+            return _opened(_with_revision(model, revision), cache_dir, output)
+        from ktconv.source.locate import hub_model, is_cached
+
+        found = None if Path(model).exists() else hub_model(model)
+        if found is None:
+            for name, given in (("revision", revision), ("download", download)):
+                if given:
+                    raise UsageError(
+                        f"--{name} is for models of the hub, and {model} is not one",
+                        f"give org/name, or omit --{name}",
+                    )
+            _refuse_cache(cache_dir, model)
+            return model
+        if revision is not None:
+            if found.revision is not None:
+                raise UsageError(f"{model} names a revision, and --revision another", "give one")
+            found = found._replace(revision=revision)
+        if not is_cached(found) and (download or (headers_only and not _is_offline())):
+            if not download:
+                notify(f"note: {found.id} is not in the local cache; headers are read from the hub")
+            return _opened(found.url, cache_dir, output)
         _refuse_cache(cache_dir, model)
-        return model
-    if revision is not None:
-        if found.revision is not None:
-            raise UsageError(f"{model} names a revision, and --revision another", "give one")
-        found = found._replace(revision=revision)
-    if not is_cached(found) and (download or (headers_only and not _is_offline())):
-        if not download:
-            notify(f"note: {found.id} is not in the local cache; headers are read from the hub")
-        return _opened(found.url, cache_dir, output)
-    _refuse_cache(cache_dir, model)
-    name = found.id + (f"@{found.revision}" if found.revision else "")
-    return name + (f":{found.file}" if found.file else "")
+        name = found.id + (f"@{found.revision}" if found.revision else "")
+        return name + (f":{found.file}" if found.file else "")
+
+
+USUAL = Reading()  # no option is given
+_SAME = {"config", "map", "tower"}  # fields of ModelSource too
+
+Run = TypeVar("Run", bound=Callable[..., None])
+
+
+def reads_source(*left_out: str) -> Callable[[Run], Run]:
+    """Give a command the options of `Reading` without those that are left out: its parameter
+    `reading` becomes them."""
+
+    def decorate(command: Run) -> Run:
+        hints = get_type_hints(command, include_extras=True)
+        types = get_type_hints(Reading, include_extras=True)
+        chosen = [one for one in fields(Reading) if one.name not in left_out]
+        options = [
+            Parameter(
+                one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=types[one.name]
+            )
+            for one in chosen
+        ]
+        whole = signature(command)
+
+        @wraps(command)
+        def run(*args: Any, **given: Any) -> None:
+            reading = Reading(**{one.name: given.pop(one.name) for one in chosen})
+            command(*args, reading=reading, **given)
+
+        parameters: list[Parameter] = []
+        for name, one in whole.parameters.items():
+            parameters += (
+                options
+                if name == "reading"
+                else [one.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name])]
+            )
+        changed: Any = run
+        changed.__signature__ = whole.replace(parameters=parameters)
+        changed.__annotations__ = {one.name: one.annotation for one in parameters}
+        return cast(Run, run)
+
+    return decorate
 
 
 def _is_offline() -> bool:
@@ -108,12 +204,10 @@ def _with_revision(model: str, revision: str | None) -> str:
 
 
 def _opened(url: str, cache_dir: Path | None, output: Path | None) -> str:
-    """Opened now, since a model is opened without options."""
-    from ktconv.source.remote import open_remote
-
     if cache_dir is not None:
         if output is not None:
             _refuse_nested(cache_dir, output)
+        from ktconv.source.remote import open_remote
         from ktconv.source.remote.cached import kept_bytes
 
         open_remote(url, cache_dir)

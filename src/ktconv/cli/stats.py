@@ -13,7 +13,7 @@ from ktconv.cli.help import OUTPUT, SELECTION, SOURCE
 from ktconv.cli.options import ProgressOption, network_facts, progress_over
 from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.cli.parsing import argument, flag, option
-from ktconv.cli.sources import CacheDirOption, DownloadOption, RevisionOption, source_of
+from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.errors import DiskFullError
 from ktconv.system.units import parse_ranges, parse_size
 
@@ -33,6 +33,7 @@ _HINTS: Hints = {
 }
 
 
+@reads_source("config", "map", "tower")
 def stats(
     context: typer.Context,
     model: Annotated[
@@ -44,9 +45,7 @@ def stats(
             "model again.",
         ),
     ],
-    revision: RevisionOption = None,
-    download: DownloadOption = False,
-    cache_dir: CacheDirOption = None,
+    reading: Reading = USUAL,
     config: Annotated[
         Path | None,
         option(
@@ -166,12 +165,13 @@ def stats(
     Example: ktconv stats Qwen/Qwen3-30B-A3B --text prose.txt --hot 32 --write hot.json
     """
     with errors_shown(as_json, _HINTS, progress):
+        from dataclasses import replace
+
         from ktconv.stats.command import StatsRequest, run
 
         refuse_conflicts(context, CONFLICTS)
         request = StatsRequest(
-            model=source_of(model, revision, download, cache_dir),
-            config=config,
+            model=replace(reading.source(model), config=config),
             text=text,
             max_tokens=max_tokens,
             max_memory=parse_size(max_memory, "--max-memory") if max_memory else None,

@@ -11,14 +11,11 @@ from ktconv.cli.conflicts import Conflict, refuse_conflicts
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
 from ktconv.cli.help import ADVANCED, CHECKS, OUTPUT, RUN, SOURCE
 from ktconv.cli.options import (
-    ConfigOption,
-    MapOption,
     ProgressOption,
     SampleOption,
     SeedOption,
     TextOption,
     ThreadsOption,
-    TowerOption,
     WindowsOption,
     network_facts,
     progress_over,
@@ -26,7 +23,7 @@ from ktconv.cli.options import (
 from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.cli.parsing import argument, choice, flag, option
 from ktconv.cli.ray import RayOption, reading_on
-from ktconv.cli.sources import CacheDirOption, DownloadOption, RevisionOption, source_of
+from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.errors import MemoryShortError, SourceChangedError
 from ktconv.system.units import parse_ranges, parse_size
 
@@ -55,6 +52,7 @@ _HINTS: Hints = {
 }
 
 
+@reads_source()
 def verify(
     context: typer.Context,
     output: Annotated[
@@ -76,12 +74,7 @@ def verify(
             "checked.",
         ),
     ] = None,
-    revision: RevisionOption = None,
-    download: DownloadOption = False,
-    cache_dir: CacheDirOption = None,
-    config: ConfigOption = None,
-    naming: MapOption = None,
-    tower: TowerOption = None,
+    reading: Reading = USUAL,
     importance: Annotated[
         Path | None,
         option(
@@ -220,13 +213,9 @@ def verify(
         from ktconv.verify.request import Thresholds, VerifyRequest
 
         refuse_conflicts(context, CONFLICTS)
-        original = source and source_of(source, revision, download, cache_dir, output=output)
         request = VerifyRequest(
             output=output,
-            source=original,
-            config=config,
-            map=naming,
-            tower=tower,
+            source=reading.source_if(source, output=output),
             importance=importance,
             calibrate=calibrate,
             level=level,

@@ -30,7 +30,7 @@ from ktconv.errors import (
     OutputError,
     UsageError,
 )
-from ktconv.source import Checkpoint, NamingMap, TensorRef
+from ktconv.source import Checkpoint, ModelSource, TensorRef
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.reading.reader import KeptReader, SourceReader
 from ktconv.source.reading.scale_scan import Chosen, scales_bytes, scan_scales
@@ -65,7 +65,7 @@ MEMORY_MARGIN = 96 << 20  # interpreter objects that grow while running
 class BaseRequest:
     """What to convert and how; every conversion has these fields."""
 
-    model: str  # a directory, GGUF file, hub id or URL
+    model: ModelSource | str  # a str: as it is read by default
     output: Path  # a directory, made if it is missing
     options: BaseOptions  # which bytes are written; a resumed run must have the same
     layers: Sequence[int] | None = None  # None: all
@@ -74,9 +74,11 @@ class BaseRequest:
     verify: bool = True  # read back what was written
     overwrite: bool = False  # remove what ktconv wrote there, and start again
     finalize: bool = False  # only write index and manifest of finished layers
-    config: Path | None = None  # directory of config.json and other side files; None: the model's
-    map: Path | NamingMap | None = None  # describes the names of a model that nobody knows
-    tower: str | None = None  # of several with experts; None: the language model
+
+    @property
+    def source(self) -> ModelSource:
+        """The model with the options about reading it."""
+        return ModelSource.of(self.model)
 
 
 @dataclass(frozen=True)  # no slots: Generic sets an attribute of its own
@@ -269,7 +271,7 @@ class Conversion(ABC):
         self.state = OutputState(self.plan, self.journal)
         self.done: set[str] = set()
         self.errors = ErrorSummary()
-        self.source_card = source_card(self.plan.checkpoint, self.request.model)
+        self.source_card = source_card(self.plan.checkpoint, str(self.request.source.model))
         self._readers: dict[str, KeptReader] = {}  # of units under way
         self._zero_scales: dict[str, int] = {}  # of units of the source, where it was counted
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ktconv.conversion.records import run_record
 from ktconv.conversion.run import BaseRequest, Conversion
+from ktconv.source import ModelSource
 from ktconv.system import machine
 from ktconv.writer.journal import Record
 
@@ -21,10 +22,10 @@ _PATH = "path"  # key of a path's absolute form
 def request_record(request: BaseRequest) -> Record:
     """What `request_of` reads. TypeError for options that are no plain values."""
     given = {name.name: getattr(request, name.name) for name in fields(request)}
-    options = given.pop("options")
+    options, _ = given.pop("options"), given.pop("model")
     chosen = {one.name: getattr(options, one.name) for one in fields(options)}
     chosen = {one.name: chosen[one.name] for one in fields(options) if not _usual(one, chosen)}
-    return {"options": encode(chosen), **encode(given), "model": source_name(request.model)}
+    return {"options": encode(chosen), **encode(given), "model": source_record(request.source)}
 
 
 def _usual(one: Field[Any], chosen: Mapping[str, Any]) -> bool:
@@ -37,19 +38,16 @@ def _usual(one: Field[Any], chosen: Mapping[str, Any]) -> bool:
 def request_of(record: Mapping[str, Any], request: type[Any], options: type[Any]) -> Any:
     """The request of this class, with options of that one."""
     given = {name: decode(value) for name, value in record.items()}
-    return request(**{**given, "options": options(**given["options"])})
+    return request(
+        **{**given, "options": options(**given["options"]), "model": ModelSource(**given["model"])}
+    )
 
 
-def source_name(model: str) -> str:
-    """MODEL as another machine understands it: an absolute path, or a URL; of a model of the hub
-    that of its commit, other URLs with their signatures."""
-    if model.startswith("hf://"):
-        from ktconv.source.remote import pinned
-
-        return pinned(model)
-    if "://" in model:
-        return model
-    return str(Path(model).absolute()) if Path(model).exists() else model
+def source_record(source: ModelSource) -> Record:
+    """A source as another machine understands it, for `ModelSource(**decode(record))`. A cache is
+    of this machine."""
+    given = replace(source.portable(), cache=None)
+    return {one.name: encode(getattr(given, one.name)) for one in fields(given)}
 
 
 def encode(value: Any) -> Any:

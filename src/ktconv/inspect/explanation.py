@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from ktconv.errors import CheckpointError
@@ -25,8 +24,8 @@ from ktconv.families.names import (
 from ktconv.families.routers import find_router
 from ktconv.source import Checkpoint, MoELayer
 from ktconv.source.config import CONFIG_NAME, interpret_config, read_config
-from ktconv.source.locate import locate_model
 from ktconv.source.map_guess import guess_map
+from ktconv.source.model_source import ModelSource
 from ktconv.source.name_patterns import NamePattern, name_patterns
 from ktconv.source.shards import read_shards, select_shards
 from ktconv.source.types import ExpertMatrix, TensorRef
@@ -39,10 +38,10 @@ _SHOWN = 30  # patterns of one kind in the text for people; JSON has all
 # ---- names that nobody knows -------------------------------------------------------------
 
 
-def explain_unknown(path: str, config: Path | None, error: CheckpointError) -> dict[str, Any]:
+def explain_unknown(source: ModelSource, error: CheckpointError) -> dict[str, Any]:
     """For a checkpoint in which `open_checkpoint` found no experts, with the `error` it raised."""
-    place = locate_model(path)
-    content = read_config(config or place).content
+    place = source.place()
+    content = read_config(source.config or place).content
     tensors = [one for header in read_shards(select_shards(place)) for one in header.tensors]
     guess = guess_map(tensors, interpret_config(content), place.name)
     return {

@@ -14,10 +14,10 @@ from ktconv.families.names import is_in_experts, split_name
 from ktconv.formats import FORMATS, TensorId, is_backward, output_formats, parse_tensor_name
 from ktconv.inspect.choice import methods
 from ktconv.inspect.explanation import explain, explain_unknown
-from ktconv.source import Checkpoint, NamingMap, open_checkpoint, read_map
+from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.source.activations import in_words, of_records
 from ktconv.source.config import CONFIG_NAME, read_config
-from ktconv.source.locate import locate_model
+from ktconv.source.model_source import ModelSource
 from ktconv.system.stores import is_remote, transfer
 from ktconv.system.units import format_ranges
 from ktconv.targets.card import codes_in_words
@@ -40,45 +40,34 @@ from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
 _REORDERED = re.compile(r"(blk\.[0-9]+)\.ffn_[a-z]+_exps\.([0-9]+)\.[a-z]+")
 
 
-def inspect_path(
-    path: str,
-    config: Path | None = None,
-    naming: Path | None = None,
-    explained: bool = False,
-    tower: str | None = None,
-) -> dict[str, Any]:
-    """Facts about `path`, ready for JSON. Reads headers only; raises KtconvError. `config` and
-    `tower`: as for `open_checkpoint`; `naming`: of `read_map`; `explained`: with how experts were
-    found, and a map for names that are not known."""
-    found_map = read_map(naming)
-    directory = Path(path)
+def inspect_path(model: ModelSource | str, explained: bool = False) -> dict[str, Any]:
+    """Facts about a checkpoint or an output, ready for JSON. Reads headers only; raises
+    KtconvError. `explained`: with how experts were found, and a map for names that are not
+    known."""
+    source = ModelSource.of(model)
+    source.naming()  # raises for a map that cannot be used, whatever is there
+    directory = Path(source.model)
     if directory.is_dir():
         if (directory / STATE_DIRECTORY / "run.json").exists():
             return _unfinished(directory)
         manifest = read_manifest(directory)
         if manifest is None and not may_hold_packed(directory):
-            return _opened(path, config, found_map, explained, tower)
+            return _opened(source, explained)
         found = open_packed(directory)
         if manifest is not None and manifest.options.get("format") in ENCODED:
             return _quantized(directory, found, manifest)
         if found.tensors or manifest is not None:
             return _converted(directory, found, manifest)
-    return _opened(path, config, found_map, explained, tower)
+    return _opened(source, explained)
 
 
-def _opened(
-    path: str,
-    config: Path | None,
-    naming: NamingMap | None,
-    explained: bool,
-    tower: str | None,
-) -> dict[str, Any]:
+def _opened(source: ModelSource, explained: bool) -> dict[str, Any]:
     try:
-        checkpoint = open_checkpoint(path, config, naming, tower)
+        checkpoint = open_checkpoint(source)
     except UnknownNamesError as error:
-        if not explained or naming is not None or locate_model(path).is_file():
+        if not explained or source.map is not None or source.place().is_file():
             raise  # GGUF files are without maps
-        return explain_unknown(path, config, error)
+        return explain_unknown(source, error)
     return _source(checkpoint) | ({"explained": explain(checkpoint)} if explained else {})
 
 

@@ -22,6 +22,7 @@ from ktconv.model.streamed.parts import PartedModel
 from ktconv.source import Header, open_checkpoint
 from ktconv.source.gguf.file import float32_bytes
 from ktconv.source.gguf.parts import all_parts
+from ktconv.source.model_source import ModelSource
 from ktconv.source.shards import read_shards, select_shards
 from ktconv.system import machine
 from ktconv.system.arrays import F32, I64
@@ -57,9 +58,10 @@ def load_model(
     with random weights in place of missing ones or with the checkpoint's own code, which is never
     run.
     """
+    path = source if isinstance(source, Path) else Path(source)
     if not experts:
-        return _without_experts(Path(source), _dtype(dtype), config_directory)
-    directory, gguf, decoded = Path(source), None, None
+        return _without_experts(path, _dtype(dtype), config_directory)
+    directory, gguf, decoded = path, None, None
     if directory.is_file():
         gguf, directory = directory, check_gguf(directory, config_directory)
     elif not directory.is_dir():
@@ -78,7 +80,7 @@ def _without_experts(
     source: Path, dtype: str | torch.dtype, config_directory: Path | None
 ) -> tuple[Any, Any]:
     directory = directory_of(source, config_directory)
-    parted = PartedModel(open_checkpoint(source, config_directory), dtype)
+    parted = PartedModel(open_checkpoint(ModelSource(source, config_directory)), dtype)
     _check_memory(source, sum(parted.layer_bytes) + parted.outside_bytes)
     model: Any = parted.load()
     if (settings := read_generation_config(directory)) is not None:

@@ -38,7 +38,7 @@ def run(request: PlanRequest, notify: Notify = silent) -> tuple[dict[str, Any], 
         None if request.write is None else expert_set_file(request.write),
         None if request.plot is None else picture_file(request.plot),
     )
-    check_written(written, (request.model, request.config, request.load, request.naming))
+    check_written(written, (*request.source.files(), request.load))
     planned = make_plan(request)
     if request.write is not None:
         chosen = expert_set(planned.on_gpus)
@@ -57,7 +57,7 @@ def run(request: PlanRequest, notify: Notify = silent) -> tuple[dict[str, Any], 
 def make_plan(request: PlanRequest) -> Planned:
     """Everything that is known of the placement that was asked for."""
     check(request)
-    model = open_model(request.model, request.config, request.naming, request.tower)
+    model = open_model(request.source)
     _check_possible(model, request)
     load = load_of(model, request.load)
     sizes = cut_sizes(model, request.tp)

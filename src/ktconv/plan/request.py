@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ktconv.errors import UsageError
+from ktconv.source.model_source import ModelSource
 
 PlacementName = Literal["linear", "round_robin", "balanced"]
 _HOT = re.compile(r"([0-9]{1,9})|([0-9]{1,3}(?:\.[0-9]{1,9})?)%")
@@ -18,7 +19,7 @@ _HOT = re.compile(r"([0-9]{1,9})|([0-9]{1,3}(?:\.[0-9]{1,9})?)%")
 class PlanRequest:
     """The options of `ktconv plan`."""
 
-    model: str  # a checkpoint, or an output of quantize-cpu
+    model: ModelSource | str  # a checkpoint, or an output of quantize-cpu
     ep: int = 1  # groups of GPUs, each of which has whole experts
     tp: int = 1  # GPUs of a group, each of which has a part of them
     placement: PlacementName | None = None  # None: linear, with copies balanced
@@ -32,9 +33,11 @@ class PlanRequest:
     numa: int = 0  # 0: one part for each node of this machine
     write: Path | None = None
     plot: Path | None = None
-    config: Path | None = None
-    naming: Path | None = None
-    tower: str | None = None
+
+    @property
+    def source(self) -> ModelSource:
+        """The model with the options about reading it."""
+        return ModelSource.of(self.model)
 
     @property
     def placed(self) -> PlacementName:

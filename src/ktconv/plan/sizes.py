@@ -14,8 +14,9 @@ from ktconv.families.routers import router_of
 from ktconv.formats import is_backward
 from ktconv.plan.cuts import cut_bytes, grains
 from ktconv.plan.placement.parallel import LayerShape
-from ktconv.source import Checkpoint, MoELayer, open_checkpoint, read_map
+from ktconv.source import Checkpoint, MoELayer, open_checkpoint
 from ktconv.source.config import CONFIG_NAME, interpret_config, read_config
+from ktconv.source.model_source import ModelSource, refuse_options
 from ktconv.targets.packed.weights import (
     Geometry,
     PackedWeights,
@@ -104,12 +105,10 @@ class Model:
         return 1
 
 
-def open_model(
-    path: str, config: Path | None = None, naming: Path | None = None, tower: str | None = None
-) -> Model:
+def open_model(source: ModelSource) -> Model:
     """Headers and config.json of a checkpoint, as `open_checkpoint` takes it, or of an output of
     quantize-cpu. Raises KtconvError for anything else, and for an output that is not complete."""
-    directory = Path(path)
+    path, directory = source.model, Path(source.model)
     if directory.is_dir() and (directory / STATE_DIRECTORY / "run.json").exists():
         raise UsageError(
             f"{path} is a conversion that is not finished", "run the same command again first"
@@ -117,11 +116,9 @@ def open_model(
     if directory.is_dir() and (read_manifest(directory) or may_hold_packed(directory)):
         found = open_packed(directory)
         if found.tensors:
-            for option, value in (("config", config), ("map", naming), ("tower", tower)):
-                if value is not None:
-                    raise UsageError(f"--{option} is for checkpoints, not for {path}", "omit it")
+            refuse_options(source, f"is for checkpoints, not for {path}", "omit it")
             return _of_packed(found)
-    return _of_checkpoint(open_checkpoint(path, config, read_map(naming), tower))
+    return _of_checkpoint(open_checkpoint(source))
 
 
 def _of_checkpoint(checkpoint: Checkpoint) -> Model:

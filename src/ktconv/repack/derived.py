@@ -27,6 +27,7 @@ from ktconv.source import Checkpoint, MoELayer, TensorRef
 from ktconv.source.activations import of_records
 from ktconv.source.config import CONFIG_NAME, read_config
 from ktconv.source.mapped import recorded_map
+from ktconv.source.model_source import ModelSource
 from ktconv.source.reading.buffers import Buffers, BufferSizes
 from ktconv.source.reading.reader import SourceReader
 from ktconv.source.side_files import find_side_files
@@ -127,7 +128,7 @@ class Derived(Conversion, ABC):
 
 def needs(
     asked: merge.Request | reshard.Request,
-    model: str,
+    model: ModelSource | str,
     plan: Plan,
     per_thread: int,
     manifest: Manifest | None,

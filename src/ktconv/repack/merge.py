@@ -38,8 +38,9 @@ from ktconv.repack.tree import (
     read_tree,
     scan_layer,
 )
-from ktconv.source import Checkpoint, check_source_options, open_checkpoint, read_map
+from ktconv.source import Checkpoint, ModelSource, open_checkpoint
 from ktconv.source.config import CONFIG_NAME
+from ktconv.source.model_source import source_or_none
 from ktconv.source.reading.reader import SourceReader
 from ktconv.system.units import format_ranges
 from ktconv.targets.card import model_name
@@ -53,16 +54,20 @@ class Request:
 
     layers_dir: Path  # with `_layer_*` folders, ours or another converter's
     output: Path
-    source: str | None = None  # the model: its other tensors, config and tokenizer are taken
+    source: ModelSource | str | None = (
+        None  # the model: its other tensors, config and tokenizer are taken
+    )
     experts_only: bool = False  # of no other tensor, although there is a source
     mtp: bool | None = None  # None: as the manifest says, else all layers
     max_shard_size: int = Options().max_shard_size
     threads: int | None = None
     verify: bool = True
     overwrite: bool = False
-    config: Path | None = None  # directory of config and tokenizer; None: the source's
-    map: Path | None = None  # of the source's names; None: the one that the manifest records
-    tower: str | None = None  # of the source; None: the one that the manifest records
+
+    @property
+    def original(self) -> ModelSource | None:
+        """The model with the options about reading it; None where the manifest has the rest."""
+        return source_or_none(self.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +90,14 @@ class Preflight(derived.Preflight):
 
 def prepare(request: Request) -> Preflight:
     """Read names, sizes and headers, check and plan. Writes nothing."""
-    check_source_options(request.source, request.config, request.map, request.tower)
     refuse_nested(request.layers_dir, request.output, "the directory")
     tree = read_tree(request.layers_dir)
     manifest = read_known(request.layers_dir)
-    naming = read_map(request.map) or (manifest.naming if manifest else None)
-    tower = request.tower or (manifest.tower if manifest else None)
-    source = (
-        open_checkpoint(request.source, request.config, naming, tower) if request.source else None
-    )
-    if source is not None:
+    source = None
+    if (original := request.original) is not None:
+        if manifest is not None:
+            original = original.recorded(manifest.naming, manifest.tower)
+        source = open_checkpoint(original)
         refuse_nested(source.path, request.output)
     inputs = _Input(request, tree, manifest, source, _options(request, tree, manifest))
     _check(inputs)

@@ -35,7 +35,7 @@ from ktconv.repack.recut import (
     shares,
 )
 from ktconv.repack.tree import Tree, TreeLayer
-from ktconv.source import check_source_options
+from ktconv.source.model_source import ModelSource, source_or_none
 from ktconv.source.reading.reader import SourceReader
 from ktconv.system.units import counted
 from ktconv.targets.card import command_line
@@ -51,15 +51,17 @@ class Request:
     packed: Path  # an OUTPUT of quantize-cpu or merge; shards are written in any case
     output: Path
     numa: int
-    source: str | None = None  # the model: then this is a conversion like any other
+    source: ModelSource | str | None = None  # the model: then this is a conversion like any other
     max_shard_size: int = Options().max_shard_size
     threads: int | None = None
     verify: bool = True
     overwrite: bool = False
-    config: Path | None = None  # directory of its config and tokenizer; None: the source's
-    map: Path | None = None  # of the source's names; None: the one that the manifest records
-    tower: str | None = None  # of the source; None: the one that the manifest records
     importance: Path | None = None  # with a source: the file of it that the weights follow from
+
+    @property
+    def original(self) -> ModelSource | None:
+        """The model with the options about reading it; None where the manifest has the rest."""
+        return source_or_none(self.source)
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,6 @@ def prepare(request: Request) -> quantize_cpu.Preflight | Preflight:
 
     With a source this plans a conversion by `quantize_cpu`.
     """
-    check_source_options(request.source, request.config, request.map, request.tower)
     if request.importance is not None and request.source is None:
         raise UsageError("--importance belongs to --source", "give --source MODEL too")
     refuse_nested(request.packed, request.output, "the directory")
@@ -134,11 +135,10 @@ def _from_source(request: Request, packed: CompleteWeights) -> quantize_cpu.Pref
 
 def source_request(request: Request, packed: CompleteWeights) -> quantize_cpu.Request:
     """The conversion that makes these parts from the source."""
+    assert request.original is not None  # `prepare` asked
+    there = packed.manifest
     return quantize_cpu.Request(
-        model=str(request.source),
-        config=request.config,
-        map=request.map or (packed.manifest.naming if packed.manifest else None),
-        tower=request.tower or (packed.manifest.tower if packed.manifest else None),
+        model=request.original.recorded(there.naming, there.tower) if there else request.original,
         output=request.output,
         options=replace(_options(request, packed), save_backward=packed.tree.backward),
         threads=request.threads,

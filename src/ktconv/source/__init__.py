@@ -31,10 +31,12 @@ from ktconv.source.gguf.config import config_of_metadata, refuse_unread
 from ktconv.source.gguf.hub_names import HUB_NAMES
 from ktconv.source.index import Index, unlisted_tensors
 from ktconv.source.layers import build_layers
-from ktconv.source.locate import locate_model
 from ktconv.source.mapped import Mapped, check_encodings, split_mapped
 from ktconv.source.mapped import notes_of as notes_of_map
-from ktconv.source.naming_map import NamingMap, map_of_record, read_map
+from ktconv.source.model_source import ModelSource as ModelSource
+from ktconv.source.naming_map import NamingMap
+from ktconv.source.naming_map import map_of_record as map_of_record
+from ktconv.source.naming_map import read_map as read_map
 from ktconv.source.safetensors_file import Header, read_header
 from ktconv.source.shards import (
     ShardSelection,
@@ -60,23 +62,19 @@ from ktconv.system.text import path_text
 
 
 @collector_paused()
-def open_checkpoint(
-    model: str | Path,
-    config_directory: str | Path | None = None,
-    naming: NamingMap | None = None,
-    tower: str | None = None,
-) -> Checkpoint:
-    """Open the checkpoint that `model` means, see `locate_model`.
+def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
+    """Open the checkpoint that `model` means, see `ModelSource`.
 
-    config.json and other side files are those of `config_directory`, else those beside the
-    safetensors files; a GGUF model without it has a config.json of its metadata. `naming`: a map
-    for names that are not known. `tower`: of several that have experts; None: the language model.
-    Everything that headers contain is validated. Raises CheckpointError (or ResourceError where the
-    system refuses) with the file or tensor in its message.
+    config.json and other side files are those of its `config`, else those beside the safetensors
+    files; a GGUF model without it has a config.json of its metadata. Everything that headers
+    contain is validated. Raises CheckpointError (or ResourceError where the system refuses) with
+    the file or tensor in its message.
     """
-    place = locate_model(model)
+    source = ModelSource.of(model)
+    naming = source.naming()
+    place = source.place()
     selection = select_shards(place)
-    side_directory = _side_directory(place, selection, config_directory)
+    side_directory = _side_directory(place, selection, source.config)
     config = None if side_directory is None else read_config(side_directory)
     headers = read_shards(selection)
     if selection.gguf:
@@ -93,7 +91,7 @@ def open_checkpoint(
         split, mapped = split_mapped(list(tensors), naming)
     described = {} if selection.gguf else read_description(place)
     with _indexed(selection.index, headers), _naming(headers[0], config), _mapping(mapped):
-        chosen = choose_tower(split, content, tower)
+        chosen = choose_tower(split, content, source.tower)
         if chosen is not None:
             split, content = chosen.split, chosen.config
         apart = chosen is None or chosen.name not in MODALITIES[1:]  # has routers of its own names
@@ -153,9 +151,7 @@ def _source_file(name: str, header: Header) -> SourceFile:
     return SourceFile(name, header.file_bytes, header.mtime_ns, header.sha256, header.etag)
 
 
-def _side_directory(
-    place: Path, selection: ShardSelection, given: str | Path | None
-) -> Path | None:
+def _side_directory(place: Path, selection: ShardSelection, given: Path | None) -> Path | None:
     if given is None:
         return None if selection.gguf else place
     if not Path(given).is_dir():
@@ -222,26 +218,19 @@ def _mapping(mapped: Mapped | None) -> Iterator[None]:
         raise CheckpointError(mapped.spelt(str(error)), hint or None) from None
 
 
-def check_headers(place: Path, config_directory: Path | None = None) -> None:
-    """Raises CheckpointError where headers, index or config.json contradict themselves; `place` is
-    of `locate_model`.
+def check_headers(source: ModelSource) -> Path:
+    """The place of a model. Raises CheckpointError where headers, index or config.json contradict
+    themselves.
 
     For checkpoints that transformers loads, whose encoding `open_checkpoint` may not support.
     """
+    place = source.place()
     selection = select_shards(place)
     read_shards(selection)
-    directory = _side_directory(place, selection, config_directory)
+    directory = _side_directory(place, selection, source.config)
     if directory is not None:
         interpret_config(read_config(directory).content)
-
-
-def check_source_options(
-    model: object, config: Path | None, naming: Path | None, tower: str | None
-) -> None:
-    """UsageError for the config, the map or a tower of a source that is not there."""
-    for option, value in (("config", config), ("map", naming), ("tower", tower)):
-        if value is not None and not model:
-            raise UsageError(f"--{option} belongs to --source", "give --source MODEL too")
+    return place
 
 
 def gguf_refusal(path: Path, reason: str) -> CheckpointError:

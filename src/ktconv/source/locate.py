@@ -50,19 +50,19 @@ def hub_model(model: str) -> HubModel | None:
     return match and HubModel(match["id"], match["revision"], match["file"])
 
 
-def locate_model(model: str | Path) -> Path:
+def locate_model(model: str | Path, cache: Path | None = None) -> Path:
     """The directory of safetensors files, or one of the GGUF files, that `model` means; touches
     the network for a URL only.
 
     `model` is a URL (see `remote.urls`), a directory, a GGUF file, or a hub id `org/name` or
     `org/name@revision` of the local Hugging Face cache; a name after a colon chooses one of several
     GGUF models there, as in `org/name:Q4_K_M`. A directory with safetensors files counts as such;
-    otherwise it must contain one GGUF model, or its subdirectories must. Raises CheckpointError,
-    whose hint says what to give instead.
+    otherwise it must contain one GGUF model, or its subdirectories must. `cache` keeps what is read
+    of a URL. Raises CheckpointError, whose hint says what to give instead.
     """
     if isinstance(model, str) and "://" in model:
-        return _remote(model)
-    path = Path(model)
+        return _remote(model, cache)
+    path = model if isinstance(model, Path) else Path(model)
     if path.is_dir():
         return _in_directory(path, str(model))
     if path.exists():
@@ -77,11 +77,11 @@ def locate_model(model: str | Path) -> Path:
     )
 
 
-def _remote(model: str) -> Path:
+def _remote(model: str, cache: Path | None) -> Path:
     from ktconv.source.remote import open_remote
     from ktconv.source.remote.urls import parse_url
 
-    return _in_directory(open_remote(model), model, parse_url(model).wanted)
+    return _in_directory(open_remote(model, cache), model, parse_url(model).wanted)
 
 
 def _file(path: Path) -> Path:

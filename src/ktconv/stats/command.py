@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ktconv.errors import UsageError
 from ktconv.model.load import running, way_out
 from ktconv.model.text import open_text
-from ktconv.source import check_headers, locate_model
+from ktconv.source import check_headers
+from ktconv.source.model_source import ModelSource
 from ktconv.stats.counts import SCHEMA, LayerCounts, Statistics
 from ktconv.stats.files import (
     PLACEMENT,
@@ -45,7 +46,7 @@ SHOWN_NEVER = 5  # experts that are named in a row of the table
 class StatsRequest:
     """What to count, how to choose, and what to write."""
 
-    model: str  # a checkpoint, or what an earlier run recorded: .json or .safetensors
+    model: ModelSource | str  # a checkpoint, or what an earlier run recorded: .json or .safetensors
     text: Path | None = None  # None: the text that ships with ktconv
     max_tokens: int | None = None
     max_memory: int | None = None  # bytes that the process may have; None: what is free
@@ -60,7 +61,11 @@ class StatsRequest:
     hessian: Path | None = None
     work_dir: Path | None = None  # for the state of the pass; None: in the user's cache
     dry_run: bool = False
-    config: Path | None = None  # directory of config.json and tokenizer, for a GGUF model
+
+    @property
+    def source(self) -> ModelSource:
+        """The model with the options about reading it; `config` is for GGUF models."""
+        return ModelSource.of(self.model)
 
     @property
     def choice(self) -> tuple[int | None, float | None, int | None]:
@@ -150,7 +155,7 @@ def _files(request: StatsRequest) -> list[WrittenFile]:
 
 def _read(request: StatsRequest) -> list[str | Path | None]:
     """Inputs of the command, to which no option may write."""
-    return [request.model, request.config, request.text]
+    return [*request.source.files(), request.text]
 
 
 # ---- recording -------------------------------------------------------------------------
@@ -158,7 +163,7 @@ def _read(request: StatsRequest) -> list[str | Path | None]:
 
 def _earlier(request: StatsRequest) -> Statistics | None:
     """Counts of an earlier run, if MODEL is a file of them."""
-    path = Path(request.model)
+    path = Path(request.source.model)
     if path.suffix not in (".json", ".safetensors") or not path.is_file():
         return None
     for name in _OF_RECORDING:
@@ -172,9 +177,9 @@ def _earlier(request: StatsRequest) -> Statistics | None:
 
 def _prepared(request: StatsRequest) -> Recording:
     """The pass over the text, planned."""
-    place = locate_model(request.model)
-    check_headers(place, request.config)
-    if request.config is not None and not place.is_file():
+    config = request.source.config
+    place = check_headers(request.source)
+    if config is not None and not place.is_file():
         raise UsageError("--config is for GGUF models only", "omit it")
     for option, path in (("--hessian", request.hessian), ("--work-dir", request.work_dir)):
         if path is not None:
@@ -182,7 +187,7 @@ def _prepared(request: StatsRequest) -> Recording:
     check_written(_files(request), [place])
     pieces, name = open_text(request.text)
     with way_out(_NEWER), running(place):
-        recorder = Recorder(place, request.config)
+        recorder = Recorder(place, config)
         _check_choice(recorder.experts, request)
         return recorder.prepare(
             pieces,

@@ -14,6 +14,7 @@ from ktconv.errors import DiskSpaceError, UsageError
 from ktconv.model import require_packages
 from ktconv.model.load import context_length, load_tokenizer
 from ktconv.source import open_checkpoint
+from ktconv.source.model_source import ModelSource
 from ktconv.stats import hessian, importance
 from ktconv.stats.counting import CountTap
 from ktconv.stats.counts import NUM_LAYERS, Statistics, check_layers
@@ -67,7 +68,7 @@ class Recorder:
                 f"{model} has no config.json and tokenizer that transformers can load",
                 "give a directory with those of the model: --config DIR",
             )
-        checkpoint = open_checkpoint(model, config)
+        checkpoint = open_checkpoint(ModelSource(model, config))
         self._tokenizer = load_tokenizer(checkpoint.side_directory or model, model)
         self._parted = PartedModel(checkpoint)
         settings = self._parted.model.config

@@ -87,8 +87,8 @@ def _is_report(path: Path) -> bool:
 def _read(request: VerifyRequest, other: Path | None) -> list[str | Path | None]:
     """Inputs of the command, to which no option may write."""
     return [
-        request.output, other, request.beside, request.source, request.config, request.map,
-        request.importance, request.calibrate, request.text,
+        request.output, other, request.beside, request.importance, request.calibrate, request.text,
+        *(request.original.files() if request.original else ()),
     ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ktconv.errors import UsageError
+from ktconv.source.model_source import ModelSource, source_or_none
 
 LEVELS = ("structure", "weights", "layers", "model")
 
@@ -24,7 +25,7 @@ class VerifyRequest:
     """An output and the checks to run on it. Without a source only level structure is possible."""
 
     output: Path
-    source: str | None = None
+    source: ModelSource | str | None = None  # its map and tower: those of the manifest, if none
     level: str | None = None  # None: layers, or structure without a source
     sample: float = 1.0  # fraction of experts and of other tensors that is read
     seed: int = 0
@@ -38,12 +39,14 @@ class VerifyRequest:
     ep: Sequence[int] | None = None  # required expert-parallel sizes
     thresholds: Thresholds = field(default_factory=Thresholds)
     max_memory: int | None = None  # bytes in all; None: 1.5 GiB beyond what headers take
-    config: Path | None = None  # directory of the source's config.json; None: the source's own
-    map: Path | None = None  # of the source's names; None: the one that the manifest records
     importance: Path | None = None  # the file of it that the output was converted with
     calibrate: Path | None = None  # second moments, likewise
     work_dir: Path | None = None  # of hidden states; None: in the user's cache
-    tower: str | None = None  # of the source; None: the one that the manifest records
+
+    @property
+    def original(self) -> ModelSource | None:
+        """The source with the options about reading it."""
+        return source_or_none(self.source)
 
 
 def check_sample(sample: float) -> None:

@@ -13,7 +13,6 @@ from ktconv import __version__
 from ktconv.conversion.pipeline import Observer
 from ktconv.errors import KtconvError, UsageError
 from ktconv.model.text import read_text
-from ktconv.source import check_source_options
 from ktconv.system.opened import store_of
 from ktconv.system.text import Notify, silent
 from ktconv.verify.encoded.output import is_gpu_output
@@ -67,7 +66,6 @@ def prepare(request: VerifyRequest) -> OutputVerifier:
 
 
 def _level(request: VerifyRequest) -> str:
-    check_source_options(request.source, request.config, request.map, request.tower)
     for option, given in (("importance", request.importance), ("calibrate", request.calibrate)):
         if given is not None and not request.source:
             raise UsageError(f"--{option} belongs to --source", "give --source MODEL too")

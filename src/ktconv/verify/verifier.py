@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ktconv.errors import UsageError
-from ktconv.source import NamingMap, TensorRef, read_map
+from ktconv.source import ModelSource, NamingMap, TensorRef
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.reading.reader import SourceReader
 from ktconv.system.text import Notify
@@ -53,15 +53,14 @@ class OutputVerifier(ABC):
     def __init__(self, request: VerifyRequest, level: str) -> None:
         self.request, self.level, self.findings = request, level, Findings()
         self.model: ModelCheck | None = None  # at level model
-        naming = self._naming()
-        self.output = self.open(
-            request.output, request.source, request.config, naming, self._tower()
-        )
+        source = request.original
+        if source is not None:
+            source = replace(source, map=self._naming(source), tower=self._tower(source))
+        self.output = self.open(request.output, source)
 
-    def _tower(self) -> str | None:
+    def _tower(self, source: ModelSource) -> str | None:
         """The tower of the source that the output records, else that of the option."""
-        recorded = recorded_tower(self.request.output) if self.request.source else None
-        given = self.request.tower
+        recorded, given = recorded_tower(self.request.output), source.tower
         if recorded and given and given != recorded:
             raise UsageError(
                 f"{self.request.output} contains the experts of the tower {recorded}, not {given}",
@@ -69,27 +68,21 @@ class OutputVerifier(ABC):
             )
         return recorded or given
 
-    def _naming(self) -> NamingMap | None:
+    def _naming(self, source: ModelSource) -> NamingMap | None:
         """The map of the source's names: the option, or else what the output records."""
-        recorded = recorded_naming(self.request.output) if self.request.source else None
-        if self.request.map is None:
+        recorded = recorded_naming(self.request.output)
+        if source.map is None:
             if recorded is not None:
                 self.findings.note(f"names of the source are by the map in {MANIFEST}")
             return recorded
-        given = read_map(self.request.map)
+        given = source.naming()
         if recorded is not None and given is not None and recorded.sha256 != given.sha256:
             self.findings.note(f"--map is another map than the one in {MANIFEST}")
         return given
 
     @staticmethod
     @abstractmethod
-    def open(
-        output: Path,
-        source: str | None,
-        side_files: Path | None,
-        naming: NamingMap | None,
-        tower: str | None,
-    ) -> OpenedOutput:
+    def open(output: Path, source: ModelSource | None) -> OpenedOutput:
         """Raises UsageError if there is nothing to verify, CheckpointError for what cannot be."""
 
     # ---- before anything is read ----

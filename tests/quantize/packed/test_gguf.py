@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ktconv.errors import ResourceError
 from ktconv.merge import Request as MergeRequest
 from ktconv.merge import merge
-from ktconv.source import PROJECTIONS, open_checkpoint
+from ktconv.source import PROJECTIONS, ModelSource, open_checkpoint
 
 pytest.importorskip("gguf")
 
@@ -315,9 +315,8 @@ def test_a_model_of_unknown_names_is_loaded(
     from ktconv.verify import model as model_level
 
     convert(example, tmp_path / "out", method="int8", config=EXAMPLE)
-    request = VerifyRequest(
-        tmp_path / "out", str(example), "model", windows=1, threads=1, config=EXAMPLE
-    )
+    source = ModelSource(example, config=EXAMPLE)
+    request = VerifyRequest(tmp_path / "out", source, "model", windows=1, threads=1)
     passed = verify(request).facts["model"]
     monkeypatch.setattr(model_level, "HUB_NAMES", {})
     facts = verify(request).facts

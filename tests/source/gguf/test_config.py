@@ -23,7 +23,7 @@ from ktconv.errors import CheckpointError, KtconvError, UsageError
 from ktconv.families import table
 from ktconv.families.activations import expert_activation, shared_activation
 from ktconv.families.routers import router_of
-from ktconv.source import open_checkpoint
+from ktconv.source import ModelSource, open_checkpoint
 from ktconv.source.config import CONFIG_NAME
 from ktconv.source.gguf.architectures import ARCHITECTURES
 
@@ -212,18 +212,18 @@ def test_a_config_of_another_directory(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", experts() | around(), metadata(expert_count=99))
     (tmp_path / "c").mkdir()
     with pytest.raises(CheckpointError, match=r"c has no config\.json|config\.json"):
-        open_checkpoint(path, tmp_path / "c")
+        open_checkpoint(ModelSource(path, tmp_path / "c"))
     with pytest.raises(UsageError, match=r"--config .*/no is not a directory"):
-        open_checkpoint(path, tmp_path / "no")
+        open_checkpoint(ModelSource(path, tmp_path / "no"))
     config = {"model_type": "mixtral", "num_local_experts": EXPERTS}
     (tmp_path / "c" / CONFIG_NAME).write_text(json.dumps(config))
-    checkpoint = open_checkpoint(path, tmp_path / "c")
+    checkpoint = open_checkpoint(ModelSource(path, tmp_path / "c"))
     assert checkpoint.config == config and checkpoint.side_directory == tmp_path / "c"
     assert [source.name for source in checkpoint.sources] == [CONFIG_NAME, "m.gguf"]
     assert not checkpoint.made_files
     (tmp_path / "c" / CONFIG_NAME).write_text(json.dumps(config | {"num_local_experts": 5}))
     with pytest.raises(CheckpointError, match=r"config\.json's num_local_experts is stale: it is"):
-        open_checkpoint(path, tmp_path / "c")
+        open_checkpoint(ModelSource(path, tmp_path / "c"))
 
 
 def test_a_config_for_safetensors(tmp_path: Path) -> None:
@@ -232,5 +232,5 @@ def test_a_config_for_safetensors(tmp_path: Path) -> None:
     (tmp_path / "m" / CONFIG_NAME).rename(tmp_path / CONFIG_NAME)
     with pytest.raises(KtconvError, match=r"config\.json"):
         open_checkpoint(tmp_path / "m")
-    checkpoint = open_checkpoint(tmp_path / "m", tmp_path)
+    checkpoint = open_checkpoint(ModelSource(tmp_path / "m", tmp_path))
     assert checkpoint.side_directory == tmp_path and checkpoint.path == tmp_path / "m"

@@ -21,7 +21,8 @@ from helpers.gguf_files import (
 )
 
 from ktconv.errors import CheckpointError
-from ktconv.source import locate_model, open_checkpoint
+from ktconv.source import open_checkpoint
+from ktconv.source.locate import locate_model
 
 pytest.importorskip("gguf")
 

@@ -16,7 +16,7 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.quantize.encoded.conversion import Encode
 from ktconv.quantize.encoded.request import Preflight, Request, buffer_sizes
 from ktconv.quantize.encoded.task import encoding_buffers, encoding_memory
-from ktconv.source import Checkpoint, ExpertMatrix, open_checkpoint, read_map
+from ktconv.source import Checkpoint, ExpertMatrix, open_checkpoint
 from ktconv.system import machine
 from ktconv.system.text import Notify, silent
 from ktconv.targets.encoded.engines import engine_lines
@@ -42,9 +42,7 @@ def prepare(request: Request, job: type[Encode] = Encode, libraries: int = 0) ->
             "use one of them",
         )
     native.isa()  # reports an unusable KTCONV_ISA before an hour of work
-    checkpoint = open_checkpoint(
-        request.model, request.config, read_map(request.map), request.tower
-    )
+    checkpoint = open_checkpoint(request.source)
     _check_tower(request, checkpoint)
     refuse_nested(checkpoint.path, request.output)
     request = _with_recipe(_with_groups_of_awq(request, checkpoint), checkpoint)

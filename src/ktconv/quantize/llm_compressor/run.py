@@ -37,7 +37,7 @@ def prepare(request: Request) -> Preflight:
             "integers",
             f"use --scheme {' or '.join(GPTQ_SCHEMES)}, or --algorithm rtn",
         )
-    if request.map is not None:
+    if request.source.map is not None:
         raise UsageError(
             f"--map cannot be combined with --algorithm {method}: transformers loads the model, "
             "and by its own names",

@@ -38,7 +38,7 @@ from ktconv.quantize.packed.folding import FoldTask, check_foldable, fold_memory
 from ktconv.quantize.packed.importance.source_weights import NormWeights, SourceWeights, WeighedTask
 from ktconv.quantize.packed.integers import integer_notes, may_be_kept
 from ktconv.quantize.packed.task import QuantizeTask, quantize_buffers
-from ktconv.source import Checkpoint, MoELayer, open_checkpoint, read_map
+from ktconv.source import Checkpoint, MoELayer, open_checkpoint
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.reading.reader import SourceReader
 from ktconv.system import machine
@@ -96,9 +96,7 @@ def prepare(request: Request) -> Preflight:
     options = request.options
     if options.numa == 0:
         options = replace(options, numa=machine.numa_nodes())
-    checkpoint = open_checkpoint(
-        request.model, request.config, read_map(request.map), request.tower
-    )
+    checkpoint = open_checkpoint(request.source)
     refuse_nested(checkpoint.path, request.output)
     if request.exclude_experts is not None:
         if not request.allow_partial:
@@ -212,8 +210,10 @@ def _text_calibration(
     request: Request, text: Path, checkpoint: Checkpoint, layers: Sequence[MoELayer]
 ) -> TextCalibration:
     """UsageError for options that the model cannot be run with."""
-    for name in ("layers", "map", "tower"):
-        if getattr(request, name) is not None:
+    source = request.source
+    given = {"layers": request.layers, "map": source.map, "tower": source.tower}
+    for name, value in given.items():
+        if value is not None:
             raise UsageError(
                 f"--{name} cannot be combined with a text for --calibrate, which the whole model "
                 "reads by the names of transformers",
@@ -223,9 +223,7 @@ def _text_calibration(
     from ktconv.quantize.packed.gptq.streaming import PASS, TextCalibration
 
     folder = Journal(request.output).directory / PASS
-    return TextCalibration(
-        text, checkpoint, request.config, layers, request.max_memory // 2, folder
-    )
+    return TextCalibration(text, checkpoint, source.config, layers, request.max_memory // 2, folder)
 
 
 def quantize_cpu(

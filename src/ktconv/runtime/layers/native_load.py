@@ -25,6 +25,7 @@ from ktconv.runtime.layers.output_norms import output_norm
 from ktconv.runtime.layers.plain import NotExactError, PlainReader
 from ktconv.runtime.layers.slots import Slots, slot_origins
 from ktconv.source import Checkpoint, MoELayer, open_checkpoint
+from ktconv.source.model_source import ModelSource
 from ktconv.source.naming_map import NamingMap, parse_map
 from ktconv.source.reading.buffers import Buffers, BufferSizes
 from ktconv.source.reading.decoded import source_buffer
@@ -85,7 +86,7 @@ def open_stored(path: str | Path) -> Checkpoint:
         return open_checkpoint(path)
     except PackedExpertsError:
         try:
-            return open_checkpoint(path, naming=_reordered_names())
+            return open_checkpoint(ModelSource(path, map=_reordered_names()))
         except UnknownNamesError:
             pass  # packed otherwise
         raise

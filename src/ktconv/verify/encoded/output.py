@@ -15,7 +15,6 @@ from ktconv.families.names import ExpertModule, expert_module, layer_number
 from ktconv.source import (
     Checkpoint,
     ExpertMatrix,
-    NamingMap,
     Projection,
     TensorRef,
     open_checkpoint,
@@ -23,6 +22,7 @@ from ktconv.source import (
 from ktconv.source.agreement import Dimensions
 from ktconv.source.config import CONFIG_NAME, read_config
 from ktconv.source.encodings.base import BIAS
+from ktconv.source.model_source import ModelSource
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
 from ktconv.targets.encoded.layouts.base import Layout
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
@@ -244,14 +244,8 @@ def _fits(scheme: Scheme, found: Mapping[str, TensorRef]) -> bool:
     return False
 
 
-def open_gpu_output(
-    output: Path,
-    source: str | None,
-    side_files: Path | None = None,
-    naming: NamingMap | None = None,
-    tower: str | None = None,
-) -> GpuOutput:
-    """`side_files`, `naming` and `tower`: of `open_checkpoint`.
+def open_gpu_output(output: Path, source: ModelSource | str | None) -> GpuOutput:
+    """An output and the model that it was converted from, if given.
 
     Raises CheckpointError for an unsupported checkpoint, UsageError for one without packed
     modules.
@@ -263,7 +257,7 @@ def open_gpu_output(
         scheme = unrecorded_scheme(packed.others)
     recipe = _recipe(manifest)
     quantization, why_not, config = _quantization(output, manifest, scheme)
-    checkpoint = open_checkpoint(source, side_files, naming, tower) if source else None
+    checkpoint = open_checkpoint(source) if source else None
     plan = _plan(checkpoint, manifest, scheme) if checkpoint else None
     numbers = _numbers(checkpoint, manifest)
     modules, others = _sort(packed, numbers, scheme, recipe)

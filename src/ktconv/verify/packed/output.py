@@ -10,8 +10,9 @@ from typing import Any
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import is_backward, output_formats
-from ktconv.source import Checkpoint, NamingMap, open_checkpoint
+from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.source.agreement import Dimensions
+from ktconv.source.model_source import ModelSource
 from ktconv.system.units import counted
 from ktconv.targets.packed.target import Options, make_plan, options_of_record
 from ktconv.targets.packed.weights import PackedWeights, open_packed
@@ -47,14 +48,8 @@ class CpuOutput(OpenedOutput):
         return geometry.here if geometry else ()
 
 
-def open_cpu_output(
-    output: Path,
-    source: str | None,
-    side_files: Path | None = None,
-    naming: NamingMap | None = None,
-    tower: str | None = None,
-) -> CpuOutput:
-    """`side_files`, `naming` and `tower`: of `open_checkpoint`.
+def open_cpu_output(output: Path, source: ModelSource | str | None) -> CpuOutput:
+    """An output and the model that it was converted from, if given.
 
     Raises UsageError if there is nothing to verify, CheckpointError for an unusable source.
     """
@@ -67,7 +62,7 @@ def open_cpu_output(
             f"{output} contains no packed experts, and no {MANIFEST}",
             f"{_HINT}; if it is one, restore its {MANIFEST}",
         )
-    checkpoint = open_checkpoint(source, side_files, naming, tower) if source else None
+    checkpoint = open_checkpoint(source) if source else None
     options = (
         (manifest and _options_of_manifest(manifest, packed, checkpoint))
         or _options_of_run(output)

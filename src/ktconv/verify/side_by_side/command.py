@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ktconv.source.model_source import ModelSource
 from ktconv.system.text import Notify, printable
 from ktconv.system.units import format_size
 from ktconv.verify.command import in_json, report_file
@@ -32,7 +33,7 @@ def run(
         None if report is None else report_file(report),
         None if picture is None else picture_file(picture),
     )
-    check_written(written, (request.source, request.config, request.map, *request.outputs))
+    check_written(written, (*ModelSource.of(request.source).files(), *request.outputs))
     found = compare(request, progression, notify)
     facts = in_json(found.facts())
     lines = list(lines_of(facts))

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ktconv.errors import UsageError
+from ktconv.source.model_source import ModelSource
 
 LEVELS = ("weights", "layers", "model")
 
@@ -18,7 +19,7 @@ class CompareRequest:
     experts are measured at so many `tokens`."""
 
     outputs: Sequence[Path]
-    source: str
+    source: ModelSource | str
     level: str | None = None  # None: model, or layers where torch is not installed
     sample: float = 1.0
     seed: int = 0
@@ -28,9 +29,6 @@ class CompareRequest:
     windows: int = 40
     tokens: Sequence[int] = (1, 64)  # empty: speed is not measured
     seconds: float = 0.5  # for each measurement
-    config: Path | None = None
-    map: Path | None = None
-    tower: str | None = None
 
     @property
     def depth(self) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconv import __version__
-from ktconv.source import Checkpoint, open_checkpoint, read_map
+from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.source.reading.matrices import experts_bytes
 from ktconv.system.stores import is_remote
 from ktconv.system.text import Notify, silent
@@ -85,9 +85,7 @@ def compare(
     """Verify each output to the level, then measure its experts. Raises KtconvError where something
     cannot be run; checks that fail are in the rows."""
     request.check()
-    checkpoint = open_checkpoint(
-        request.source, request.config, read_map(request.map), request.tower
-    )
+    checkpoint = open_checkpoint(request.source)
     wishes = [_verification(request, output) for output in request.outputs]
     prepared = [prepare(wish) for wish in wishes]  # refuses all that is wrong before an hour's work
     rows = [_source_row(request, checkpoint, notify)]
@@ -109,9 +107,6 @@ def _verification(request: CompareRequest, output: Path) -> VerifyRequest:
         max_memory=request.max_memory,
         text=request.text,
         windows=request.windows,
-        config=request.config,
-        map=request.map,
-        tower=request.tower,
     )
 
 

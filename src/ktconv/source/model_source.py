@@ -1,0 +1,84 @@
+"""A model to read: where it is, and how it is to be read. Requests carry it as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ktconv.errors import UsageError
+from ktconv.source.locate import locate_model
+from ktconv.source.naming_map import NamingMap, read_map
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model, and the options about reading it. Nothing is opened before `place` or
+    `source.open_checkpoint` is called; plain values only, for other processes."""
+
+    model: str | Path  # a directory, GGUF file, hub id or URL; a revision follows an @
+    config: Path | None = None  # directory of config.json and other side files; None: the model's
+    map: Path | NamingMap | None = None  # describes the names of a model that nobody knows
+    tower: str | None = None  # of several with experts; None: the language model
+    cache: Path | None = None  # keeps what is read of a remote model, for other runs
+
+    @staticmethod
+    def of(model: ModelSource | str | Path) -> ModelSource:
+        """A model that is named without options, as it is read by default."""
+        return model if isinstance(model, ModelSource) else ModelSource(model)
+
+    def __str__(self) -> str:
+        """For users: a URL without passwords and signatures."""
+        from ktconv.source.remote.urls import shown_model
+
+        return shown_model(str(self.model))
+
+    @property
+    def is_url(self) -> bool:
+        return isinstance(self.model, str) and "://" in self.model
+
+    def place(self) -> Path:
+        """The directory or the GGUF file that the model means; see `locate_model`."""
+        return locate_model(self.model, self.cache)
+
+    def naming(self) -> NamingMap | None:
+        """The map of names; raises as `read_map`."""
+        return read_map(self.map)
+
+    def options(self) -> Iterator[tuple[str, Any]]:
+        """Names of options and their values, of those that were given."""
+        for name in ("config", "map", "tower"):
+            if (value := getattr(self, name)) is not None:
+                yield name, value
+
+    def files(self) -> tuple[str | Path, ...]:
+        """What is read, and must not be written to."""
+        paths = (self.config, self.map)
+        return (self.model, *(path for path in paths if isinstance(path, Path)))
+
+    def recorded(self, naming: NamingMap | None, tower: str | None) -> ModelSource:
+        """The same model with the map and the tower that a manifest has, where none is given."""
+        return replace(self, map=self.map or naming, tower=self.tower or tower)
+
+    def portable(self) -> ModelSource:
+        """The same model as another machine understands it: by an absolute path, or a URL; of a
+        repository of the hub that of its commit, of other URLs with their signatures."""
+        if isinstance(self.model, str) and self.model.startswith("hf://"):
+            from ktconv.source.remote import pinned
+
+            return replace(self, model=pinned(self.model))
+        if self.is_url or not Path(self.model).exists():
+            return self
+        return replace(self, model=str(Path(self.model).absolute()))
+
+
+def source_or_none(model: ModelSource | str | None) -> ModelSource | None:
+    """The same of a source that need not be there; an empty name is none."""
+    return ModelSource.of(model) if model else None
+
+
+def refuse_options(source: ModelSource, reason: str, hint: str) -> None:
+    """UsageError for the first option about reading the source that was given."""
+    for name, _ in source.options():
+        raise UsageError(f"--{name} {reason}", hint)
