@@ -125,6 +125,11 @@ class Command(TyperCommand):
     def get_params(self, ctx: Any) -> Any:
         return help.with_help_all(super().get_params(ctx), self.get_help_option(ctx))
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Arguments as the list of arguments has them, without the braces of newer typers."""
+        pieces = super().collect_usage_pieces(ctx)
+        return [re.sub(r"^\{([^|]*)\}", r"\1", str(piece)) for piece in pieces]
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         help.write_command(self, ctx, formatter)
 
