@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How a command is to read its source; a field is an option of every command that
+    """Options about the source of a command; each field is an option of every command that
     `reads_source` says it of. What does not change where bytes come from is `ModelSource`'s."""
 
     revision: Annotated[
