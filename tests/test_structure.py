@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -100,6 +101,52 @@ assert not [name for name in sys.modules if name.startswith("ktconv.quantize.llm
 
 
 # What the second reader of `verify` may use: positions of tensors, raw bytes, families' names.
+# What takes config.json as a dictionary, or gives it.
+OF_RAW_CONFIG = {
+    *(f"families.config.{name}" for name in (
+        "text_section", "sections_of", "value_of", "type_of", "family_of", "top_k_of",
+        "checked_text_section",
+    )),
+    *(f"families.activations.{name}" for name in (
+        "expert_activation", "assumed_activation", "shared_activation", "post_norm_epsilon",
+        "experts_have_gate",
+    )),
+    *(f"families.routers.{name}" for name in ("router_of", "find_router", "rows_beside_experts")),
+    "families.layer_kinds.dense_layers", "source.config.read_config",
+    "source.config.interpret_config", "source.towers.tower_config",
+}  # fmt: skip
+# What looks at the file itself: transformers would run what it names, and checks of outputs.
+READS_RAW_CONFIG = {
+    "model.load", "verify.encoded.output", "verify.encoded.quantization",
+    "verify.encoded.structure", "verify.second_reader.names",
+}  # fmt: skip
+
+
+OF_SETTINGS = re.compile(r"(config|settings)\.content$")
+
+
+def takes_raw_config(path: Path) -> Iterator[str]:
+    """Functions with a dictionary of config.json among their parameters, or that ask for one."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.arg) and node.annotation is not None and "config" in node.arg:
+            if "Mapping" in (text := ast.unparse(node.annotation)) or "dict" in text:
+                yield f"{node.arg}: {text}"
+        elif isinstance(node, ast.Attribute) and node.attr == "content":
+            yield from (one for one in [ast.unparse(node)] if OF_SETTINGS.search(one))
+
+
+def test_raw_config_stays_in_source_and_families() -> None:
+    """Everything else asks `ModelSettings`, which has read it once."""
+    found = {}
+    for module, path in modules().items():
+        if module.split(".")[0] not in ("source", "families"):
+            raw = {*takes_raw_config(path), *(set(imports(module, path)) & OF_RAW_CONFIG)}
+            if raw:
+                found[module] = raw
+    adapters = {name for name in found if name.startswith("train.parameters")}  # of PEFT's file
+    assert found.keys() - adapters == READS_RAW_CONFIG, found
+
+
 OF_SECOND_READER = {
     *(f"source.{name}" for name in ("PROJECTIONS", "Checkpoint", "MoELayer", "Projection")),
     "source.TensorRef", "source.shards.read_shards", "source.shards.select_shards",

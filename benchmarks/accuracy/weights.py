@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,11 +13,12 @@ from benchmarks.accuracy.evaluation import Matrices, Values
 from ktconv.formats import PROJECTIONS, Format, folding, parse_tensor_name
 from ktconv.model.matching import open_layers
 from ktconv.runtime.layers.experts import quantized
+from ktconv.source.settings import ModelSettings
 from ktconv.system.arrays import F32
 from ktconv.writer.manifest import read_manifest
 
 
-def values_of_output(output: Path, layers: Sequence[int], settings: Mapping[str, Any]) -> Values:
+def values_of_output(output: Path, layers: Sequence[int], settings: ModelSettings) -> Values:
     """Dequantized weights of the bytes that a conversion wrote."""
     found: dict[tuple[int, int], Matrices] = {}
     for layer, experts in open_layers(output, layers, settings).items():

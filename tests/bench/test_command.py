@@ -383,7 +383,7 @@ def test_memory_of_packing_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--format", "xml"), "'xml' is not one of"),
         (("--plot", "plot.txt"), "is not a picture file"),
         (("--plot", "nowhere/plot.png"), "there is no directory nowhere"),
-        (("--compare", "nowhere.json"), "nowhere.json cannot be read"),
+        (("--compare", "nowhere.json"), "nowhere.json does not exist"),
         (("--compare", "/dev/zero"), "--compare /dev/zero is a device"),
         (("--layer", "0"), "--layer and --top-k belong to --model"),
         (("--model", "nowhere"), "--model nowhere is not a directory"),

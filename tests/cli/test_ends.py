@@ -730,3 +730,18 @@ def test_sizes_beyond_all_files(value: str, tmp_path: Path) -> None:
     result = invoke("quantize-cpu", EXAMPLE, tmp_path / "out", f"--max-memory={value}")
     said = f"--max-memory '{value}' is larger than any file or memory can be"
     refused(result, 2, said)
+
+
+@pytest.mark.parametrize(
+    "words", [("doctor",), ("merge", "x", "y"), ("quantize-cpu", EXAMPLE, "y")]
+)
+def test_a_current_directory_that_was_removed(words: tuple[object, ...], tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = [sys.executable, "-m", "ktconv", *map(str, words)]
+    ended = subprocess.run(
+        ["sh", "-c", 'rmdir ../gone; exec "$@"', "-", *command],
+        cwd=gone, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    said = "Error: the current directory was removed.\nHint: change to one that exists (cd).\n"
+    assert (ended.returncode, ended.stderr) == (3, said)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import pickle
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 from helpers.cli import ktconv as command
@@ -154,6 +156,43 @@ def test_words_of_arguments(name: str, arguments: dict[str, Any], words: list[st
         "bench": ["--shape=a", "--shape=b", "--tokens=1,64", "--format=json", "--plot=x.png", "--"],
     }
     assert library._words(COMMANDS[name], arguments) == (words or rest[name])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"overwrite": "no"}, "overwrite must be True or False, not 'no'"),
+        ({"verify": "False"}, "verify must be True or False, not 'False'"),
+        ({"dry_run": []}, "dry_run must be True or False, not []"),
+        ({"output": True}, "output must be a name, a number or a sequence of them, not True"),
+        ({"map": {1: 2}}, "map must be a name, a number or a sequence of them, not {1: 2}"),
+        ({"layers": [True]}, "layers must be a name, a number or a sequence of them, not True"),
+        ({"model": []}, "an argument is empty"),
+    ],
+)  # fmt: skip
+def test_values_of_other_types_are_refused(
+    arguments: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """ "no" is true to Python, and would remove an output."""
+    output = tmp_path / "output"
+    output.mkdir()
+    (output / "kept").touch()
+    with pytest.raises(UsageError) as caught:
+        ktconv.quantize_cpu(**{"model": EXAMPLE, "output": output, **arguments})
+    assert str(caught.value) == said
+    assert [path.name for path in output.iterdir()] == ["kept"]
+
+
+def test_values_that_equal_right_ones() -> None:
+    arguments = {"model": b"m", "output": b"o\xff", "overwrite": 1, "verify": np.False_}
+    words = ["--no-verify", "--overwrite", "--json", "--", "m", "o\udcff"]
+    assert sorted(library._words(COMMANDS["quantize-cpu"], arguments)) == sorted(words)
+
+
+@pytest.mark.parametrize("name", ktconv.__all__)
+def test_pools_of_processes_get_functions(name: str) -> None:
+    found = getattr(ktconv, name)
+    assert pickle.loads(pickle.dumps(found)) is found
 
 
 # ---- documents ---------------------------------------------------------------------------

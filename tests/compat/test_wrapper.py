@@ -54,6 +54,7 @@ def test_arguments_have_the_names_order_and_defaults_of_kt_kernel() -> None:
     [
         ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, more than the 8"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok must be 1 or more, not 0"),
+        ({"num_experts": 10**12}, "num_experts must be at most 1000000"),
         ({"num_experts": -1}, "num_experts must be 1 or more"),
         ({"hidden_size": 2.5}, "hidden_size must be an integer, not 2.5"),
         ({"moe_intermediate_size": None}, "moe_intermediate_size must be an integer"),

@@ -149,7 +149,7 @@ def test_the_record_of_a_conversion(model: Path) -> None:
     assert record["source"].keys() == {"files"}
     assert {"config.json", "model.safetensors"} <= record["source"]["files"].keys()
     geometry = record["geometry"]
-    assert geometry["model_type"] == plan.checkpoint.config["model_type"]
+    assert geometry["model_type"] == plan.checkpoint.config.model_type
     assert geometry["activation"] == plan.moe_layers[0].activation.as_record()
     assert list(geometry["layers"]) == [str(n) for n in range(12)]
     seventh = {

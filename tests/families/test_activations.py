@@ -26,6 +26,7 @@ from ktconv.runtime.layers.experts import OutputNorm, expert_output
 from ktconv.runtime.layers.load import activation_of, expert_activation_of, kernel_activation
 from ktconv.source import open_checkpoint
 from ktconv.source.reading.streamed import whole
+from ktconv.source.settings import ModelSettings
 
 HIDDEN, INNER, EXPERTS, TOKENS = 32, 48, 2, 24
 CLAMP10, OAI = ExpertActivation(limit=10.0), ExpertActivation(alpha=1.702, limit=7.0)
@@ -347,7 +348,7 @@ def test_experts_of_transformers(case: str) -> None:
     x, ids = inputs(), torch.ones((TOKENS, 1), dtype=torch.int64)
     with torch.no_grad():
         theirs = module(torch.from_numpy(x), ids, torch.full((TOKENS, 1), 0.5)).numpy()
-    found, norm = activation_of(config, 2), None
+    found, norm = activation_of(ModelSettings(config), 2), None
     if "post_expert_norm.weight" in weights:
         norm = OutputNorm(weights["post_expert_norm.weight"], post_norm_epsilon(config))
     ours = 0.5 * expert_output(streams(name, weights), found, x, norm=norm)

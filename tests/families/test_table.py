@@ -37,6 +37,7 @@ from ktconv.runtime.layers import experts_per_token, open_experts
 from ktconv.runtime.layers.load import activation_of
 from ktconv.source import PROJECTIONS, open_checkpoint
 from ktconv.source.config import interpret_config
+from ktconv.source.settings import ModelSettings
 from ktconv.targets.encoded.module_classes import class_of
 from ktconv.targets.encoded.names import fits, module_name, target_pattern
 from ktconv.verify import VerifyRequest, hidden_states, verify
@@ -147,9 +148,11 @@ def test_top_k_keys_that_disagree(kind: str, first: str, second: str) -> None:
 def test_what_a_row_says_of_its_activation(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Family(("loud_moe",), activation=ExpertActivation(alpha=2.0, limit=3.0))
     monkeypatch.setattr(table, "FAMILIES", Families((*table.FAMILIES.rows, row)))
-    assert activation_of({"model_type": "loud_moe"}) == Activation("swiglu", 2.0, 1.0, 3.0)
+    assert activation_of(ModelSettings({"model_type": "loud_moe"})) == Activation(
+        "swiglu", 2.0, 1.0, 3.0
+    )
     said = {"model_type": "loud_moe", "swiglu_alpha": 1.5, "swiglu_limit": 4}
-    assert activation_of(said) == Activation("swiglu", 1.5, 1.0, 4.0)
+    assert activation_of(ModelSettings(said)) == Activation("swiglu", 1.5, 1.0, 4.0)
 
 
 # ---- one more row ----------------------------------------------------------------------
@@ -238,7 +241,7 @@ def test_a_new_row_opens_a_checkpoint(style: Callable[..., Any], tmp_path: Path)
             for projection in PROJECTIONS:
                 expected = getattr(weights, projection)[expert]
                 np.testing.assert_array_equal(read_matrix(matrices[projection]), expected)
-    assert router_of(checkpoint.config, 1) == RouterSpec(
+    assert checkpoint.config.router(1) == RouterSpec(
         "sigmoid", 2, correction=True, renormalise=False, routed_scaling_factor=1.5
     )
 

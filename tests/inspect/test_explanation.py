@@ -11,7 +11,6 @@ from helpers.family_models import write
 
 from ktconv.inspect.explanation import explain, lines_of
 from ktconv.source import ModelSource, open_checkpoint
-from ktconv.source.config import interpret_config
 from ktconv.source.map_guess import guess_map
 from ktconv.source.naming_map import parse_map
 from ktconv.source.reading.reader import SourceReader
@@ -46,7 +45,7 @@ def test_every_tensor_is_explained(tmp_path: Path, name: str) -> None:
     assert all(str(line).isprintable() for line in lines_of(found))
 
     # The same names, as if nobody knew them: the guess finds the same weights.
-    guess = guess_map(tensors, interpret_config(checkpoint.config), "model")
+    guess = guess_map(tensors, checkpoint.config.checked, "model")
     assert guess.map is not None
     text = guess.map
     if "interleaved" in STORED[name]:

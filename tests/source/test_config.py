@@ -456,3 +456,23 @@ def test_a_byte_order_mark(encoding: str, tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
     assert f"{path} begins with a byte order mark" in str(caught.value)
     assert caught.value.hint == "Save it as UTF-8 without a byte order mark."
+
+
+@pytest.mark.parametrize(("said", "head", "noted"), [
+    (False, None, True), (False, "lm_head.weight", False), (True, None, False),
+    (None, None, False),
+])  # fmt: skip
+def test_a_head_that_is_missing_is_noted(
+    said: bool | None, head: str | None, noted: bool, tmp_path: Path
+) -> None:
+    """Loaders make one up at random; `plan` and `inspect` show the note."""
+    tensors: dict[str, Tensor] = dict(numbered("model.layers.0.mlp.experts", random_weights()))
+    tensors["model.embed_tokens.weight"] = bf16(np.zeros((8, 64), np.float32))
+    if head is not None:
+        tensors[head] = bf16(np.zeros((8, 64), np.float32))
+    config = {} if said is None else {"tie_word_embeddings": said}
+    written = write_checkpoint(tmp_path, tensors, simple_config(num_hidden_layers=1, **config))
+    notes = open_checkpoint(written).notes
+    assert any("lm_head.weight" in note for note in notes) == noted
+    planned = " ".join(ktconv("plan", written).stderr.split())
+    assert ("no tensor is the head (lm_head.weight)" in planned) == noted

@@ -509,3 +509,16 @@ def test_packed_without_straddling(bits: int, tmp_path: Path) -> None:
     message = refusal(tmp_path, tensors, change, quantization_config=quantization)
     assert f"0.up_proj.weight_packed has {words} words for {HIDDEN} weights: {bits} bits" in message
     assert "Older versions of compressed-tensors packed so" in message
+
+
+def test_blocks_of_one_expert_are_not_called_by_another_name(tmp_path: Path) -> None:
+    """weight_scales alone is EETQ's; beside weight_blocks it is gpt-oss's, of all experts."""
+    tensors: dict[str, Tensor] = {}
+    for expert, name in product(range(2), NAMES):
+        rows, cols = shape_of(name)
+        blocks, scales = np.zeros((rows, cols // 32, 16), np.uint8), np.zeros((rows, cols // 32))
+        tensors[f"{SOURCE}.{expert}.{name}.weight_blocks"] = blocks
+        tensors[f"{SOURCE}.{expert}.{name}.weight_scales"] = scales.astype(np.uint8)
+    said = refusal(tmp_path, tensors, {})
+    assert "weight_blocks: MXFP4 in blocks, as gpt-oss has it, is read of all experts" in said
+    assert "EETQ" not in said

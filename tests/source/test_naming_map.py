@@ -256,11 +256,14 @@ def test_settings_for_unknown_keys(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path, numbered(layers_of()), config)
     content = f"like = 'deepseek_v3'\n{MAP}[config]\nnum_hidden_layers = 1\nnum_experts = 3\n"
     checkpoint = open_checkpoint(ModelSource(model, map=the_map(content)))
-    text_config = checkpoint.config["text_config"]
+    text_config = checkpoint.config.content["text_config"]
     assert text_config == {
         **text, "model_type": "deepseek_v3", "num_hidden_layers": 1, "num_experts": 3
     }  # fmt: skip
-    assert (checkpoint.config["model_type"], checkpoint.config["x"]) == ("odd_vl", 1)
+    assert (checkpoint.config.content["model_type"], checkpoint.config.content["x"]) == (
+        "odd_vl",
+        1,
+    )
     assert any("deepseek_v3" in note for note in checkpoint.notes)
 
 

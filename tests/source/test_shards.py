@@ -39,7 +39,7 @@ def test_sharded_with_index(checkpoint_dir: Path, tensors: dict[str, Tensor]) ->
     write_safetensors(checkpoint_dir / "original" / FIRST, {})  # another copy: never read
     checkpoint = open_checkpoint(checkpoint_dir)
     assert [file.name for file in checkpoint.files] == [FIRST, SECOND]
-    assert checkpoint.config == simple_config()
+    assert checkpoint.config.content == simple_config()
     assert checkpoint.notes == []
     assert {m.tensor.name for e in checkpoint.layers[0].experts for m in e.values()} == set(tensors)
 

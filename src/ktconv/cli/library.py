@@ -487,22 +487,25 @@ def _words(command: Any, arguments: Mapping[str, Any]) -> list[str]:
     options: list[str] = []
     positional: list[str] = []
     for parameter in command.params:
-        value = arguments.get(argument_of(parameter))
+        name = argument_of(parameter)
+        value = arguments.get(name)
         if parameter.opts[0] == "--json":
             options.append("--json")
         elif parameter.opts[0] == "--format":
             options.append("--format=json")
         elif parameter.param_type_name == "argument":
             values = value if isinstance(value, tuple) else (value,)
-            positional += [_text(one) for one in values if one is not None]
+            positional += [_text(name, one) for one in values if one is not None]
         elif value is None or value == parameter.default:
             continue
         elif parameter.is_flag:
+            if value not in (True, False):  # "no" is true to Python
+                raise _refused(name, value, "True or False")
             options.append((parameter.opts if value else parameter.secondary_opts)[0])
         else:
-            several = [value] if isinstance(value, (str, os.PathLike)) else value
-            words = map(_text, several if parameter.multiple else [value])
-            options += [f"{parameter.opts[0]}={word}" for word in words]
+            several = [value] if isinstance(value, _NAME) else value
+            values = several if parameter.multiple else [value]
+            options += [f"{parameter.opts[0]}={_text(name, one)}" for one in values]
     return [*options, "--", *positional]
 
 
@@ -514,7 +517,21 @@ def argument_of(parameter: Any) -> str:
     return f"{name}_" if keyword.iskeyword(name) else name
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, (str, os.PathLike)):
-        return os.fspath(value)
-    return ",".join(map(_text, value)) if isinstance(value, Iterable) else str(value)
+_NAME = (str, bytes, os.PathLike)
+
+
+def _text(name: str, value: Any) -> str:
+    """The word of a value. UsageError for what is no name, number or sequence of them."""
+    if isinstance(value, _NAME):
+        return os.fsdecode(value)
+    if isinstance(value, bool | Mapping):
+        raise _refused(name, value, "a name, a number or a sequence of them")
+    if isinstance(value, Iterable):
+        return ",".join(_text(name, one) for one in value)
+    return str(value)
+
+
+def _refused(name: str, value: Any, right: str) -> Exception:
+    from ktconv.errors import UsageError
+
+    return UsageError(f"{name} must be {right}, not {value!r}", "see the arguments of the function")

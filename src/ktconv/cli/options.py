@@ -219,7 +219,7 @@ def preflight_facts(
     units = [*preflight.units, *plan.others]
     return {
         "schema": 1,
-        "model_type": plan.checkpoint.config.get("model_type"),
+        "model_type": plan.checkpoint.config.model_type,
         **plan.target.facts(),
         "layers": len(chosen),
         "layer_indices": [layer.index for layer in chosen],

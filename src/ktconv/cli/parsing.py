@@ -265,6 +265,7 @@ def refuse_empty(words: Sequence[str]) -> None:
     """
     for before, word in zip(["", *words], words, strict=False):
         option = re.fullmatch("(-[^=]*)=", word)
-        name = option[1] if option else before if before.startswith("-") else "an argument"
+        named = before.startswith("-") and before != "--"
+        name = option[1] if option else before if named else "an argument"
         if option or not word:
             raise UsageError(f"{name} is empty", "give a value, or omit it")

@@ -45,7 +45,7 @@ def geometry(checkpoint: Checkpoint, plan: Plan[Target]) -> Record:
     own where that of most layers is another."""
     most = usual({layer.index: layer.activation for layer in plan.moe_layers})
     return {
-        "model_type": checkpoint.config.get("model_type"),
+        "model_type": checkpoint.config.model_type,
         "activation": most.as_record(),
         "layers": {
             str(unit.layer.index): {

@@ -4,16 +4,12 @@ settings of config.json that were used. For names that nobody knows: a map to ed
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from ktconv.errors import CheckpointError
 from ktconv.families import table
-from ktconv.families.activations import expert_activation
-from ktconv.families.config import family_of, sections_of
-from ktconv.families.config_values import check_values
 from ktconv.families.family import RouterSpec
 from ktconv.families.names import (
     norm_tensors,
@@ -21,12 +17,13 @@ from ktconv.families.names import (
     shared_expert_tensors,
     split_name,
 )
-from ktconv.families.routers import find_router
 from ktconv.source import Checkpoint, MoELayer
-from ktconv.source.config import CONFIG_NAME, interpret_config, read_config
+from ktconv.source.config import CONFIG_NAME
 from ktconv.source.map_guess import guess_map
 from ktconv.source.model_source import ModelSource
 from ktconv.source.name_patterns import NamePattern, name_patterns
+from ktconv.source.settings import ModelSettings
+from ktconv.source.settings_used import settings_used
 from ktconv.source.shards import read_shards, select_shards
 from ktconv.source.types import ExpertMatrix, TensorRef
 from ktconv.system.units import format_ranges
@@ -41,14 +38,14 @@ _SHOWN = 30  # patterns of one kind in the text for people; JSON has all
 def explain_unknown(source: ModelSource, error: CheckpointError) -> dict[str, Any]:
     """For a checkpoint in which `open_checkpoint` found no experts, with the `error` it raised."""
     place = source.place()
-    content = read_config(source.config or place).content
+    settings = ModelSettings.beside(source.config or place)
     tensors = [one for header in read_shards(select_shards(place)) for one in header.tensors]
-    guess = guess_map(tensors, interpret_config(content), place.name)
+    guess = guess_map(tensors, settings.checked, place.name)
     return {
         "schema": 1,
         "kind": "checkpoint with unknown names",
         "path": str(place),
-        "family": content.get("model_type"),
+        "family": settings.model_type,
         "reason": str(error),
         "nearest_family": guess.nearest,
         "likely_experts": [_facts(one) for one in guess.likely],
@@ -85,8 +82,8 @@ def explain(checkpoint: Checkpoint) -> dict[str, Any]:
     """How each part of an opened checkpoint was found; ready for JSON."""
     beside = _beside(checkpoint)
     others = name_patterns(checkpoint.other_tensors)
-    used, ignored = _settings(checkpoint)
-    row = family_of(checkpoint.config)
+    used, ignored = settings_used(checkpoint)
+    row = checkpoint.config.family
     return {
         "family_row": None if row is None else list(row.types),
         "experts": _experts(checkpoint),
@@ -214,70 +211,11 @@ def _is_beside(name: str) -> bool:
 # ---- config.json -------------------------------------------------------------------------
 
 
-class _Watched(dict[str, Any]):
-    """A section of config.json that counts how often its keys are looked up."""
-
-    def __init__(self, content: Mapping[str, Any], path: str, seen: Counter[str]) -> None:
-        super().__init__(
-            (key, _Watched(value, f"{path}{key}.", seen) if isinstance(value, dict) else value)
-            for key, value in content.items()
-        )
-        self._path, self._seen = path, seen
-
-    def __getitem__(self, key: str) -> Any:
-        self._see(key)
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self._see(key)
-        return super().get(key, default)
-
-    def __contains__(self, key: object) -> bool:
-        self._see(key)
-        return super().__contains__(key)
-
-    def _see(self, key: object) -> None:
-        if super().__contains__(key):
-            self._seen[f"{self._path}{key}"] += 1
-
-
-def _settings(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
-    """Settings that decide how experts, activation and router are read, and keys of config.json
-    beside them; those of sections for other models are not listed."""
-    seen, checked = Counter[str](), Counter[str]()
-    watched = _Watched(checkpoint.config, "", seen)
-    interpret_config(watched)
-    # That also checks all values, which is no use of them.
-    check_values(sections_of(_Watched(checkpoint.config, "", checked)))
-    seen -= checked
-    for layer in checkpoint.layers:
-        expert_activation(watched, layer.index)
-        try:
-            find_router(watched, layer.index)
-        except CheckpointError:
-            continue
-    sections = sections_of(checkpoint.config)
-    every = dict(_leaves(checkpoint.config, sections, ""))
-    used = {path: value for path, value in every.items() if seen[path] > 0 and value is not None}
-    return used, sorted(every.keys() - used.keys())
-
-
-def _leaves(
-    section: Mapping[str, Any], wanted: Sequence[Mapping[str, Any]], path: str
-) -> Iterator[tuple[str, Any]]:
-    """Keys of the language model's sections and of quantization_config."""
-    for key, value in section.items():
-        if not isinstance(value, dict):
-            yield f"{path}{key}", value
-        elif key == "quantization_config" or any(value is one for one in wanted):
-            yield from _leaves(value, wanted, f"{path}{key}.")
-
-
 def _router(checkpoint: Checkpoint, beside: Sequence[tuple[str, NamePattern]]) -> str:
     """The router of the first layer in words, or why it is not known."""
     corrected = any(what == "router correction" for what, _ in beside)
     try:
-        found = find_router(checkpoint.config, checkpoint.layers[0].index, corrected)
+        found = checkpoint.config.find_router(checkpoint.layers[0].index, corrected)
     except CheckpointError as error:
         return f"not known: {error}"
     usual = RouterSpec(found.spec.scoring)

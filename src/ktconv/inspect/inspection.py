@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.errors import CheckpointError, UnknownNamesError
-from ktconv.families.activations import expert_activation
 from ktconv.families.names import is_in_experts, split_name
 from ktconv.formats import FORMATS, TensorId, is_backward, output_formats, parse_tensor_name
 from ktconv.inspect.choice import methods
 from ktconv.inspect.explanation import explain, explain_unknown
 from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.source.activations import in_words, of_records
-from ktconv.source.config import CONFIG_NAME, read_config
+from ktconv.source.config import CONFIG_NAME
 from ktconv.source.model_source import ModelSource
+from ktconv.source.settings import ModelSettings
 from ktconv.system.stores import is_remote, transfer
 from ktconv.system.units import format_ranges
 from ktconv.targets.card import codes_in_words
@@ -77,7 +77,7 @@ def _source(checkpoint: Checkpoint) -> dict[str, Any]:
         "schema": 1,
         "kind": "checkpoint",
         "path": str(checkpoint.path),
-        "family": checkpoint.config.get("model_type"),
+        "family": checkpoint.config.model_type,
         "files": len(checkpoint.files),
         "bytes": checkpoint.nbytes,
         "moe_layers": format_ranges([layer.index for layer in layers]),
@@ -233,8 +233,8 @@ def _activation(directory: Path, manifest: Manifest | None, layers: Iterable[int
     found = of_records(manifest.geometry) if manifest else None
     if found is None and (directory / CONFIG_NAME).exists():
         with contextlib.suppress(CheckpointError):  # what is damaged is reported by verify
-            config = read_config(directory).content
-            found = {layer: expert_activation(config, layer) for layer in layers}
+            config = ModelSettings.beside(directory)
+            found = {layer: config.activation(layer) for layer in layers}
     return in_words(found) if found else None
 
 

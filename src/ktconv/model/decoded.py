@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ktconv.errors import CheckpointError
-from ktconv.families.config import sections_of
 from ktconv.families.family import Projection
 from ktconv.families.names import layer_number
 from ktconv.source import Checkpoint, ExpertMatrix, MoELayer, TensorRef, open_checkpoint
-from ktconv.source.config import read_config
 from ktconv.source.encodings.base import BLOCKS, WEIGHT, Parts
 from ktconv.source.fused import fused_name
 from ktconv.source.gguf.as_hub import hub_names_of
@@ -28,6 +26,7 @@ from ktconv.source.gguf.file import float32_bytes
 from ktconv.source.others import OtherWeights, primary
 from ktconv.source.reading.matrices import MatrixReader, buffer_bytes, chunk_rows, source_bytes
 from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
+from ktconv.source.settings import ModelSettings
 from ktconv.system.arrays import U8
 from ktconv.system.stores import is_remote
 
@@ -316,15 +315,13 @@ def loaded_bytes(checkpoint: Checkpoint) -> int:
 
 def _says_quantized(directory: Path) -> bool:
     try:
-        sections = sections_of(read_config(directory).content)
+        return ModelSettings.beside(directory).is_quantized
     except CheckpointError:
         return False
-    return any(section.get("quantization_config") is not None for section in sections)
 
 
 def _float_bytes(checkpoint: Checkpoint) -> int:
-    found = (one.get("dtype") or one.get("torch_dtype") for one in sections_of(checkpoint.config))
-    return _FLOAT_BYTES.get(str(next(filter(None, found), "")), 2)
+    return _FLOAT_BYTES.get(str(checkpoint.config.dtype or ""), 2)
 
 
 # ---- experts ---------------------------------------------------------------------------

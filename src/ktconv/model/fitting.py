@@ -23,20 +23,20 @@ from ktconv.model.matching import (
 from ktconv.model.module import PackedExperts
 from ktconv.model.sites import Site
 from ktconv.runtime.layers import Experts
+from ktconv.source.settings import ModelSettings
 
 
-def settings_of(model: nn.Module) -> Mapping[str, Any]:
+def settings_of(model: nn.Module) -> ModelSettings:
     """config.json of the model, or of what is in its wrappers; empty where none of them has one."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "to_dict"):
-            found: Mapping[str, Any] = config.to_dict()
-            return found
-    return {}
+            return ModelSettings(config.to_dict())
+    return ModelSettings({})
 
 
 def converted_experts(
-    model: nn.Module, sites: Mapping[int, Site], settings: Mapping[str, Any], directory: Path
+    model: nn.Module, sites: Mapping[int, Site], settings: ModelSettings, directory: Path
 ) -> dict[int, Experts]:
     """Each layer's experts in an OUTPUT of quantize-cpu. CheckpointError unless it is one of this
     model: its layers, sizes and activation."""

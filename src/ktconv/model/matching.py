@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ktconv.errors import CheckpointError
-from ktconv.families import table
-from ktconv.families.config import family_of, text_section
 from ktconv.model.own import OwnExperts
 from ktconv.runtime.layers import Experts, expert_output
 from ktconv.runtime.layers.load import (
@@ -22,6 +19,7 @@ from ktconv.runtime.layers.load import (
     packed_experts,
 )
 from ktconv.source.reading.streamed import whole
+from ktconv.source.settings import ModelSettings
 from ktconv.system.arrays import F32
 
 _LEAST_LIKENESS = 0.5  # cosine; INT4 stays above 0.9, experts of another model are near 0
@@ -33,7 +31,7 @@ class UnlikeExperts(CheckpointError):
 
 
 def open_layers(
-    directory: Path, layers: Iterable[int], settings: Mapping[str, Any]
+    directory: Path, layers: Iterable[int], settings: ModelSettings
 ) -> dict[int, Experts]:
     """Each layer's experts; headers are read for all of them at once, not once per layer.
     Where `directory` does not say what experts compute, `settings` of the model do."""
@@ -46,15 +44,8 @@ def open_layers(
     return experts
 
 
-def _layers(settings: Mapping[str, Any]) -> int | None:
-    """How many layers a model has, without those for multi-token prediction."""
-    text = text_section(settings)
-    given = (text.get(key) for key in table.FAMILIES.keys("layers", family_of(settings)))
-    return next((value for value in given if isinstance(value, int)), None)
-
-
 def check_layers(
-    settings: Mapping[str, Any], layers: Collection[int], directory: Path, built: int = 0
+    settings: ModelSettings, layers: Collection[int], directory: Path, built: int = 0
 ) -> None:
     """CheckpointError unless `directory` has the experts of these layers, which are all that the
     model has, and of no others but such for multi-token prediction. `built`: how many layers the
@@ -71,7 +62,7 @@ def check_layers(
             f"{directory} does not contain the experts of layers {lacking} of the model",
             "convert all layers of the checkpoint that the model was loaded from",
         )
-    count = _layers(settings) or built or max(layers) + 1
+    count = settings.num_layers or built or max(layers) + 1
     extra = sorted(layer for layer in set(converted) - set(layers) if layer < count)
     if extra:
         raise CheckpointError(
@@ -81,7 +72,7 @@ def check_layers(
 
 
 def check_match(
-    settings: Mapping[str, Any],
+    settings: ModelSettings,
     layer: int,
     own: OwnExperts,
     experts: Experts,

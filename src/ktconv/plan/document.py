@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ktconv.families.config import text_section, value_of
 from ktconv.plan.cuts import slices
 from ktconv.plan.placement.balance import evenness, replicas_of
 from ktconv.plan.placement.parallel import local_places
@@ -30,7 +29,7 @@ def document(planned: Planned) -> dict[str, Any]:
         "schema": SCHEMA,
         "kind": KIND,
         "path": model.path,
-        "family": value_of(text_section(model.config), "model type"),
+        "family": model.config.model_types[0],
         "moe_layers": format_ranges([layer.index for layer in model.layers]),
         "experts": model.count,
         "other_bytes": model.other_bytes,

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from ktconv.errors import UsageError
-from ktconv.families.config import text_section, value_of
 from ktconv.plan.sizes import Model
 from ktconv.stats.counts import Statistics
 from ktconv.stats.files import read_statistics
@@ -69,7 +68,7 @@ def load_of(model: Model, path: Path | None) -> Load:
 def _differences(model: Model, statistics: Statistics, path: Path) -> Iterator[str]:
     """Why the counts are not those of the model."""
     counted = statistics.about.get("model_type")
-    known = {value_of(one, "model type") for one in (model.config, text_section(model.config))}
+    known = set(model.config.model_types)
     names = {one.removesuffix("_text") for one in known if isinstance(one, str)}
     if isinstance(counted, str) and names and counted.removesuffix("_text") not in names:
         yield f"{path} has counts of a model of type {counted}, not {min(names)}"

@@ -7,16 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.families.routers import router_of
 from ktconv.formats import is_backward
 from ktconv.plan.cuts import cut_bytes, grains
 from ktconv.plan.placement.parallel import LayerShape
 from ktconv.source import Checkpoint, MoELayer, open_checkpoint
-from ktconv.source.config import CONFIG_NAME, interpret_config, read_config
+from ktconv.source.config import CONFIG_NAME
 from ktconv.source.model_source import ModelSource, refuse_options
+from ktconv.source.settings import ModelSettings
 from ktconv.targets.packed.weights import (
     Geometry,
     PackedWeights,
@@ -63,9 +62,10 @@ class Model:
 
     path: str
     layers: Sequence[Layer]
-    config: Mapping[str, Any]
+    config: ModelSettings
     other_bytes: int  # of all tensors that are not routed experts
     packed: PackedWeights | None = None
+    notes: Sequence[str] = ()  # of the checkpoint, as `inspect` shows them
 
     @cached_property
     def experts(self) -> dict[int, int]:
@@ -101,7 +101,7 @@ class Model:
     def groups(self, layer: int) -> int:
         """Groups of experts among which the router chooses first; 1 where it is not known."""
         with contextlib.suppress(CheckpointError):
-            return router_of(self.config, layer).n_group
+            return self.config.router(layer).n_group
         return 1
 
 
@@ -137,14 +137,13 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Model:
         for one in checkpoint.layers
     ]
     other = sum(tensor.nbytes for tensor in checkpoint.other_tensors)
-    return Model(str(checkpoint.path), layers, checkpoint.config, other)
+    return Model(str(checkpoint.path), layers, checkpoint.config, other, notes=checkpoint.notes)
 
 
 def _of_packed(found: PackedWeights) -> Model:
-    config: Mapping[str, Any] = {}
-    if (found.directory / CONFIG_NAME).exists():
-        config = read_config(found.directory).content
-    number = interpret_config(config).num_layers if config else None
+    there = (found.directory / CONFIG_NAME).exists()
+    config = ModelSettings.beside(found.directory) if there else ModelSettings({})
+    number = config.checked.num_layers if config else None
     layers = []
     for index in found.layers:
         geometry = found.geometry(index)

@@ -18,20 +18,19 @@ from ktconv.conversion.records import ZERO_SCALES
 from ktconv.conversion.run import MANIFEST_EXPANSION, MEMORY_MARGIN, BaseRequest, Conversion
 from ktconv.conversion.run import Preflight as AnyPreflight
 from ktconv.conversion.tasks import Advance, CopyTask
-from ktconv.families.activations import expert_activation
 from ktconv.families.family import ExpertActivation
 from ktconv.repack.sources import check_side_files, layer_alone, source_files
 from ktconv.repack.tasks import check_sum
 from ktconv.repack.tree import Tree, TreeLayer
 from ktconv.source import Checkpoint, MoELayer, TensorRef
 from ktconv.source.activations import of_records
-from ktconv.source.config import CONFIG_NAME, read_config
+from ktconv.source.config import CONFIG_NAME
 from ktconv.source.mapped import recorded_map
 from ktconv.source.model_source import ModelSource
 from ktconv.source.reading.buffers import Buffers, BufferSizes
 from ktconv.source.reading.reader import SourceReader
+from ktconv.source.settings import ModelSettings
 from ktconv.source.side_files import find_side_files
-from ktconv.source.towers import tower_config
 from ktconv.system import machine
 from ktconv.system.checksums import Checksum, checksum_for
 from ktconv.targets.card import (
@@ -175,7 +174,7 @@ def plan_alone(
     recorded = manifest.layers if manifest else {}
     has_config = (directory / CONFIG_NAME).exists()
     tower = manifest.tower if manifest else None
-    config = tower_config(read_config(directory).content if has_config else {}, tower)
+    config = ModelSettings.beside(directory, tower) if has_config else ModelSettings({})
     known = of_records(manifest.geometry) if manifest else None
     layers = [
         replace(
@@ -203,11 +202,11 @@ def plan_alone(
     return lay_out(checkpoint, target, content, copies, side_files, [*notes, *target.notes])
 
 
-def _activation(layer: TreeLayer, config: Mapping[str, Any]) -> ExpertActivation:
+def _activation(layer: TreeLayer, config: ModelSettings) -> ExpertActivation:
     """By the config.json beside packed weights, and by whether they have gates. Where that leaves
     no function that kernels have, as without a config.json, it is that of most models: squared
     ReLU without a gate, and SiLU with one."""
-    stated = expert_activation(config, layer.index)
+    stated = config.activation(layer.index)
     if stated.gated and not layer.gated:
         ungated = replace(stated, gated=False)
         stated = ungated if ungated.supported else ExpertActivation("relu2", gated=False)

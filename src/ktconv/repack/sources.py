@@ -15,9 +15,9 @@ from ktconv.formats import FORMATS, output_formats
 from ktconv.repack.tree import Tree, TreeLayer
 from ktconv.source import Checkpoint, MoELayer, SourceFile
 from ktconv.source.agreement import absent_layers, contradictions
-from ktconv.source.config import CONFIG_NAME, ModelConfig, interpret_config, read_config
+from ktconv.source.config import CONFIG_NAME, ModelConfig
+from ktconv.source.settings import ModelSettings
 from ktconv.source.side_files import flaws
-from ktconv.source.towers import tower_config
 from ktconv.system.units import counted, listed
 from ktconv.targets.packed.target import Options, options_of_record
 from ktconv.writer.journal import Record
@@ -188,7 +188,7 @@ def config_beside(root: Path) -> ModelConfig | None:
         return None
     manifest = read_manifest(root)
     tower = manifest.tower if manifest else None
-    return interpret_config(tower_config(read_config(root).content, tower))
+    return ModelSettings.beside(root, tower).checked
 
 
 def _check_config(tree: Tree, config: ModelConfig) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.families.activations import assumed_activation, expert_activation
+from ktconv.families.activations import assumed_activation
 from ktconv.families.family import PROJECTIONS, ExpertActivation, Projection
 from ktconv.source.adapters import adapter_notes
 from ktconv.source.agreement import check_agreement
@@ -38,6 +38,7 @@ from ktconv.source.naming_map import NamingMap
 from ktconv.source.naming_map import map_of_record as map_of_record
 from ktconv.source.naming_map import read_map as read_map
 from ktconv.source.safetensors_file import Header, read_header
+from ktconv.source.settings import ModelSettings
 from ktconv.source.shards import (
     ShardSelection,
     deciding_index,
@@ -95,6 +96,7 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
         if chosen is not None:
             split, content = chosen.split, chosen.config
         apart = chosen is None or chosen.name not in MODALITIES[1:]  # has routers of its own names
+        read = ModelSettings(content, config.content if chosen else None)
         settings = interpret_config(content, described)
         layers, notes = build_layers(split, settings, apart)
         if apart:
@@ -102,7 +104,7 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
         if chosen is not None:
             layers = [replace(one, first_expert=chosen.first_expert) for one in layers]
             notes = [*chosen.notes, *notes]
-        layers = [replace(one, activation=_activation(content, one)) for one in layers]
+        layers = [replace(one, activation=_activation(read, one)) for one in layers]
         if assumed := assumed_activation(content):
             notes = [*notes, assumed]
         if mapped is not None:
@@ -124,8 +126,7 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
     selected = [*notes_of(selection, headers), *_adapters_beside(place, side_directory)]
     return Checkpoint(
         path=selection.files[0] if selection.gguf else place,
-        config=content,
-        whole_config=config.content if chosen else None,
+        config=read,
         files=selection.files,
         layers=layers,
         other_tensors=split.others,
@@ -161,8 +162,8 @@ def _side_directory(place: Path, selection: ShardSelection, given: Path | None) 
     return Path(given)
 
 
-def _activation(config: Mapping[str, Any], layer: MoELayer) -> ExpertActivation:
-    return replace(expert_activation(config, layer.index), biases=layer.biased)
+def _activation(config: ModelSettings, layer: MoELayer) -> ExpertActivation:
+    return replace(config.activation(layer.index), biases=layer.biased)
 
 
 def _of_metadata(text: str, header: Header) -> str:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ktconv.errors import CheckpointError
-from ktconv.source.config import interpret_config
 from ktconv.source.encodings import ENCODINGS, stored_matrix
 from ktconv.source.encodings.base import WEIGHT, Encoding, Parts
 from ktconv.source.types import Checkpoint, ExpertMatrix, TensorRef
@@ -40,7 +39,7 @@ class OtherWeights:
     """The weights among a checkpoint's other tensors, whatever each consists of."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._config = interpret_config(checkpoint.config)
+        self._config = checkpoint.config.checked
         self._parts: dict[str, dict[str, TensorRef]] = {}
         names = {tensor.name for tensor in checkpoint.other_tensors}
         for tensor in checkpoint.other_tensors:

@@ -124,8 +124,8 @@ def _is_copied(directory: Path, name: str) -> bool:
 
 def _task(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Models with other inputs than text have other tasks, which only their card names."""
-    whole = checkpoint.whole_config or checkpoint.config
-    others = any(key.endswith("_config") and key not in _ENCODING for key in whole)
+    keys = checkpoint.config.keys()
+    others = any(key.endswith("_config") and key not in _ENCODING for key in keys)
     return () if others or checkpoint.tower else ("text-generation",)
 
 

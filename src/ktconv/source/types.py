@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ktconv.families.family import PLAIN, ExpertActivation, Projection
 from ktconv.source.elements import Element
@@ -16,6 +16,7 @@ from ktconv.source.gguf.hub_names import ExpertNames
 
 if TYPE_CHECKING:
     from ktconv.source.mapped import Mapped
+    from ktconv.source.settings import ModelSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,7 @@ class Checkpoint:
     """An opened checkpoint: its config, tensors and MoE layers."""
 
     path: Path  # its directory, or the first of its GGUF files
-    config: Mapping[str, Any]  # as the converted experts' tower reads it
+    config: ModelSettings  # as the converted experts' tower reads it
     files: Sequence[Path]  # safetensors shards or parts of a GGUF model, in name order
     layers: Sequence[MoELayer]  # ascending index
     other_tensors: Sequence[TensorRef]  # everything that is not a routed expert
@@ -196,7 +197,6 @@ class Checkpoint:
     side_directory: Path | None = None  # of config.json, tokenizer and so on; None: there is none
     made_files: Mapping[str, bytes] = field(default_factory=dict)  # in place of side files
     architecture: str | None = None  # of a GGUF model, as llama.cpp calls it
-    whole_config: Mapping[str, Any] | None = None  # of all towers, where `config` is of one
     tower: str | None = None  # that was chosen where several have experts
     mapped: Mapped | None = None  # the names that a map gave to experts; None without a map
     unused_bytes: int = 0  # of tensors in `files` that the index has in others, or does not list

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from ktconv.families.config import sections_of, value_of
 from ktconv.families.family import PLAIN, ExpertActivation
 from ktconv.source import Checkpoint, MoELayer
 from ktconv.source.activations import in_words
@@ -161,9 +160,7 @@ def uneven(layers: Iterable[MoELayer]) -> str | None:
 
 def model_types(checkpoint: Checkpoint) -> list[str]:
     """Of the text section and of the whole config.json."""
-    sections = sections_of(checkpoint.config)
-    found = (value_of(section, "model type") for section in sections)
-    return [kind for kind in found if isinstance(kind, str)]
+    return [kind for kind in checkpoint.config.model_types if isinstance(kind, str)]
 
 
 def left_out(

@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from ktconv.families.config import family_of
 from ktconv.families.family import USUAL, Family, Projection
 from ktconv.families.names import expert_module, layer_number
 from ktconv.model.own import ExpertParameter
 from ktconv.model.sites import Site
+from ktconv.source.settings import ModelSettings
 
 Side = Literal["a", "b"]
 SIDES: tuple[Side, ...] = ("a", "b")
@@ -48,8 +48,8 @@ class LayerNames:
     PEFT know them.
     """
 
-    def __init__(self, site: Site, config: Mapping[str, Any]) -> None:
-        path, family = site.bare_path.removeprefix(PREFIX), family_of(config)
+    def __init__(self, site: Site, config: ModelSettings) -> None:
+        path, family = site.bare_path.removeprefix(PREFIX), config.family
         self.layer, self.words = site.layer, site.names
         self.parameters = site.parameters_of_all
         self.source = self._path = path

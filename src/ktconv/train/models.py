@@ -25,6 +25,7 @@ from ktconv.runtime import MoELayer, Pool, sources
 from ktconv.runtime.layers import Experts
 from ktconv.runtime.layers.load import activation_of
 from ktconv.source import Checkpoint
+from ktconv.source.settings import ModelSettings
 from ktconv.train.lora import LoRAExperts
 from ktconv.train.saving import include_experts
 
@@ -135,7 +136,7 @@ def prepare(
 def _experts(
     model: nn.Module,
     sites: Mapping[int, Site],
-    settings: Mapping[str, Any],
+    settings: ModelSettings,
     weights: str | Path | None,
     method: str | None,
     pool: Pool | None,
@@ -160,7 +161,7 @@ def _experts(
     return found
 
 
-def _packed_now(site: Site, settings: Mapping[str, Any], method: str, pool: Pool | None) -> Experts:
+def _packed_now(site: Site, settings: ModelSettings, method: str, pool: Pool | None) -> Experts:
     own = site.own
     if not own.runs:
         raise UsageError(
@@ -225,7 +226,7 @@ def _compared(
     sites: Mapping[int, Site],
     packed: Mapping[int, PackedExperts],
     weights: str | Path | None,
-    settings: Mapping[str, Any],
+    settings: ModelSettings,
 ) -> list[int]:
     """Layers that could not be compared with the model's own experts."""
     source, stated = weights or _OWN, bool(settings)

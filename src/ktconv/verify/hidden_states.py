@@ -11,7 +11,6 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from ktconv.errors import CheckpointError, KtconvError
-from ktconv.families.activations import shared_activation
 from ktconv.families.names import is_gguf
 from ktconv.families.routing import Stored, route
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
@@ -243,7 +242,7 @@ class HiddenStates:
             return None
         gate = None if found.gate is None else self._source.matrix(found.gate)
         up, down = self._source.matrix(found.up), self._source.matrix(found.down)
-        activation = kernel_activation(shared_activation(self._config, layer.index))
+        activation = kernel_activation(self._config.shared_activation(layer.index))
         with threadpool_limits(limits=1, user_api="blas"):  # as in LayerReference
             (y,) = in_blocks(lambda rows: (expert_output((gate, up, down), activation, rows),), x)
         if found.gating is not None:

@@ -8,15 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ktconv.errors import CheckpointError
 from ktconv.families.config import (
     USUAL_TOP_K,
-    family_of,
-    text_section,
-    top_k_of,
-    value_of,
 )
 from ktconv.families.family import Projection, RouterSpec
 from ktconv.families.names import (
@@ -28,13 +23,12 @@ from ktconv.families.routers import (
     FoundRouter,
     UnknownRouter,
     check_experts,
-    find_router,
-    router_of,
 )
 from ktconv.families.routing import PARTS, wanted
 from ktconv.source import MoELayer, TensorRef
 from ktconv.source.reading.norms import find_norm
 from ktconv.source.reading.tensors import SourceTensors
+from ktconv.source.settings import ModelSettings
 
 WEIGHTS = ("bias", "correction")  # which may be encoded as weights are
 
@@ -78,7 +72,7 @@ class LayerTensors:
     Raises CheckpointError where config.json contradicts itself, or there is no router at all.
     """
 
-    def __init__(self, tensors: SourceTensors, config: Mapping[str, Any], layer: MoELayer) -> None:
+    def __init__(self, tensors: SourceTensors, config: ModelSettings, layer: MoELayer) -> None:
         self._tensors, self._config, self._layer = tensors, config, layer
         self.faults: list[Fault] = []
         self.notes: list[str] = []
@@ -92,7 +86,7 @@ class LayerTensors:
         names = router_tensors(self._layer.source)
         corrected = self._tensors.find(names.correction) is not None
         try:
-            found = find_router(self._config, self._layer.index, corrected)
+            found = self._config.find_router(self._layer.index, corrected)
         except UnknownRouter as error:
             self.notes.append(f"experts are chosen at random, because {error}")
             return None
@@ -110,7 +104,7 @@ class LayerTensors:
                 "run --level weights",
             )
         choosable = experts + spec.identity_experts
-        rows, row = choosable + spec.sinks, family_of(self._config)
+        rows, row = choosable + spec.sinks, self._config.family
         transposed = row is not None and row.router_is_transposed
         shape, width = self._shape_of_gate(weight, rows, transposed)
         usable = self._fits("router", weight, shape, plain=plain)
@@ -128,7 +122,7 @@ class LayerTensors:
 
     def _note_inferred(self, found: FoundRouter) -> None:
         if found.inferred:
-            kind = self._config.get("model_type") or "a model without model_type"
+            kind = self._config.model_type or "a model without model_type"
             bias = "with" if found.spec.correction else "without"
             self.notes.append(
                 f"the router of {kind} is not known, and inferred from {found.inferred}: "
@@ -158,7 +152,7 @@ class LayerTensors:
         if not needed:
             if tensor is not None:
                 self.notes.append(
-                    f"the {what} of routers is not used: {self._config.get('model_type')} has none"
+                    f"the {what} of routers is not used: {self._config.model_type} has none"
                 )
             return None, True
         if tensor is None:
@@ -168,7 +162,7 @@ class LayerTensors:
         if field == "table":
             return tensor, self._is_table(tensor)
         shape = sizes[field]
-        row = family_of(self._config)
+        row = self._config.family
         towers = row.correction_rows if row is not None else 1
         if field == "correction" and tensor.shape in ((1, *shape), (towers, *shape)):  # as in ERNIE
             return tensor, True
@@ -195,7 +189,7 @@ class LayerTensors:
     @property
     def _widths(self) -> tuple[int, ...]:
         """Of the experts' inputs, and of the hidden states where the inputs are latent."""
-        hidden = value_of(text_section(self._config), "hidden size")
+        hidden = self._config.hidden_size
         return (self._layer.hidden_size, *((hidden,) if type(hidden) is int else ()))
 
     def _shared(self) -> SharedTensors | None:
@@ -252,12 +246,12 @@ class LayerTensors:
         return True
 
 
-def top_k_of_layer(config: Mapping[str, Any], layer: MoELayer) -> int:
+def top_k_of_layer(config: ModelSettings, layer: MoELayer) -> int:
     """Experts per token, whether or not the router can be run."""
     try:
-        return router_of(config, layer.index).top_k
+        return config.router(layer.index).top_k
     except CheckpointError:
-        return min(top_k_of(config, layer.index) or USUAL_TOP_K, len(layer.experts))
+        return min(config.top_k(layer.index) or USUAL_TOP_K, len(layer.experts))
 
 
 def by_note(found: Mapping[int, LayerTensors]) -> Iterator[tuple[str, list[int]]]:

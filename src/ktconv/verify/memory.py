@@ -13,7 +13,6 @@ from typing import Any
 from ktconv import native
 from ktconv.conversion.records import peak_rss
 from ktconv.conversion.run import MEMORY_MARGIN, fit_threads
-from ktconv.families.config import text_section
 from ktconv.formats import Format
 from ktconv.model.decoded import loaded_bytes
 from ktconv.runtime.layers.experts import TOKENS_AT_ONCE
@@ -186,7 +185,7 @@ def _elements(layer: MoELayer) -> int:
 
 def level_model_bytes(checkpoint: Checkpoint, models: int) -> int:
     """`loading_bytes` of so many models, and the logits of both on a window."""
-    vocabulary = text_section(checkpoint.config).get("vocab_size")
+    vocabulary = checkpoint.config.vocabulary
     logits = 2 * F32 * _WINDOW * vocabulary if isinstance(vocabulary, int) else 0
     return LIBRARIES_MEMORY + models * (loading_bytes(checkpoint) - LIBRARIES_MEMORY) + logits
 

@@ -12,9 +12,9 @@ from ktconv.errors import CheckpointError
 from ktconv.formats import parse_tensor_name
 from ktconv.source import read_header
 from ktconv.source.agreement import absent_layers, contradictions
-from ktconv.source.config import CONFIG_NAME, interpret_config, read_config
+from ktconv.source.config import CONFIG_NAME
+from ktconv.source.settings import ModelSettings
 from ktconv.source.side_files import RECORDS, Record, flaws, is_legal, list_side_files, record_of
-from ktconv.source.towers import tower_config
 from ktconv.system.regular_files import read_small
 from ktconv.system.text import path_text
 from ktconv.verify.findings import Findings
@@ -187,7 +187,7 @@ class _SideFiles:
             return
         try:
             tower = output.manifest.tower if output.manifest else None
-            config = interpret_config(tower_config(read_config(self._directory).content, tower))
+            config = ModelSettings.beside(self._directory, tower).checked
         except CheckpointError as error:
             self._fail("damaged file", str(error).rstrip("."), CONFIG_NAME)
             return

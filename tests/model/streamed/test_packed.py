@@ -14,6 +14,7 @@ from helpers.streamed import on_meta, routed
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.model import replace_experts
 from ktconv.source import open_checkpoint
+from ktconv.source.settings import ModelSettings
 from ktconv.targets.expert_sets import expert_set
 
 CHOSEN = {0: [0, 3], 1: [7]}  # of 8
@@ -56,7 +57,7 @@ def both(example: Example, output: Path, **options: Any) -> Any:
     from ktconv.model.streamed.packed import BothExperts
 
     source = SourceExperts(example.checkpoint, example.model.dtype, **options)
-    return BothExperts(source, output, example.layers, example.settings, 1)
+    return BothExperts(source, output, example.layers, ModelSettings(example.settings), 1)
 
 
 @pytest.fixture(params=["part", "int4", "int8"])

@@ -205,7 +205,7 @@ def test_a_config_directory(mixed: Path, tmp_path: Path) -> None:
     """config.json and tokenizer come from there, and verify needs it again."""
     directory, output = tmp_path / "c", tmp_path / "out"
     directory.mkdir()
-    config = {**open_checkpoint(mixed).config, "architectures": ["Qwen3MoeForCausalLM"]}
+    config = {**open_checkpoint(mixed).config.content, "architectures": ["Qwen3MoeForCausalLM"]}
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "tokenizer.json").write_text("{}")
     words = ("--method", "int8", "--numa", 1, "--config", directory)

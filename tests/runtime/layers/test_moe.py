@@ -25,6 +25,7 @@ from ktconv.native import Activation
 from ktconv.runtime.layers import experts_per_token, open_experts, pack_experts
 from ktconv.runtime.layers.experts import gated, quantized
 from ktconv.runtime.layers.load import activation_of, moe_layers
+from ktconv.source.settings import ModelSettings
 from ktconv.system.pool import Pool
 
 F32 = NDArray[np.float32]
@@ -416,17 +417,17 @@ def _change(model: Path, name: str, length: int | None) -> None:
     ],
 )
 def test_activations_of_configs(config: dict[str, Any], expected: Activation) -> None:
-    assert activation_of(config) == expected
+    assert activation_of(ModelSettings(config)) == expected
 
 
 def test_an_activation_that_the_kernels_lack() -> None:
     with pytest.raises(CheckpointError, match="'relu', which the kernels do not support"):
-        activation_of({"hidden_act": "relu"})
+        activation_of(ModelSettings({"hidden_act": "relu"}))
     with pytest.raises(CheckpointError, match="'silu' of experts without a gate, which") as caught:
-        activation_of({"model_type": "nemotron_h", "mlp_hidden_act": "silu"})
+        activation_of(ModelSettings({"model_type": "nemotron_h", "mlp_hidden_act": "silu"}))
     assert "gelu, gelu_tanh, relu, relu2" in str(caught.value.hint)
     with pytest.raises(CheckpointError, match="clamped to 7, which the kernels do not support"):
-        activation_of({"swiglu_alpha": 1.5, "swiglu_limits": [7.0]}, 0)
+        activation_of(ModelSettings({"swiglu_alpha": 1.5, "swiglu_limits": [7.0]}), 0)
 
 
 ODD_CONFIGS: list[tuple[str, Any]] = [
@@ -451,7 +452,7 @@ ODD_CONFIGS: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("key", "value"), ODD_CONFIGS)
 def test_an_activation_that_is_none(key: str, value: Any) -> None:
     with pytest.raises(CheckpointError, match=f"config.json: {key} is .*, not an? "):
-        activation_of({key: value})
+        activation_of(ModelSettings({key: value}))
 
 
 @pytest.mark.parametrize("value", ["8", 0, -1, 2.0, True, [8], float("nan")])

@@ -53,17 +53,17 @@ def test_keys(tmp_path: Path) -> None:
         expert_weights_norm=True, expert_weights_scale=2.5, nextn_predict_layers=0,
         expert_group_count=1, expert_group_used_count=1,
     )  # fmt: skip
-    assert checkpoint.config == {
+    assert checkpoint.config.content == {
         "model_type": "glm4_moe", "hidden_size": HIDDEN,
         "num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": INNER,
         "num_hidden_layers": 1, "num_nextn_predict_layers": 0, "first_k_dense_replace": 0,
         "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5,
         "n_group": 1, "topk_group": 1,
     }  # fmt: skip
-    spec = router_of(checkpoint.config, 0)
+    spec = router_of(checkpoint.config.content, 0)
     assert (spec.scoring, spec.top_k, spec.routed_scaling_factor) == ("sigmoid", 2, 2.5)
     assert spec.correction and not checkpoint.side_directory
-    assert json.loads(checkpoint.made_files[CONFIG_NAME]) == checkpoint.config
+    assert json.loads(checkpoint.made_files[CONFIG_NAME]) == checkpoint.config.content
 
 
 def test_extra_layers(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_extra_layers(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tensors, metadata(2, nextn_predict_layers=1))
     checkpoint = open_checkpoint(path)
     assert [layer.is_mtp for layer in checkpoint.layers] == [False, True]
-    assert checkpoint.config["num_hidden_layers"] == 1
+    assert checkpoint.config.content["num_hidden_layers"] == 1
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_file_that_does_not_say_how_its_router_scores(
     checkpoint = opened(
         tmp_path, architecture, expert_gating_func=function, expert_weights_scale=0.0
     )
-    spec = router_of(checkpoint.config, 0)
+    spec = router_of(checkpoint.config.content, 0)
     assert (spec.scoring, spec.renormalise) == (scoring, shares)
     assert spec.routed_scaling_factor > 0  # 0 is no factor
 
@@ -121,8 +121,8 @@ def test_glm_4_7_flash_is_told_from_deepseek_v2(blocks: int, tokens: int, tmp_pa
     path = write_gguf(tmp_path / "m.gguf", tensors, pairs, architecture="deepseek2")
     kind = "glm4_moe_lite" if (blocks, tokens) == (47, 154_880) else "deepseek_v2"
     config = open_checkpoint(path).config
-    assert config["model_type"] == kind
-    assert router_of(config, 46).scoring == ("sigmoid" if kind == "glm4_moe_lite" else "softmax")
+    assert config.model_type == kind
+    assert config.router(46).scoring == ("sigmoid" if kind == "glm4_moe_lite" else "softmax")
 
 
 def test_activations(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_config_of_another_directory(tmp_path: Path) -> None:
     config = {"model_type": "mixtral", "num_local_experts": EXPERTS}
     (tmp_path / "c" / CONFIG_NAME).write_text(json.dumps(config))
     checkpoint = open_checkpoint(ModelSource(path, tmp_path / "c"))
-    assert checkpoint.config == config and checkpoint.side_directory == tmp_path / "c"
+    assert checkpoint.config.content == config and checkpoint.side_directory == tmp_path / "c"
     assert [source.name for source in checkpoint.sources] == [CONFIG_NAME, "m.gguf"]
     assert not checkpoint.made_files
     (tmp_path / "c" / CONFIG_NAME).write_text(json.dumps(config | {"num_local_experts": 5}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ktconv.model.streamed.calls import Call, ExpertLayer
 from ktconv.model.streamed.experts import SourceExperts
 from ktconv.model.streamed.one_expert import OneExpert
 from ktconv.source import MoELayer
+from ktconv.source.settings import ModelSettings
 from ktconv.system.arrays import Array
 from ktconv.system.pool import Pool
 
@@ -47,7 +48,7 @@ class BothExperts:
         source: SourceExperts,
         output: Path,
         layers: Mapping[int, ExpertLayer],
-        settings: Mapping[str, Any],
+        settings: ModelSettings,
         threads: int | None = None,
     ) -> None:
         if not output.is_dir():

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from ktconv.errors import DiskSpaceError, MemoryLimitError, MemoryShortError
-from ktconv.families.config import USUAL_TOP_K, top_k_of
+from ktconv.families.config import USUAL_TOP_K
 from ktconv.model.streamed.experts import ROWS_AT_ONCE, expert_memory
 from ktconv.model.streamed.packed import TOKENS_AT_ONCE
 from ktconv.source import Checkpoint, ExpertMatrix, MoELayer
@@ -245,7 +245,7 @@ def _parameters(layer: torch.nn.Module, but: set[int]) -> list[torch.Tensor]:
 
 
 def _top_k(parted: PartedModel, layer: int) -> int:
-    return top_k_of(parted.checkpoint.config, layer) or USUAL_TOP_K
+    return parted.checkpoint.config.top_k(layer) or USUAL_TOP_K
 
 
 def _is_encoded(layer: MoELayer) -> bool:

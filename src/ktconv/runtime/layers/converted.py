@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from ktconv.errors import CheckpointError
-from ktconv.families.activations import post_norm_epsilon
 from ktconv.families.names import post_norm_tensors
 from ktconv.formats.decode import bf16_to_f32
 from ktconv.runtime.layers.experts import Experts, OutputNorm
@@ -47,4 +46,4 @@ def _norm(model: ConvertedModel, layer: int, hidden: int) -> OutputNorm:
     stored = map_file(found.file)[found.offset : found.offset + found.nbytes].tobytes()
     weight = np.frombuffer(stored, _VECTORS[found.dtype])
     values: F32 = bf16_to_f32(weight) if found.dtype == "BF16" else weight.astype(np.float32)
-    return OutputNorm(values, post_norm_epsilon(model.config))
+    return OutputNorm(values, model.config.post_norm_epsilon)

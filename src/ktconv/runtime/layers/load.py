@@ -6,14 +6,13 @@ import mmap
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ktconv import native
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.families.activations import NAMES, expert_activation
-from ktconv.families.config import USUAL_TOP_K, top_k_of
+from ktconv.families.activations import NAMES
+from ktconv.families.config import USUAL_TOP_K
 from ktconv.families.family import ExpertActivation
 from ktconv.formats import Kind, Projection, TensorId, kinds_of, scales
 from ktconv.native import Activation, Expert, PackedMatrix
@@ -23,8 +22,8 @@ from ktconv.runtime.layers.slots import Slots, slot_origins
 from ktconv.runtime.layers.unpacked import packed_streams
 from ktconv.source import TensorRef
 from ktconv.source.activations import of_records
-from ktconv.source.config import CONFIG_NAME, read_config
-from ktconv.source.towers import tower_config
+from ktconv.source.config import CONFIG_NAME
+from ktconv.source.settings import ModelSettings
 from ktconv.system.arrays import Array
 from ktconv.targets.packed.weights import PackedWeights, map_pages, name_of, open_packed
 from ktconv.writer.manifest import Manifest, read_run
@@ -36,10 +35,10 @@ _UNGATED = {
 }  # fmt: skip
 
 
-def activation_of(config: Mapping[str, Any], layer: int | None = None) -> Activation:
+def activation_of(config: ModelSettings, layer: int | None = None) -> Activation:
     """The activation of the routed experts of `layer`, from a model's config.json; see
-    `expert_activation`. Raises CheckpointError also where kernels do not have it."""
-    return kernel_activation(expert_activation(config, layer))
+    `families.activations`. Raises CheckpointError also where kernels do not have it."""
+    return kernel_activation(config.activation(layer))
 
 
 def kernel_activation(found: ExpertActivation) -> Activation:
@@ -83,7 +82,7 @@ def expert_activation_of(kernels: Activation) -> ExpertActivation:
 def experts_per_token(directory: Path, layer: int | None = None) -> int:
     """The model's top-k (of `layer`, where layers differ); 8 where config.json is missing or does
     not say."""
-    return top_k_of(ConvertedModel(directory).config, layer) or USUAL_TOP_K
+    return ConvertedModel(directory).config.top_k(layer) or USUAL_TOP_K
 
 
 def moe_layers(directory: Path) -> list[int]:
@@ -94,7 +93,7 @@ def moe_layers(directory: Path) -> list[int]:
 def open_experts(
     directory: Path,
     layer: int | None = None,
-    settings: Mapping[str, Any] | None = None,
+    settings: ModelSettings | None = None,
     slots: Slots | None = None,
 ) -> Experts:
     """One layer's experts (the first that has some, if not told), of shards or layer folders.
@@ -112,7 +111,7 @@ def open_experts(
 def open_layer(
     directory: Path,
     layer: int | None = None,
-    settings: Mapping[str, Any] | None = None,
+    settings: ModelSettings | None = None,
     slots: Slots | None = None,
 ) -> tuple[int, Experts]:
     """open_experts, with the layer's number."""
@@ -132,10 +131,11 @@ class ConvertedModel:
     def __init__(
         self,
         directory: Path,
-        settings: Mapping[str, Any] | None = None,
+        settings: ModelSettings | None = None,
         layer: int | None = None,
     ) -> None:
-        self.directory, self._settings, self._layer = directory, settings or {}, layer
+        self.directory, self._layer = directory, layer
+        self._settings = settings or ModelSettings({})
 
     @cached_property
     def packed(self) -> PackedWeights:
@@ -155,12 +155,11 @@ class ConvertedModel:
         return read_run(self.directory)
 
     @cached_property
-    def config(self) -> Mapping[str, Any]:
+    def config(self) -> ModelSettings:
         """Empty where other tools wrote none: then the activation is SiLU, as nearly always."""
         if not (self.directory / CONFIG_NAME).exists():
-            return {}
-        tower = self.manifest.tower if self.manifest else None
-        return tower_config(read_config(self.directory).content, tower)
+            return ModelSettings({})
+        return ModelSettings.beside(self.directory, self.manifest.tower if self.manifest else None)
 
     @cached_property
     def _recorded(self) -> Mapping[int, ExpertActivation]:
@@ -174,7 +173,7 @@ class ConvertedModel:
     def activation(self, layer: int) -> ExpertActivation:
         """By the manifest, since a map of names may have given it; where that does not say it by
         config.json, else by `settings`, else SiLU."""
-        stated = expert_activation(self.config or self._settings, layer)
+        stated = (self.config or self._settings).activation(layer)
         return self._recorded.get(layer, stated)
 
     def open_layer(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from ktconv.errors import CheckpointError
-from ktconv.families.activations import post_norm_epsilon
 from ktconv.families.names import post_norm_tensors
 from ktconv.runtime.layers.experts import OutputNorm
 from ktconv.source import MoELayer, TensorRef
 from ktconv.source.reading.tensors import SourceTensors
+from ktconv.source.settings import ModelSettings
 
 
 def norm_tensor(tensors: SourceTensors, layer: MoELayer) -> TensorRef | None:
@@ -35,10 +32,10 @@ def norm_tensor(tensors: SourceTensors, layer: MoELayer) -> TensorRef | None:
 
 
 def output_norm(
-    tensors: SourceTensors, config: Mapping[str, Any], layer: MoELayer
+    tensors: SourceTensors, config: ModelSettings, layer: MoELayer
 ) -> OutputNorm | None:
     """Read from the source; None for models without."""
     tensor = norm_tensor(tensors, layer)
     if tensor is None:
         return None
-    return OutputNorm(tensors.vector(tensor), post_norm_epsilon(config))
+    return OutputNorm(tensors.vector(tensor), config.post_norm_epsilon)

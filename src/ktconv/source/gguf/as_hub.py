@@ -30,7 +30,7 @@ def hub_names_of(checkpoint: Checkpoint) -> HubNames | None:
             f"{path} has no config.json and tokenizer",
             "give a directory with those of the model: --config DIR",
         )
-    kind, given = ARCHITECTURES[name].model_type, checkpoint.config.get("model_type")
+    kind, given = ARCHITECTURES[name].model_type, checkpoint.config.model_type
     if given != kind:
         raise CheckpointError(
             f"{path} is a model of type {kind}, but {CONFIG_NAME} in {checkpoint.side_directory} "
@@ -38,7 +38,7 @@ def hub_names_of(checkpoint: Checkpoint) -> HubNames | None:
             "Give the config.json of this model.",
         )
     has_head = any(tensor.name == "output.weight" for tensor in checkpoint.other_tensors)
-    if not has_head and checkpoint.config.get("tie_word_embeddings") is not True:
+    if not has_head and checkpoint.config.content.get("tie_word_embeddings") is not True:
         raise CheckpointError(
             f"{path} has no output.weight, but {CONFIG_NAME} in {checkpoint.side_directory} does "
             "not say tie_word_embeddings",

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
-from ktconv.families.config import family_of
 from ktconv.families.names import is_gguf, norm_tensors
 from ktconv.source import MoELayer, TensorRef
 from ktconv.source.reading.tensors import SourceTensors
+from ktconv.source.settings import ModelSettings
 from ktconv.system.arrays import F32
 
 
-def find_norm(
-    tensors: SourceTensors, config: Mapping[str, Any], layer: MoELayer
-) -> TensorRef | None:
+def find_norm(tensors: SourceTensors, config: ModelSettings, layer: MoELayer) -> TensorRef | None:
     """By its name; its shape may be any."""
-    return tensors.find(norm_tensors(layer.source, family_of(config)))
+    return tensors.find(norm_tensors(layer.source, config.family))
 
 
 def norm_scale(
-    tensors: SourceTensors, config: Mapping[str, Any], layer: MoELayer, norm: TensorRef
+    tensors: SourceTensors, config: ModelSettings, layer: MoELayer, norm: TensorRef
 ) -> F32:
     """What the norm multiplies each channel by, [width]. Some families store that less 1."""
-    row = family_of(config)
+    row = config.family
     less_one = row is not None and row.norm_less_one and not is_gguf(layer.source)
     scale: F32 = tensors.vector(norm) + np.float32(less_one)
     return scale

@@ -53,19 +53,11 @@ def quantization_section(
 
 def config_json(plan: Plan, renamed: Iterable[str] = ()) -> bytes:
     """The source's config.json, with our quantization_config in place of any other."""
-    content = _without_quantization(dict(plan.checkpoint.whole_config or plan.checkpoint.config))
+    content = plan.checkpoint.config.document()
     section = quantization_config(plan, renamed)
     if section is not None:
         content["quantization_config"] = section
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _without_quantization(section: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_quantization(value) if isinstance(value, dict) else value
-        for key, value in section.items()
-        if key not in ("quantization_config", "compression_config")
-    }
 
 
 def recipe_yaml(plan: Plan) -> bytes:

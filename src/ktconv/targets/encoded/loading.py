@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from ktconv.families import table
 from ktconv.source import Checkpoint
-from ktconv.source.config import interpret_config
 from ktconv.targets.consumers import model_types
 from ktconv.targets.encoded.readers import READERS, TRANSFORMERS, Reader
 
@@ -16,7 +15,7 @@ def transformers_reads_packed(checkpoint: Checkpoint) -> bool:
     would not be found, and be initialised at random with a warning."""
     if all(len(layer.experts[0]["up"].tensor.shape) < 3 for layer in checkpoint.layers):
         return True
-    types = interpret_config(checkpoint.config).model_types
+    types = checkpoint.config.checked.model_types
     rows = (table.FAMILIES.of(kind) for kind in types)
     return any(row is not None and not row.fused_only for row in rows)
 
@@ -27,6 +26,6 @@ def readers_of(name: str, checkpoint: Checkpoint) -> Mapping[Reader, str | None]
     types = model_types(checkpoint)
     found = {reader: reader.failure(name, types) for reader in READERS}
     if found[TRANSFORMERS] is None and not transformers_reads_packed(checkpoint):
-        kind = checkpoint.config.get("model_type", "this model")
+        kind = checkpoint.config.model_type or "this model"
         found[TRANSFORMERS] = f"reads the experts of {kind} only in fused form"
     return found

@@ -13,7 +13,6 @@ from ktconv import __version__
 from ktconv.conversion.plan import Plan as AnyPlan
 from ktconv.conversion.target import BaseOptions, Target
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.families.config import family_of
 from ktconv.source import Checkpoint, ExpertMatrix, MoELayer, Projection, TensorRef
 from ktconv.source.encodings.base import BIAS
 from ktconv.source.encodings.grids import NUMBERS
@@ -307,7 +306,7 @@ class EncodedTarget(Target):
 
 def _refuse_family(checkpoint: Checkpoint) -> None:
     """CheckpointError for a family whose experts no engine reads one by one."""
-    family = family_of(checkpoint.config)
+    family = checkpoint.config.family
     if family is not None and family.no_gpu:
         raise CheckpointError(
             f"{checkpoint.path} is of type {family.types[0]}, whose experts inference engines read "

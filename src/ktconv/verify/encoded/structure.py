@@ -79,7 +79,7 @@ class GpuStructureCheck(StructureCheck):
                     )
         self._quantization()
         if output.checkpoint is not None:
-            self._unlike(output.checkpoint.whole_config or output.checkpoint.config)
+            self._unlike(output.checkpoint.config.document())
 
     def _quantization(self) -> None:
         """Checks all of quantization_config, since engines use keys that are not read elsewhere."""

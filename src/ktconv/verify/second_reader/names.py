@@ -35,7 +35,7 @@ class SecondReader:
 
     def __init__(self, checkpoint: Checkpoint, reader: SourceReader) -> None:
         self._checkpoint, self._reader = checkpoint, reader
-        self._quantization = _quantization(checkpoint.config)
+        self._quantization = _quantization(checkpoint.config.content)
         self._lock = threading.Lock()
         self._by_module: Mapping[str, Parts] | None = None
         mapped = checkpoint.mapped
@@ -136,7 +136,7 @@ class SecondReader:
             return "interleaved"
         if any(tensor.file.suffix == ".gguf" for tensor in gate_up.values()):
             return "gate first"
-        config = self._checkpoint.config
+        config = self._checkpoint.config.content
         sections = [config, *(one for one in config.values() if isinstance(one, dict))]
         rows = (table.FAMILIES.of(section.get("model_type")) for section in sections)
         spelt = (row for row in rows if row is not None and word in row.gate_up)

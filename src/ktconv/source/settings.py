@@ -1,0 +1,132 @@
+"""What config.json says of a model, asked by meaning: the file's own keys stay in `source`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ktconv.families import table
+from ktconv.families.activations import expert_activation, post_norm_epsilon, shared_activation
+from ktconv.families.config import USUAL_TOP_K as USUAL_TOP_K
+from ktconv.families.config import family_of, sections_of, text_section, top_k_of, value_of
+from ktconv.families.family import ExpertActivation, Family, RouterSpec
+from ktconv.families.routers import FoundRouter, find_router, router_of
+from ktconv.source.config import ModelConfig, interpret_config, read_config
+from ktconv.source.towers import tower_config
+
+_QUANTIZATION = ("quantization_config", "compression_config")
+
+
+class ModelSettings:
+    """The settings of a model, by the names that all families have for them.
+
+    Everything is what config.json says; None, or the usual value, where it says nothing. Methods
+    raise CheckpointError where a setting has an impossible value or contradicts another one.
+    """
+
+    def __init__(self, content: Mapping[str, Any], whole: Mapping[str, Any] | None = None) -> None:
+        """`content`: config.json, or the dictionary of an object of transformers, as the converted
+        experts' tower reads it; `whole`: of all towers, where `content` is of one."""
+        self.content = content  # for `source` alone, and for what checks the file as such
+        self._whole = content if whole is None else whole
+
+    @staticmethod
+    def beside(directory: Path, tower: str | None = None) -> ModelSettings:
+        """The settings of config.json in a directory. Raises as `read_config`."""
+        return ModelSettings(tower_config(read_config(directory).content, tower))
+
+    def __bool__(self) -> bool:
+        """Whether anything is said."""
+        return bool(self.content)
+
+    @cached_property
+    def checked(self) -> ModelConfig:
+        """What experts are checked against; raises as `interpret_config`."""
+        return interpret_config(self.content)
+
+    @cached_property
+    def family(self) -> Family | None:
+        """The row of the table of families."""
+        return family_of(self.content)
+
+    @property
+    def model_type(self) -> str | None:
+        """As the top of config.json has it."""
+        return self.content.get("model_type")
+
+    @property
+    def model_types(self) -> list[Any]:
+        """Of the text section, then of the whole file if that is another one; None: it has none."""
+        return [value_of(section, "model type") for section in sections_of(self.content)]
+
+    def activation(self, layer: int | None = None) -> ExpertActivation:
+        """Of the routed experts; see `expert_activation`."""
+        return expert_activation(self.content, layer)
+
+    def shared_activation(self, layer: int) -> ExpertActivation:
+        """Of the shared experts."""
+        return shared_activation(self.content, layer)
+
+    @property
+    def post_norm_epsilon(self) -> float:
+        """Of norms of the experts' outputs."""
+        return post_norm_epsilon(self.content)
+
+    def top_k(self, layer: int | None = None) -> int | None:
+        """Experts per token; see `top_k_of`."""
+        return top_k_of(self.content, layer)
+
+    def router(self, layer: int) -> RouterSpec:
+        """See `router_of`."""
+        return router_of(self.content, layer)
+
+    def find_router(self, layer: int, corrected: bool | None = None) -> FoundRouter:
+        """See `families.routers.find_router`."""
+        return find_router(self.content, layer, corrected)
+
+    @property
+    def hidden_size(self) -> Any:
+        """The width of the language model."""
+        return value_of(text_section(self.content), "hidden size")
+
+    @property
+    def num_layers(self) -> int | None:
+        """Layers of the language model, without MTP layers."""
+        text = text_section(self.content)
+        given = (text.get(key) for key in table.FAMILIES.keys("layers", self.family))
+        return next((value for value in given if isinstance(value, int)), None)
+
+    @property
+    def vocabulary(self) -> Any:
+        """Tokens of the language model."""
+        return text_section(self.content).get("vocab_size")
+
+    @property
+    def dtype(self) -> str | None:
+        """The name of the dtype in which the model computes."""
+        found = (one.get("dtype") or one.get("torch_dtype") for one in sections_of(self.content))
+        return next(filter(None, found), None)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether there is a quantization_config, empty or not."""
+        return any(one.get("quantization_config") is not None for one in sections_of(self.content))
+
+    def document(self) -> dict[str, Any]:
+        """A new config.json for an output of the same model, of all towers, without what it says of
+        quantization."""
+        return _without_quantization(self._whole)
+
+    def keys(self) -> list[str]:
+        """Keys of the whole file."""
+        return list(self._whole)
+
+
+def _without_quantization(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_quantization(value) if isinstance(value, dict) else value
+        for key, value in section.items()
+        if key not in _QUANTIZATION
+    }
