@@ -96,7 +96,7 @@ class Reading:
         return ModelSource(found, cache=self.cache_dir, **kept)
 
     def source_if(self, model: str | None, *, output: Path | None = None) -> ModelSource | None:
-        """The same of --source. UsageError for options about a source that is not given."""
+        """The source that --source means; None without it. UsageError for options about a source that is not given."""
         if model:
             return self.source(model, output=output)
         for name in sorted(_SAME):
