@@ -96,7 +96,8 @@ class Reading:
         return ModelSource(found, cache=self.cache_dir, **kept)
 
     def source_if(self, model: str | None, *, output: Path | None = None) -> ModelSource | None:
-        """The source that --source means; None without it. UsageError for options about a source that is not given."""
+        """The source that --source means; None without it. UsageError for other options about it
+        then."""
         if model:
             return self.source(model, output=output)
         for name in sorted(_SAME):
