@@ -11,6 +11,8 @@ from helpers.amx import compiler, kept_directory
 from helpers.paths import NATIVE, ROOT
 from helpers.random_calls import build_calls, calls_command, environment
 
+pytestmark = pytest.mark.slow
+
 PROGRAMS = (
     "check", "moe_check", "train_check", "train_calls_check", "gradients_check", "strips_check"
 )  # fmt: skip
