@@ -1,5 +1,5 @@
 """The checks of native/test that need no Python, on the extension that is installed. `make asan`
-builds the same ones with the library under sanitizers, `make aarch64` for another architecture."""
+builds the same ones with the library under sanitizers, `make neon` for another architecture."""
 
 from __future__ import annotations
 
