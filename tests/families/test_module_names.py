@@ -41,7 +41,7 @@ def test_every_linear_layer_is_named_as_transformers_names_it(
     model = saved.written(name, tmp_path)
     checkpoint = open_checkpoint(model)
     others = checkpoint.other_tensors
-    renamed = names_in_transformers(others, checkpoint.whole_config or checkpoint.config)
+    renamed = names_in_transformers(others, checkpoint.config.families)
     assert linear_modules(name, model) <= set(ignored_modules(others, renamed))
 
 

@@ -71,9 +71,8 @@ class Encode(Conversion):
         if section is None or not (named := set(ignored_in(section))):
             return []
         others = (tensor for unit in self.plan.others for tensor in unit.tensors())
-        checkpoint = self.plan.checkpoint
-        whole = checkpoint.whole_config or checkpoint.config
-        return sorted(names_in_transformers(others, whole) - named)
+        rows = self.plan.checkpoint.config.families
+        return sorted(names_in_transformers(others, rows) - named)
 
     def about_made_files(self) -> Record:
         return {RENAMED: self._renamed} if self._renamed else {}

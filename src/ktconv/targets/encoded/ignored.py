@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any
 
-from ktconv.families import table
-from ktconv.families.config import sections_of
+from ktconv.families.family import Family
 from ktconv.families.names import is_in_experts
 from ktconv.source import TensorRef
 from ktconv.targets.encoded.module_classes import class_of
@@ -69,11 +67,9 @@ def ignored_modules(tensors: Iterable[Stored], renamed: Iterable[str] = ()) -> l
     return sorted({*names, *_of_drafts(names), *_shorter(names), *renamed})
 
 
-def names_in_transformers(tensors: Iterable[Stored], config: Mapping[str, Any]) -> set[str]:
-    """What transformers calls the modules of `tensors` in the model that it builds by `config`,
-    where that is another name: by the row of each of its model types, the whole model's first."""
-    kinds = (one.get("model_type") for one in reversed(sections_of(config)))
-    rows = (row for kind in kinds if (row := table.FAMILIES.of(kind)) is not None)
+def names_in_transformers(tensors: Iterable[Stored], rows: Iterable[Family]) -> set[str]:
+    """What transformers calls the modules of `tensors` in its own model, where that is another
+    name: by the row of each model type in config.json, the whole model's first."""
     plain = {name for name in plain_modules(tensors) if not is_in_experts(name)}
     found = set(plain)
     for pattern, names in dict.fromkeys(change for row in rows for change in row.modules):
