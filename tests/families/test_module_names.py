@@ -47,4 +47,4 @@ def test_every_linear_layer_is_named_as_transformers_names_it(
 
 def test_names_that_are_the_same_are_not_repeated(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(saved.written("qwen3_moe", tmp_path))
-    assert names_in_transformers(checkpoint.other_tensors, checkpoint.config) == set()
+    assert names_in_transformers(checkpoint.other_tensors, checkpoint.config.families) == set()

@@ -172,7 +172,7 @@ def test_dense_layers(tmp_path: Path) -> None:
     config = opened(
         tmp_path, leading_dense_block_count=1, interleave_moe_layer_step=2
     ).config.content
-    assert "first_k_dense_replace" not in config
+    assert "first_k_dense_replace" not in model.config.content
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_without_an_architecture(tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_keeps_its_name(tmp_path: Path) -> None:
-    config = opened(tmp_path, "next-year-moe").config
+    config = opened(tmp_path, "next-year-moe").config.content
     assert config["model_type"] == "next-year-moe" and config["num_experts"] == EXPERTS
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from ktconv.source import ExpertMatrix, TensorRef
 from ktconv.source.config import CONFIG_NAME
 from ktconv.source.encodings.base import BIAS
+from ktconv.source.settings import ModelSettings
 from ktconv.targets.encoded.config import quantization_section
 from ktconv.targets.encoded.ignored import names_in_transformers
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
@@ -125,7 +126,8 @@ class GpuStructureCheck(StructureCheck):
         if output.manifest is not None:
             renamed: Iterable[str] = output.manifest.names(RENAMED)
         else:
-            renamed = names_in_transformers(output.others.values(), output.config)
+            rows = ModelSettings(output.config).families
+            renamed = names_in_transformers(output.others.values(), rows)
         if output.plan is not None:
             others: Any = (tensor for unit in output.plan.others for tensor in unit.tensors())
             target, layers = output.plan.target, output.plan.layers
