@@ -74,18 +74,6 @@ def test_pool_check(sanitizer: str, portable: bool, tmp_path: Path) -> None:
     assert "pool: 0 failures" in done.stdout
 
 
-def test_pool_check_on_aarch64(tmp_path: Path) -> None:
-    for program in ("aarch64-linux-gnu-gcc", "qemu-aarch64"):
-        if shutil.which(program) is None:
-            pytest.skip(f"no {program}")
-    target = str(tmp_path / "pool_check")
-    build = ["aarch64-linux-gnu-gcc", "-static", *FLAGS, *map(str, SOURCES), "-lm", "-o", target]
-    subprocess.run(build, check=True)
-    command = ["qemu-aarch64", target, "no fork"]  # the emulator's children have no threads
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:]
-
-
 # --- as the process sees it
 
 
