@@ -26,7 +26,7 @@ C_HEADERS := $(shell find native -name '*.h')
 SETUP     := pyproject.toml setup.py constraints.txt native/build_ffi.py $(C_SOURCES) $(C_HEADERS)
 WARNINGS  := -std=c11 -Wall -Wextra -Wconversion -Wshadow -Wstrict-prototypes -Werror
 
-.PHONY: demo test check test-fast asan tsan aarch64 lint format bench fuzz fuzz-native torture mutants docs wheels clean
+.PHONY: demo test check test-fast asan tsan neon lint format bench fuzz fuzz-native torture mutants docs wheels clean
 
 demo: $(VENV)/.core
 	rm -rf build/demo
@@ -35,28 +35,20 @@ demo: $(VENV)/.core
 	$(BIN)/ktconv verify build/demo --source docs/example/tiny-moe
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=30
 
-# Every room has some; none needs torch or waits for processes that are killed.
-FAST := tests/source tests/formats tests/fuzz tests/plan/placement tests/system tests/targets tests/writer \
-	tests/runtime/layers tests/runtime/route tests/families/test_document.py tests/families/test_table.py tests/families/test_which_method.py tests/test_adding.py tests/test_docs.py tests/test_site.py \
-	tests/test_structure.py tests/cli/test_map.py tests/cli/test_progress.py \
-	tests/conversion/test_pipeline.py tests/native/test_audit.py tests/native/test_golden.py \
-	tests/quantize/packed/test_exclude_experts.py \
-	tests/quantize/packed/test_manifest.py tests/repack/test_refusals.py tests/repack/test_reshard.py \
-	tests/verify/test_compare.py tests/verify/test_faults.py tests/verify/test_structure.py \
-	tests/bench/test_compare.py tests/bench/test_presets.py tests/bench/test_routing.py
-SLOW := --ignore=tests/source/remote --ignore=tests/source/test_mutations.py --ignore=tests/runtime/layers/test_online.py
+# Every room has some; none is about PyTorch or waits for processes that are killed.
+FAST := $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not torch"
 
 check: $(VENV)/.check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES) $(C_HEADERS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(FAST) $(SLOW)
+	$(FAST)
 
 test-fast: $(VENV)/.check
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(FAST) $(SLOW)
+	$(FAST)
 
 asan: $(addprefix build/asan/,check moe_check train_check train_calls_check gradients_check strips_check random_check threads_check)
 	build/asan/check
@@ -107,7 +99,7 @@ build/aarch64/%.o: native/%.c $(C_HEADERS)
 build/aarch64/check build/aarch64/moe_check build/aarch64/train_check build/aarch64/strips_check build/aarch64/pool_check: build/aarch64/%: $(patsubst build/asan/%,build/aarch64/%,$(LIBRARY)) build/aarch64/test/%.o
 	$(AARCH64) -static $^ -lm -pthread -o $@
 
-aarch64: $(addprefix build/aarch64/,check moe_check train_check strips_check pool_check)
+neon: $(addprefix build/aarch64/,check moe_check train_check strips_check pool_check)
 	$(QEMU) build/aarch64/check > build/aarch64/check.log || { cat build/aarch64/check.log; exit 1; }
 	grep -x 'levels: scalar neon' build/aarch64/check.log
 	$(QEMU) build/aarch64/moe_check

@@ -15,6 +15,8 @@ from helpers.site import module
 
 from ktconv.cli.app import COMMANDS
 
+pytestmark = pytest.mark.process
+
 HOOKS = module("site_hooks")
 PAGES: dict[str, str] = HOOKS.generated()
 BY_NAME: dict[str, Any] = HOOKS.commands()

@@ -38,6 +38,8 @@ from ktconv.formats import FORMATS as WEIGHT_FORMATS
 from ktconv.runtime.layers import Experts
 from ktconv.system.units import parse_size
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 SMALL = ("--shape", "128,128,3,2", "--tokens", "1,5", "--iters", "1", "--threads", "1")
 
 

@@ -31,6 +31,8 @@ from ktconv.conversion.run import DISK_MARGIN
 from ktconv.formats import output_formats
 from ktconv.targets.packed.target import ScaleRule as OfLibrary
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 EXAMPLE = ROOT / "docs" / "example" / "tiny-moe"
 SITE = module("site_commands")  # makes the page of a command
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]

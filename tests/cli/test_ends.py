@@ -32,6 +32,8 @@ from ktconv.cli.process import OutputStream
 from ktconv.cli.repack import RESHARD_HINTS
 from ktconv.errors import KtconvError
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -24,6 +24,8 @@ from ktconv.cli import library
 from ktconv.cli.app import app
 from ktconv.errors import CheckpointError, UsageError
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 MODULES = (
     "bench",
@@ -217,10 +219,12 @@ CASES: dict[str, tuple[Callable[[Path, Path], Any], Callable[[Path, Path], list[
         lambda *_: [EXAMPLE, "--max-tokens", 64, "--hot", 2],
     ),
     "bench": (
-        lambda *_: ktconv.bench(method="int4", shape=["128,128,4,2"], tokens=[1, 2], iters=1),
+        lambda *_: ktconv.bench(
+            method="int4", shape=["128,128,4,2"], tokens=[1, 2], iters=1, seconds=0
+        ),
         lambda *_: [
             "--method", "int4", "--shape", "128,128,4,2", "--tokens", "1,2", "--iters", 1,
-            "--format", "json",
+            "--seconds", 0, "--format", "json",
         ],
     ),
     "push": (

@@ -16,7 +16,8 @@ from helpers.families import Tensor, bf16, random_weights, simple_config, write_
 
 from ktconv.formats import parse_tensor_name
 
-pytestmark = pytest.mark.usefixtures("tiles")  # `verify` runs the kernels of every level
+# `verify` runs the kernels of every level.
+pytestmark = [pytest.mark.usefixtures("tiles"), pytest.mark.slow]
 
 HIDDEN, INNER, EXPERTS = 128, 256, 4
 NAMES = {

@@ -75,6 +75,7 @@ def test_lines_on_narrow_terminals_break_between_words() -> None:
 
 
 def test_a_circle_of_redirects(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
     with serving(write_model(tmp_path / "model", layers=1)) as web:
         web.fault = lambda _: Fault(302, {"Location": f"{web.url}/config.json"})
         result = run(web.url, tmp_path / "out")
@@ -83,6 +84,7 @@ def test_a_circle_of_redirects(tmp_path: Path) -> None:
 
 
 def test_parts_without_a_range(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
     with serving(write_model(tmp_path / "model", layers=1)) as web:
         web.fault = lambda _: Fault("bare")
         refused(run(web.url, tmp_path / "out"), 2, "the server sends parts without Content-Range")

@@ -20,6 +20,8 @@ torch = pytest.importorskip("torch")
 
 from ktconv.compat.kt import KTMoEWrapper, generate_gpu_experts_masks  # noqa: E402
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 # Names, order and defaults of kt_kernel 0.7.2's factory; "-": none.
 ARGUMENTS = {
     "layer_idx": "-", "num_experts": "-", "num_experts_per_tok": "-", "hidden_size": "-",

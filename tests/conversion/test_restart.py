@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from helpers.cli import STATE, contents, done, edit_json, refused, run, stamps, write_model
 
+pytestmark = pytest.mark.slow
+
 CHANGES = {
     "--method=int8": "options.method: int4 there, int8 now",
     "--numa=2": "options.numa: 1 there, 2 now",

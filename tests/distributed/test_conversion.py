@@ -21,6 +21,8 @@ from ktconv.distributed.conversion import Distribution, quantize_cpu_on
 from ktconv.distributed.driver import JobsFailedError, Listener, run_jobs
 from ktconv.distributed.jobs import Job
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 ALL = ["layer-00000", "layer-00001", "layer-00002", "layer-00003", "other-00001"]
 
 

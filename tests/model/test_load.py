@@ -27,6 +27,8 @@ from ktconv.errors import CheckpointError, ResourceError
 from ktconv.model import load
 from ktconv.model.guard import RefusedError, no_code_of
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.process]
+
 SOURCES = Path(load.__file__).parents[1]
 ROOM = "model/load.py"
 

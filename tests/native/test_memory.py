@@ -13,6 +13,8 @@ from ktconv import native
 from ktconv.formats import FORMATS, output_formats, reference
 from ktconv.formats.decode import e4m3fn_to_f32
 
+pytestmark = pytest.mark.slow
+
 MARGIN = 64
 
 

@@ -21,6 +21,8 @@ from ktconv.system import machine
 from ktconv.system import pool as pools
 from ktconv.system.pool import Pool
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 SOURCES = [ROOT / "native/test/pool_check.c", *sorted((ROOT / "native/src/pool").glob("*.c"))]
 FLAGS = ["-std=c11", "-g", "-O1", "-pthread", f"-I{ROOT / 'native/include'}"]
 LINUX = sys.platform == "linux"

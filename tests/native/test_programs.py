@@ -1,5 +1,5 @@
 """The checks of native/test that need no Python, on the extension that is installed. `make asan`
-builds the same ones with the library under sanitizers, `make aarch64` for another architecture."""
+builds the same ones with the library under sanitizers, `make neon` for another architecture."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 from helpers.amx import compiler, kept_directory
 from helpers.paths import NATIVE, ROOT
 from helpers.random_calls import build_calls, calls_command, environment
+
+pytestmark = pytest.mark.slow
 
 PROGRAMS = (
     "check", "moe_check", "train_check", "train_calls_check", "gradients_check", "strips_check"

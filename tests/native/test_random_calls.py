@@ -15,6 +15,8 @@ from helpers.random_calls import build_calls, calls_command, environment
 
 from ktconv import native
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 
 @pytest.fixture(scope="module")
 def library(pytestconfig: pytest.Config) -> Path:

@@ -29,9 +29,13 @@ from ktconv.verify.run import unwatched
 
 NAME = "org/some-moe"
 
-pytestmark = pytest.mark.filterwarnings(  # of what the library asks of httpx
-    "ignore:Use 'content=:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.process,
+    pytest.mark.network,
+    # Of what the library asks of httpx.
+    pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),
+]
 
 
 @pytest.fixture

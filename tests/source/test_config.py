@@ -28,6 +28,8 @@ from ktconv.families.config import text_section
 from ktconv.source import open_checkpoint
 from ktconv.source.config import interpret_config
 
+pytestmark = pytest.mark.slow
+
 NAN, INF = math.nan, math.inf
 
 

@@ -19,6 +19,8 @@ from ktconv.distributed.models.listing import Entry, read_list
 from ktconv.distributed.models.runs import Fleet
 from ktconv.errors import UsageError
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 
 def listed(tmp_path: Path, *lines: str) -> Path:
     path = tmp_path / "models.txt"

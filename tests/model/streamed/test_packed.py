@@ -16,6 +16,8 @@ from ktconv.model import replace_experts
 from ktconv.source import open_checkpoint
 from ktconv.targets.expert_sets import expert_set
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 CHOSEN = {0: [0, 3], 1: [7]}  # of 8
 
 

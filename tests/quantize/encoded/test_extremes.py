@@ -16,6 +16,8 @@ from helpers.families import bf16, numbered, random_weights, simple_config, writ
 from ktconv.formats import output_formats
 from ktconv.targets.encoded.scheme import names_of
 
+pytestmark = pytest.mark.slow
+
 EXPERT = 1  # the odd one
 CPU = [*output_formats(), *names_of("quantize-cpu")]
 METHODS = [("quantize-cpu", "--method", name) for name in CPU]

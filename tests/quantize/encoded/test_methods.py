@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import pytest
-from helpers.cli import ktconv, ktconv_done, process, write_model
+from helpers.cli import ktconv, ktconv_done, write_model
 from helpers.convert import read_json, read_model
 from helpers.corrupt import check
 from helpers.encoded import KINDS, encoded_model, of_packed
@@ -29,6 +29,7 @@ from helpers.families import (
 from helpers.gpu_corrupt import find
 from helpers.recoded import change_recorded, encode, values_of
 
+from ktconv import native
 from ktconv.cli.encode import EncodedMethod
 from ktconv.cli.quantize_gpu import Scheme as GpuScheme
 from ktconv.errors import CheckpointError, UsageError
@@ -38,6 +39,8 @@ from ktconv.source.reading.reader import SourceReader
 from ktconv.targets.encoded.scheme import FORMATS, ROWS, SCHEMES, Scheme, group_size_of, names_of
 from ktconv.targets.encoded.target import EncodedTarget
 from ktconv.verify.encoded.output import is_gpu_output
+
+pytestmark = pytest.mark.slow
 
 HIDDEN, INNER, EXPERTS = 256, 384, 3
 SOURCE = "model.layers.0.mlp.experts"
@@ -206,16 +209,19 @@ def test_gate_and_up_share_their_second_scale(model: Path, made: Callable[[str],
 
 @pytest.mark.parametrize("scheme", ["W4A16", "rawint4", "mxfp4", "NVFP4A16", "gptq-int4"])
 def test_bits_do_not_depend_on_the_instruction_set(
-    scheme: str, model: Path, made: Callable[[str], Path], tmp_path: Path, monkeypatch: Any
+    scheme: str, model: Path, made: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("KTCONV_ISA", "scalar")
     words = ["--method", scheme] if SCHEMES[scheme].command == "quantize-cpu" else []
     words = words or ["--scheme", scheme]
     words += ["--scale", "amax"] if SCHEMES[scheme].is_int else []
-    command = SCHEMES[scheme].command
-    done = process(command, model, tmp_path / "out", *words, KTCONV_ISA="scalar")
-    assert done.returncode == 0, done.stderr
-    assert read_model(tmp_path / "out") == read_model(made(scheme))
+    expected, before = read_model(made(scheme)), native.isa()
+    native.use_isa("scalar")
+    try:
+        ktconv_done(SCHEMES[scheme].command, model, tmp_path / "out", *words)
+        assert native.isa() == "scalar" != before or len(native.isa_available()) == 1
+    finally:
+        native.use_isa(before)
+    assert read_model(tmp_path / "out") == expected
 
 
 SEARCHED = [name for name in ALL if SCHEMES[name].is_int]

@@ -30,6 +30,8 @@ from ktconv.quantize.llm_compressor.gptq.coverage import Counter
 from ktconv.quantize.llm_compressor.run import prepare, quantize_gpu
 from ktconv.targets.encoded.target import Calibration, Options
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 PARTS = ("weight_packed", "weight_scale", "weight_shape")
 EVALUATED = 10  # windows of 512 tokens from the start of a model's text; calibration has the rest

@@ -23,6 +23,8 @@ from ktconv import native
 from ktconv.cli.app import app
 from ktconv.cli.quantize_gpu import GpuMethod, ScaleRule, Scheme
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.process]
+
 SOURCE = "model.layers.0.mlp.experts"
 LAYERS = 12
 

@@ -27,6 +27,8 @@ from ktconv.runtime.layers.experts import gated, quantized
 from ktconv.runtime.layers.load import activation_of, moe_layers
 from ktconv.system.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 F32 = NDArray[np.float32]
 
 

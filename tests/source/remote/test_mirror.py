@@ -20,6 +20,8 @@ from ktconv.source import open_checkpoint
 from ktconv.source.remote import attempts, mirror, transfer
 from ktconv.source.remote.store import RemoteFile
 
+pytestmark = [pytest.mark.slow, pytest.mark.network]
+
 URL = "hf://org/model"
 
 

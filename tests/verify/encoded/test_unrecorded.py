@@ -17,6 +17,8 @@ from helpers.recoded import change_recorded
 from ktconv.source import read_header
 from ktconv.targets.encoded.scheme import names_of
 
+pytestmark = pytest.mark.slow
+
 INTEGERS = ("rawint4", "int4-g64", "int4-g128", "int8-g128")
 MADE = [("quantize-cpu", "--method", name, "--scale", rule)
         for name in INTEGERS for rule in ("search", "amax")]  # fmt: skip
