@@ -24,6 +24,8 @@ from ktconv.system.stores import local_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.network]
 
+pytestmark = [pytest.mark.slow, pytest.mark.network]
+
 URL = "hf://org/model"
 
 
