@@ -35,7 +35,7 @@ def test_the_main_commands_come_first_and_no_line_is_cut() -> None:
     headings = re.findall(r"^(\w[\w ]+):$", text, re.MULTILINE)
     assert headings == ["Main commands", "Outputs", "Planning", "This machine", "Options"]
     main = [name for name, row in COMMANDS.items() if row.panel == MAIN]
-    assert main == ["quantize-cpu", "quantize-gpu", "verify", "inspect", "bench"]
+    assert main == ["quantize-cpu", "quantize-gpu", "merge", "verify", "bench"]
     for name, row in COMMANDS.items():
         assert re.search(rf"^  {name} +{re.escape(row.summary)}$", text, re.MULTILINE)
     assert "..." not in text.replace("[ARGS]...", "")

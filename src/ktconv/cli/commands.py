@@ -44,13 +44,18 @@ COMMANDS = {
         "Quantize experts for GPUs, as compressed-tensors does",
         _MISMATCH,
     ),
+    "merge": Row(
+        "repack:merge_command",
+        MAIN,
+        "Merge layer folders into safetensors shards",
+        _MISMATCH,
+    ),
     "verify": Row(
         "verify:verify",
         MAIN,
         "Check a conversion: complete, undamaged and accurate",
         _FAILED,
     ),
-    "inspect": Row("inspect:inspect", MAIN, "Show what a checkpoint or an output contains"),
     "bench": Row(
         "bench:bench",
         MAIN,
@@ -63,12 +68,6 @@ COMMANDS = {
         "Compare conversions: size, errors, perplexity, speed",
         _FAILED,
     ),
-    "merge": Row(
-        "repack:merge_command",
-        OUTPUTS,
-        "Merge layer folders into safetensors shards",
-        _MISMATCH,
-    ),
     "reshard": Row(
         "repack:reshard_command",
         OUTPUTS,
@@ -76,6 +75,7 @@ COMMANDS = {
         _MISMATCH,
     ),
     "push": Row("push:push_command", OUTPUTS, "Send an output to the Hugging Face hub"),
+    "inspect": Row("inspect:inspect", PLANNING, "Show what a checkpoint or an output contains"),
     "plan": Row("plan:plan", PLANNING, "Plan which GPUs and NUMA nodes hold which experts"),
     "stats": Row("stats:stats", PLANNING, "Count how often a text's tokens choose each expert"),
     "doctor": Row("doctor:doctor", MACHINE, "Show what this machine supports"),
