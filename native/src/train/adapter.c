@@ -47,7 +47,8 @@ kt_adapter kt_adapter_of(const kt_moe *moe, const kt_lora *lora) {
                   .strips = KT_CELL(kt_strips_of),
                   .math = KT_CELL(kt_gradients_of),
                   .product = kt_format_product(&kt_bf16_format),
-                  .add = kt_bf16_adding_product()};
+                  .add = kt_bf16_adding_product(),
+                  .add_beside = kt_bf16_adding_stream()};
   if (!lora) return a;
   a.rank = lora->rank;
   a.pair_cols = whole_tiles(2 * lora->rank), a.cols = whole_tiles(lora->rank);
