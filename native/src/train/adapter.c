@@ -3,7 +3,7 @@
 
 #include "../bf16/bf16.h"
 #include "../cpu.h"
-#include "../moe/rows.h"
+#include "../simd/bits.h"
 
 #include <math.h>
 #include <string.h>
@@ -144,8 +144,6 @@ kt_weight kt_strip_weight(const uint8_t *strips, int64_t number, int64_t cols) {
 }
 
 void kt_scaled_row(const float *values, int64_t count, float factor, int64_t cols, uint16_t *out) {
-  for (int64_t k = 0; k < cols; k++) {
-    const float value = k < count ? values[k] * factor : 0.0f;
-    kt_rows_bf16_scalar(&value, 1, out + k);
-  }
+  for (int64_t k = 0; k < count; k++) out[k] = kt_bf16_bits(values[k] * factor);
+  for (int64_t k = count; k < cols; k++) out[k] = 0;
 }
