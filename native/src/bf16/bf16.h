@@ -13,5 +13,6 @@ kt_product_fn kt_bf16_product_scalar, kt_bf16_product_avx2, kt_bf16_product_avx5
 /* train/strips.h */
 kt_product_fn kt_bf16_adding_product_scalar, kt_bf16_adding_product_avx512,
     kt_bf16_adding_product_float_avx512, kt_bf16_adding_product_amx;
+kt_adding_stream_fn kt_bf16_adding_stream_amx;
 
 #endif

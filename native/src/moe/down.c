@@ -62,20 +62,33 @@ static const uint8_t *rows_at(const kt_forward_run *f, const kt_team *t, const k
   return t->mid_rows + (slot - g->slot) * f->mid_stride;
 }
 
+/* The numbers of a streamed product, with LoRA, in the place of its sums. */
+static void adapt(const kt_forward_run *f, const kt_team *t, kt_worker *w, int64_t at,
+                  int64_t count, float *numbers, kt_sums *sums) {
+  if (sums->whole || sums->row_scale) f->epilogue->numbers(sums, 0, count, numbers);
+  *sums = kt_sums_of(numbers, count);
+  kt_adapted_stream_down(&f->adapted, &t->adapted, &w->lora, at, count, &w->beside, numbers);
+}
+
 /* One strip for all blocks of tokens. */
 static void stream_strip(kt_forward_run *f, const kt_team *t, kt_worker *w, const kt_group *g,
                          const stretch *s, const kt_weight *down, int64_t strip,
                          const kt_place *following) {
   const kt_expert *const e = kt_expert_at(&f->run, s->part, s->active);
   const kt_blocks b = kt_expert_blocks(&f->run.route, s->active, f->most_tokens);
+  const int adapted = kt_adapts(&f->adapted.adapter, KT_DOWN);
+  kt_adapted_down_strips(&f->adapted, &w->lora, f->run.route.active[s->active], strip * KT_STRIP,
+                         1);
   for (int64_t i = 0; i < b.number; i++) {
     const int64_t slot = kt_block_start(&b, i), count = kt_block_start(&b, i + 1) - slot;
     const int last = i + 1 == b.number;
+    float *const sums = kt_stream_sums(w, w->strip_number++ % 2);
     kt_weighted weighted = weighted_of(f, e, s->part, strip, 1, slot);
     w->beside.following = !last ? down : following->strips ? &following->weight : NULL;
     w->beside.following_strip = last ? following->strip : strip;
-    f->stream(down, strip, rows_at(f, t, g, slot), f->mid_stride, count, &w->beside,
-              kt_stream_sums(w, w->strip_number++ % 2), &weighted.down);
+    f->stream(down, strip, rows_at(f, t, g, slot), f->mid_stride, count, &w->beside, sums,
+              &weighted.down);
+    if (adapted) adapt(f, t, w, slot - g->slot, count, sums, &weighted.down);
     kt_beside_finish(&w->beside);
     w->weighted = weighted;
     kt_beside_work(&w->beside, add_weighted, w, count, 1);
@@ -109,6 +122,7 @@ static void multiply_stretch(kt_forward_run *f, const kt_team *t, kt_worker *w, 
   const int64_t largest = kt_ceil_div(b.count, b.number);
   const int64_t most = kt_smaller(KT_MAX_STRIPS, KT_MAX_PRODUCTS / largest);
   kt_beside_finish(&w->beside);
+  if (kt_adapts(&f->adapted.adapter, KT_DOWN)) kt_beside_leave(&w->beside); /* as there */
   for (int64_t strip = s->first, strips; strip < s->end; strip += strips) {
     strips = kt_smaller(most, s->end - strip);
     kt_adapted_down_strips(&f->adapted, &w->lora, r->route.active[s->active], strip * KT_STRIP,
@@ -118,8 +132,8 @@ static void multiply_stretch(kt_forward_run *f, const kt_team *t, kt_worker *w, 
       kt_weighted weighted = weighted_of(f, e, s->part, strip, strips, slot);
       f->product(&down, strip, strips, rows_at(f, t, g, slot), f->mid_stride, count, w->sums,
                  w->panel);
-      kt_adapted_add_down(&f->adapted, &t->adapted, &w->lora, w->panel, strips, slot, count,
-                          w->sums);
+      kt_adapted_add_down(&f->adapted, &t->adapted, &w->lora, w->panel, strips, slot - g->slot,
+                          count, w->sums);
       weighted.down = kt_sums_of(w->sums, count);
       f->epilogue->add_weighted(&weighted, 0, count);
     }

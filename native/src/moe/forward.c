@@ -9,7 +9,7 @@
  * and then all teams together:
  *   5  y = add + sum of the parts                   items: tokens
  *
- * LoRA (train/adapted.h) has two steps of its own, A x behind 1 and A h behind 3, and adds the
+ * LoRA (train/adapted.h) has a step of its own behind 1, A x, computes A h within 3, and adds the
  * products of B to those of 2 and 4 while they are in cache. */
 #include "forward.h"
 
@@ -56,7 +56,8 @@ static void lay_out_worker(kt_arena *a, const kt_forward_run *f, kt_worker *w) {
                      .beside = kt_beside_of(ring, ring + KT_BESIDE_RING),
                      .activate = f->activate,
                      .activation = &f->run.moe->activation,
-                     .epilogue = f->epilogue};
+                     .epilogue = f->epilogue,
+                     .math = f->adapted.adapter.math};
   kt_take_lora_worker(a, &f->run, &f->adapted.adapter, w ? &w->lora : NULL);
 }
 
@@ -99,30 +100,38 @@ static void make_x_rows(const kt_forward_run *f, kt_team *t, kt_worker *w) {
     }
 }
 
+static void make_mid_row(const kt_forward_run *f, const kt_team *t, const kt_group *g, int64_t part,
+                         int64_t slot) {
+  const int64_t width = f->run.width, at = slot - g->slot;
+  const float *const middle = t->middle + at * width;
+  uint8_t *const row = t->mid_rows + at * f->mid_stride;
+  kt_rows_quantize(f->run.format->rows_kind, width, f->run.moe->layout.group, middle, row);
+  kt_adapted_middle(&f->adapted, &f->run, &t->adapted, part, slot, g->slot, middle, row);
+}
+
 static void make_mid_rows(kt_forward_run *f, kt_team *t, kt_group *g, int64_t part) {
-  const int64_t width = f->run.width;
   for (int64_t first, count; kt_share_take(&g->middle, &first, &count);)
-    for (int64_t i = first; i < first + count; i++) {
-      const int64_t slot = f->run.route.start[g->first] + i, at = slot - g->slot;
-      const float *const middle = t->middle + at * width;
-      uint8_t *const row = t->mid_rows + at * f->mid_stride;
-      kt_rows_quantize(f->run.format->rows_kind, width, f->run.moe->layout.group, middle, row);
-      kt_adapted_middle(&f->adapted, &f->run, &t->adapted, part, slot, middle, row);
-    }
+    for (int64_t i = first; i < first + count; i++) make_mid_row(f, t, g, part, g->slot + i);
 }
 
-/* The team's rows of the middle; only looked at where they are bf16. */
-static kt_rows_view middle_rows(const kt_forward_run *f, const kt_team *t) {
-  return (kt_rows_view){.rows = t->mid_rows, .stride = f->mid_stride, .cols = f->run.width};
-}
-
+/* With LoRA of down: also A h, of some slots of an expert. */
 static void make_down_rows(kt_forward_run *f, kt_team *t, kt_worker *w, kt_group *g, int64_t part) {
-  const kt_rows_view own = middle_rows(f, t);
-  for (int64_t first, count; kt_share_take(&g->products, &first, &count);)
-    for (int64_t i = first; i < first + count; i++)
-      kt_adapted_down_rows(&f->adapted, &f->run, &t->adapted, &w->lora, &own, w->panel, part,
-                           g->first + i);
-  kt_barrier_wait(&t->barrier);
+  /* The team's rows of the middle; only looked at where they are bf16. */
+  const kt_rows_view own = {
+      .rows = t->mid_rows, .before = g->slot, .stride = f->mid_stride, .cols = f->run.width};
+  kt_beside_leave(&w->beside); /* products of A have tiles of their own */
+  for (int64_t first, number; kt_share_take(&g->middle, &first, &number);)
+    for (int64_t i = first; i < first + number; i++) {
+      const int64_t active = g->first + i / g->pieces, piece = i % g->pieces;
+      const int64_t start = f->run.route.start[active];
+      const int64_t all = f->run.route.start[active + 1] - start;
+      const int64_t slot = start + all * piece / g->pieces;
+      const int64_t count = start + all * (piece + 1) / g->pieces - slot;
+      for (int64_t k = slot; k < slot + count; k++) make_mid_row(f, t, g, part, k);
+      if (count)
+        kt_adapted_down_rows(&f->adapted, &f->run, &t->adapted, &w->lora, &own, w->panel, part,
+                             active, slot, count);
+    }
 }
 
 /* Each step knows what the thread multiplies with after it. What a group's last step reads, the
@@ -136,9 +145,11 @@ static void compute_part(kt_forward_run *f, kt_team *t, kt_worker *w, int64_t pa
     if (kt_share_take(down.share, &down.next, &down.count)) next = kt_down_place(f, g, part, down);
     kt_inner_step(f, t, w, g, part, &inner, &next);
     kt_barrier_wait(&t->barrier);
-    make_mid_rows(f, t, g, part);
+    if (g->pieces)
+      make_down_rows(f, t, w, g, part);
+    else
+      make_mid_rows(f, t, g, part);
     kt_barrier_wait(&t->barrier);
-    if (kt_adapts(&f->adapted.adapter, KT_DOWN)) make_down_rows(f, t, w, g, part);
     next.strips = 0;
     if (g + 1 < groups + f->groups) {
       later.share = &g[1].inner;
@@ -192,16 +203,17 @@ static void forward_job(void *context, int32_t thread) {
   kt_float_mode_leave(mode);
 }
 
-/* Experts of the group that begins with active[first]. LoRA and what is saved count slots from the
- * batch's first. */
+/* Experts of the group that begins with active[first]. */
 static kt_group group_from(const kt_forward_run *f, int64_t first, int64_t threads) {
   const kt_route *const route = &f->run.route;
-  const int whole = f->adapted.adapter.lora || f->adapted.saves;
   const int64_t least = threads * GROUP_SLOTS;
   int64_t end = first + 1;
-  while (end < route->active_count && (whole || route->start[end] - route->start[first] < least))
-    end++;
-  return (kt_group){.first = first, .end = end, .slot = whole ? 0 : route->start[first]};
+  while (end < route->active_count && route->start[end] - route->start[first] < least) end++;
+  const int64_t pieces = kt_larger(1, kt_ceil_div(threads, end - first));
+  return (kt_group){.first = first,
+                    .end = end,
+                    .slot = route->start[first],
+                    .pieces = kt_adapts(&f->adapted.adapter, KT_DOWN) ? pieces : 0};
 }
 
 static void prepare_part(kt_forward_run *f, const kt_team *t, int64_t part, int64_t team_size) {
@@ -213,8 +225,8 @@ static void prepare_part(kt_forward_run *f, const kt_team *t, int64_t part, int6
     *g = group_from(f, first, team_size);
     first = g->end;
     kt_share_init(&g->inner, kt_inner_items(f, t, g), 1, threads);
-    kt_share_init(&g->middle, route->start[g->end] - route->start[g->first], 1, threads);
-    kt_share_init(&g->products, g->end - g->first, 1, threads);
+    const int64_t slots = route->start[g->end] - g->slot;
+    kt_share_init(&g->middle, g->pieces ? (g->end - g->first) * g->pieces : slots, 1, threads);
     kt_share_init(&g->down, kt_down_items(f), threads > 1 ? 1 : kt_down_items(f), threads);
   }
 }
@@ -267,12 +279,12 @@ static kt_forward_run start(const kt_moe *moe, const kt_lora *lora, int saves, c
       .epilogue = epilogue,
       .activate = epilogue->activate[moe->activation.function],
   };
-  if (lora) f.adapted.adapter = kt_adapter_of(moe, lora);
+  if (lora || saves) f.adapted.adapter = kt_adapter_of(moe, lora);
   f.product = kt_format_product(f.run.format);
   f.x_stride = (int64_t)kt_rows_stride(f.run.format->rows_kind, moe->hidden, moe->layout.group);
   f.mid_stride = (int64_t)kt_rows_stride(f.run.format->rows_kind, f.run.width, moe->layout.group);
   f.adapted.saves = saves;
-  if (!lora && !saves) f.stream = kt_format_stream(f.run.format);
+  f.stream = kt_format_stream(f.run.format);
   f.least_tokens = kt_least_tokens(&moe->layout);
   f.most_tokens = f.stream ? block_tokens(f.x_stride) : KT_MAX_TOKENS;
   return f;

@@ -77,6 +77,11 @@ typedef struct kt_beside kt_beside;
 typedef void kt_stream_fn(const kt_weight *w, int64_t strip, const uint8_t *x, int64_t stride,
                           int64_t tokens, kt_beside *beside, void *out, kt_sums *sums);
 
+/* out += such a product of a strip of BF16 weights in a cache: the bits of the product that adds
+ * (train/strips.h). */
+typedef void kt_adding_stream_fn(const kt_weight *w, int64_t strip, const uint8_t *x,
+                                 int64_t stride, int64_t tokens, kt_beside *beside, float *out);
+
 /* The best cell of a format for the level in use, or NULL; from how many tokens on it is faster
  * than the product of the level below. */
 kt_stream_fn *kt_format_stream(const kt_weight_format *format);

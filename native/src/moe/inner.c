@@ -93,7 +93,22 @@ static kt_inner inner_of(const kt_forward_run *f, const kt_team *t, const kt_gro
 
 static void activate(void *context, int64_t first, int64_t end) {
   const kt_worker *const w = context;
+  for (int i = 0; i < 2; i++)
+    if (w->keep[i].rows) w->math->keep(w->keep + i, first, end);
   w->activate(w->activation, &w->inner, first, end);
+}
+
+/* Whether anything is added to products of gate and up, or kept of them. */
+static int is_adapted(const kt_forward_run *f) {
+  return f->adapted.saves || f->adapted.adapter.lora;
+}
+
+/* The numbers of a streamed product, with LoRA, in the place of its sums. */
+static void adapt(const kt_forward_run *f, kt_worker *w, kt_projection p, const kt_inner_item *lora,
+                  const item *i, float *numbers, kt_sums *sums) {
+  if (sums->whole || sums->row_scale) f->epilogue->numbers(sums, 0, i->count, numbers);
+  *sums = kt_sums_of(numbers, i->count);
+  kt_adapted_stream_inner(&f->adapted, &w->lora, p, lora, i->slot, i->count, &w->beside, numbers);
 }
 
 /* One strip; `next`: of the item behind it. */
@@ -101,22 +116,31 @@ static void stream_item(kt_forward_run *f, const kt_team *t, kt_worker *w, const
                         int64_t part, const item *i, const kt_place *next) {
   const kt_run *const r = &f->run;
   const kt_expert *const e = kt_expert_at(r, part, i->active);
-  const int gated = kt_has_gate(r->moe->activation.function);
+  const int gated = kt_has_gate(r->moe->activation.function), adapted = is_adapted(f);
   const kt_place up = {kt_up_weight(r, e), i->strip, 1};
   const kt_weight gate = kt_gate_weight(r, e);
   const uint8_t *const x = x_rows_of(f, t, w, i->slot, i->count);
+  const kt_inner_item lora = {r->route.active[i->active], part, i->strip * KT_STRIP, 1};
   kt_inner inner = inner_of(f, t, g, e, i);
   const int64_t odd = w->strip_number++ % 2;
+  float *const gates = kt_stream_sums(w, odd), *const ups = kt_stream_sums(w, 2 + odd);
+  if (adapted) kt_adapted_inner_strips(&f->adapted, r, &w->lora, &lora);
   if (gated) {
     kt_fetch_place(w, &up, 1);
-    f->stream(&gate, i->strip, x, f->x_stride, i->count, &w->beside, kt_stream_sums(w, odd),
-              &inner.gate);
+    f->stream(&gate, i->strip, x, f->x_stride, i->count, &w->beside, gates, &inner.gate);
+    if (adapted) adapt(f, w, KT_GATE, &lora, i, gates, &inner.gate);
   }
   kt_fetch_place(w, next, 1);
-  f->stream(&up.weight, i->strip, x, f->x_stride, i->count, &w->beside, kt_stream_sums(w, 2 + odd),
-            &inner.up);
+  f->stream(&up.weight, i->strip, x, f->x_stride, i->count, &w->beside, ups, &inner.up);
+  if (adapted) adapt(f, w, KT_UP, &lora, i, ups, &inner.up);
   kt_beside_finish(&w->beside);
   w->inner = inner;
+  if (f->adapted.saves && gated)
+    w->keep[0] =
+        kt_adapted_keep(&f->adapted, r, KT_GATE, &lora, gates, inner.gate_bias, i->slot, i->count);
+  if (f->adapted.saves)
+    w->keep[1] =
+        kt_adapted_keep(&f->adapted, r, KT_UP, &lora, ups, inner.up_bias, i->slot, i->count);
   kt_beside_work(&w->beside, activate, w, i->count, gated ? 2 : 1);
 }
 
@@ -133,6 +157,7 @@ static void multiply_item(kt_forward_run *f, const kt_team *t, kt_worker *w, con
   float *const gates = w->sums, *const ups = w->sums + KT_MAX_PRODUCTS * KT_STRIP;
   kt_inner inner = inner_of(f, t, g, e, i);
   kt_beside_finish(&w->beside);
+  if (is_adapted(f)) kt_beside_leave(&w->beside); /* its products have tiles of their own */
   kt_adapted_inner_strips(&f->adapted, r, &w->lora, &adapted);
   if (kt_has_gate(r->moe->activation.function)) {
     f->product(&gate, i->strip, i->strips, x, f->x_stride, i->count, gates, w->panel);

@@ -14,7 +14,8 @@
  * them for one part. Slots are counted from `slot` on in the team's memory of the middle. */
 typedef struct kt_group {
   int64_t first, end, slot;
-  kt_share inner, middle, products, down;
+  int64_t pieces; /* of an expert's slots, in which A h is computed; 0: there is none */
+  kt_share inner, middle, down;
 } kt_group;
 
 typedef struct kt_part_work {
@@ -49,6 +50,8 @@ typedef struct kt_worker {
   const kt_epilogue *epilogue;
   kt_inner inner;
   kt_weighted weighted;
+  const kt_gradients *math; /* for `keep` */
+  kt_keep keep[2];          /* gate and up of `inner`, where they are kept */
 } kt_worker;
 
 typedef struct kt_forward_run {

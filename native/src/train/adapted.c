@@ -69,11 +69,10 @@ static void make_down_a(const kt_narrow *n, int64_t strip, uint8_t *out, uint8_t
   n->in.adapter->strips->rows(&m, strip * KT_STRIP, -n->part * n->width, n->width, out);
 }
 
-/* From what narrow products left of an expert to the rows that B reads. */
-static void make_rows(const kt_narrow *n, int64_t slot, int64_t count, int64_t cols,
-                      uint16_t *rows) {
+/* From what narrow products left of some slots to the rows that B reads. */
+static void make_rows(const kt_narrow *n, int64_t count, int64_t cols, uint16_t *rows) {
   const float factor = n->in.adapter->factor;
-  for (int64_t i = slot; i < slot + count; i++)
+  for (int64_t i = 0; i < count; i++)
     kt_scaled_row(n->values + i * n->value_stride, n->outputs, factor, cols, rows + i * cols);
 }
 
@@ -81,15 +80,16 @@ static void pair_products(const kt_run *r, const kt_adapted *a, const kt_lora_wo
                           const kt_rows_view *in, uint8_t *panel, int64_t active) {
   const int64_t slot = r->route.start[active], count = r->route.start[active + 1] - slot;
   const int64_t number = 2 * a->adapter.rank;
+  float *const values = a->saves ? a->saved.x_products + first_slot(r) * number : a->values;
   const kt_narrow n = {.in = *in,
                        .make = make_pair_a,
                        .expert = r->route.active[active],
                        .outputs = number,
-                       .values =
-                           a->saves ? a->saved.x_products + first_slot(r) * number : a->values,
+                       .values = values + slot * number,
+                       .values_before = slot,
                        .value_stride = number};
   kt_narrow_products(&n, w, panel, slot, count);
-  make_rows(&n, slot, count, a->adapter.pair_cols, a->pairs);
+  make_rows(&n, count, a->adapter.pair_cols, a->pairs + slot * a->adapter.pair_cols);
 }
 
 /* The view of the rows `own`, or of those of this file's. */
@@ -165,51 +165,50 @@ void kt_adapted_add_inner(const kt_adapted *a, const kt_lora_worker *w, uint8_t 
   a->adapter.add(&b, 0, item->strips, rows, stride, count, out, panel);
 }
 
-/* Magnitudes that rounding has taken across a cut go to the next number on their own side. */
-static void keep_sides(const float *values, float cut, uint16_t *rounded) {
-  for (int i = 0; i < KT_STRIP; i++) {
-    const int beyond = fabsf(values[i]) > cut;
-    const float kept = fabsf(kt_float((uint32_t)rounded[i] << 16));
-    if (beyond != (kept > cut)) rounded[i] = (uint16_t)(beyond ? rounded[i] + 1 : rounded[i] - 1);
-  }
+void kt_adapted_stream_inner(const kt_adapted *a, const kt_lora_worker *w, kt_projection p,
+                             const kt_inner_item *item, int64_t slot, int64_t count,
+                             kt_beside *beside, float *out) {
+  if (!kt_adapts(&a->adapter, p)) return;
+  const kt_pair_side side = kt_side_of(&a->adapter, p);
+  const int64_t stride = kt_pair_stride(&a->adapter);
+  const kt_weight b = kt_strip_weight(inner_strips(a, w, p), item->strips, side.cols);
+  const uint8_t *const rows = (const uint8_t *)a->pairs + slot * stride + side.offset;
+  a->adapter.add_beside(&b, 0, rows, stride, count, beside, out);
 }
 
-static void save_columns(const float *products, const float *bias, float cut, uint16_t *out) {
-  float values[KT_STRIP];
-  for (int i = 0; i < KT_STRIP; i++) values[i] = bias ? products[i] + bias[i] : products[i];
-  kt_rows_store(KT_BF16, values, KT_STRIP, out);
-  if (cut < INFINITY) keep_sides(values, cut, out);
-}
-
-/* Rows are far apart, and would be fetched when they are written. */
-enum { ROWS_AHEAD = 8 };
-
-static uint16_t *saved_columns(const kt_adapted *a, const kt_run *r, kt_projection p,
-                               const kt_inner_item *item, int64_t slot) {
+kt_keep kt_adapted_keep(const kt_adapted *a, const kt_run *r, kt_projection p,
+                        const kt_inner_item *item, const float *products, const float *bias,
+                        int64_t slot, int64_t count) {
   const int64_t at = first_slot(r) + slot;
-  return item->row + (p == KT_GATE ? kt_saved_gate(&a->saved, item->part, at)
-                                   : kt_saved_up(&a->saved, item->part, at, r->width));
+  if (!a->saves) return (kt_keep){.rows = NULL};
+  return (kt_keep){.products = products,
+                   .bias = bias,
+                   .tokens = count,
+                   .cut = p == KT_GATE ? a->gate_cut : a->up_cut,
+                   .rows = item->row + (p == KT_GATE
+                                            ? kt_saved_gate(&a->saved, item->part, at)
+                                            : kt_saved_up(&a->saved, item->part, at, r->width)),
+                   .stride = a->saved.inner_cols};
 }
 
 void kt_adapted_save_inner(const kt_adapted *a, const kt_run *r, kt_projection p,
                            const kt_inner_item *item, const float *products, const float *bias,
                            int64_t slot, int64_t count) {
   if (!a->saves) return;
-  for (int64_t s = 0; s < item->strips; s++)
-    for (int64_t i = 0; i < count; i++) {
-      uint16_t *const row = saved_columns(a, r, p, item, slot + i) + s * KT_STRIP;
-      if (i + ROWS_AHEAD < count)
-        __builtin_prefetch(saved_columns(a, r, p, item, slot + i + ROWS_AHEAD) + s * KT_STRIP, 1);
-      save_columns(products + (s * count + i) * KT_STRIP, bias ? bias + s * KT_STRIP : NULL,
-                   p == KT_GATE ? a->gate_cut : a->up_cut, row);
-    }
+  kt_keep k = kt_adapted_keep(a, r, p, item, products, bias, slot, count);
+  for (int64_t s = 0; s < item->strips; s++) {
+    a->adapter.math->keep(&k, 0, count);
+    k.products += count * KT_STRIP, k.rows += KT_STRIP;
+    if (bias) k.bias += KT_STRIP;
+  }
 }
 
 /* ---- Down -------------------------------------------------------------------------- */
 
 void kt_adapted_middle(const kt_adapted *a, const kt_run *r, const kt_adapted_team *t, int64_t part,
-                       int64_t slot, const float *middle, const uint8_t *row) {
-  if (t->middle) kt_rows_quantize(KT_ROWS_BF16, r->width, 0, middle, t->middle + slot * t->stride);
+                       int64_t slot, int64_t before, const float *middle, const uint8_t *row) {
+  if (t->middle)
+    kt_rows_quantize(KT_ROWS_BF16, r->width, 0, middle, t->middle + (slot - before) * t->stride);
   if (!a->saves || !a->saved.groups) return;
   const float *const scale =
       (const float *)(const void *)(row + kt_rows_codes_size(r->format->rows_kind, r->width));
@@ -220,20 +219,21 @@ void kt_adapted_middle(const kt_adapted *a, const kt_run *r, const kt_adapted_te
 
 void kt_adapted_down_rows(const kt_adapted *a, const kt_run *r, const kt_adapted_team *t,
                           const kt_lora_worker *w, const kt_rows_view *own, uint8_t *panel,
-                          int64_t part, int64_t active) {
-  const int64_t slot = r->route.start[active], count = r->route.start[active + 1] - slot;
+                          int64_t part, int64_t active, int64_t slot, int64_t count) {
+  const int64_t rank = a->adapter.rank, before = own->before;
   kt_narrow n = {.in = view_of(r, a, own, t->middle, t->stride, &a->adapter.drop_middle),
                  .make = make_down_a,
                  .expert = r->route.active[active],
                  .part = part,
                  .width = r->width,
-                 .outputs = a->adapter.rank,
-                 .values = t->values,
-                 .value_stride = a->adapter.rank};
+                 .outputs = rank,
+                 .values = t->values + (slot - before) * rank,
+                 .values_before = slot,
+                 .value_stride = rank};
   n.in.first_column = part * r->width;
-  if (a->saves) n.values = kt_saved_product(&a->saved, part, first_slot(r), a->adapter.rank);
+  if (a->saves) n.values = kt_saved_product(&a->saved, part, first_slot(r) + slot, rank);
   kt_narrow_products(&n, w, panel, slot, count);
-  make_rows(&n, slot, count, a->adapter.cols, t->rows);
+  make_rows(&n, count, a->adapter.cols, t->rows + (slot - before) * a->adapter.cols);
 }
 
 void kt_adapted_down_strips(const kt_adapted *a, const kt_lora_worker *w, int64_t expert,
@@ -243,10 +243,17 @@ void kt_adapted_down_strips(const kt_adapted *a, const kt_lora_worker *w, int64_
 }
 
 void kt_adapted_add_down(const kt_adapted *a, const kt_adapted_team *t, const kt_lora_worker *w,
-                         uint8_t *panel, int64_t strips, int64_t slot, int64_t count, float *out) {
+                         uint8_t *panel, int64_t strips, int64_t at, int64_t count, float *out) {
   if (!kt_adapts(&a->adapter, KT_DOWN)) return;
   const int64_t stride = kt_down_stride(&a->adapter);
   const kt_weight b = kt_strip_weight(w->strips, strips, a->adapter.cols);
-  a->adapter.add(&b, 0, strips, (const uint8_t *)t->rows + slot * stride, stride, count, out,
-                 panel);
+  a->adapter.add(&b, 0, strips, (const uint8_t *)t->rows + at * stride, stride, count, out, panel);
+}
+
+void kt_adapted_stream_down(const kt_adapted *a, const kt_adapted_team *t, const kt_lora_worker *w,
+                            int64_t at, int64_t count, kt_beside *beside, float *out) {
+  if (!kt_adapts(&a->adapter, KT_DOWN)) return;
+  const int64_t stride = kt_down_stride(&a->adapter);
+  const kt_weight b = kt_strip_weight(w->strips, 1, a->adapter.cols);
+  a->adapter.add_beside(&b, 0, (const uint8_t *)t->rows + at * stride, stride, count, beside, out);
 }

@@ -55,25 +55,37 @@ void kt_adapted_inner_strips(const kt_adapted *adapted, const kt_run *run,
 void kt_adapted_add_inner(const kt_adapted *adapted, const kt_lora_worker *worker, uint8_t *panel,
                           kt_projection projection, const kt_inner_item *item, int64_t slot,
                           int64_t count, float *out);
+void kt_adapted_stream_inner(const kt_adapted *adapted, const kt_lora_worker *worker,
+                             kt_projection projection, const kt_inner_item *item, int64_t slot,
+                             int64_t count, kt_beside *beside, float *out);
 void kt_adapted_save_inner(const kt_adapted *adapted, const kt_run *run, kt_projection projection,
                            const kt_inner_item *item, const float *products, const float *bias,
                            int64_t slot, int64_t count);
 
-/* A slot's row of the middle: bf16 where needed, and codes and scales of `row`, the format's own.
- */
-void kt_adapted_middle(const kt_adapted *adapted, const kt_run *run, const kt_adapted_team *team,
-                       int64_t part, int64_t slot, const float *middle, const uint8_t *row);
+/* What is kept of the first strip of an item. */
+kt_keep kt_adapted_keep(const kt_adapted *adapted, const kt_run *run, kt_projection projection,
+                        const kt_inner_item *item, const float *products, const float *bias,
+                        int64_t slot, int64_t count);
 
-/* A h of an expert; `own` as above. */
+/* A slot's row of the middle: bf16 where needed, and codes and scales of `row`, the format's own.
+ * before: slots before those that the team has rows of. */
+void kt_adapted_middle(const kt_adapted *adapted, const kt_run *run, const kt_adapted_team *team,
+                       int64_t part, int64_t slot, int64_t before, const float *middle,
+                       const uint8_t *row);
+
+/* A h of slots of an expert; `own` as above. */
 void kt_adapted_down_rows(const kt_adapted *adapted, const kt_run *run, const kt_adapted_team *team,
                           const kt_lora_worker *worker, const kt_rows_view *own, uint8_t *panel,
-                          int64_t part, int64_t active);
+                          int64_t part, int64_t active, int64_t slot, int64_t count);
 
-/* As for gate and up, of `strips` from row `row` of down on. */
+/* As for gate and up, of `strips` from row `row` of down on; `at`: the first row of the team's. */
 void kt_adapted_down_strips(const kt_adapted *adapted, const kt_lora_worker *worker, int64_t expert,
                             int64_t row, int64_t strips);
 void kt_adapted_add_down(const kt_adapted *adapted, const kt_adapted_team *team,
-                         const kt_lora_worker *worker, uint8_t *panel, int64_t strips, int64_t slot,
+                         const kt_lora_worker *worker, uint8_t *panel, int64_t strips, int64_t at,
                          int64_t count, float *out);
+void kt_adapted_stream_down(const kt_adapted *adapted, const kt_adapted_team *team,
+                            const kt_lora_worker *worker, int64_t at, int64_t count,
+                            kt_beside *beside, float *out);
 
 #endif

@@ -3,7 +3,7 @@
 
 #include "../bf16/bf16.h"
 #include "../cpu.h"
-#include "../moe/rows.h"
+#include "../simd/bits.h"
 
 #include <math.h>
 #include <string.h>
@@ -47,7 +47,8 @@ kt_adapter kt_adapter_of(const kt_moe *moe, const kt_lora *lora) {
                   .strips = KT_CELL(kt_strips_of),
                   .math = KT_CELL(kt_gradients_of),
                   .product = kt_format_product(&kt_bf16_format),
-                  .add = kt_bf16_adding_product()};
+                  .add = kt_bf16_adding_product(),
+                  .add_beside = kt_bf16_adding_stream()};
   if (!lora) return a;
   a.rank = lora->rank;
   a.pair_cols = whole_tiles(2 * lora->rank), a.cols = whole_tiles(lora->rank);
@@ -143,8 +144,6 @@ kt_weight kt_strip_weight(const uint8_t *strips, int64_t number, int64_t cols) {
 }
 
 void kt_scaled_row(const float *values, int64_t count, float factor, int64_t cols, uint16_t *out) {
-  for (int64_t k = 0; k < cols; k++) {
-    const float value = k < count ? values[k] * factor : 0.0f;
-    kt_rows_bf16_scalar(&value, 1, out + k);
-  }
+  for (int64_t k = 0; k < count; k++) out[k] = kt_bf16_bits(values[k] * factor);
+  for (int64_t k = count; k < cols; k++) out[k] = 0;
 }

@@ -16,9 +16,10 @@ typedef struct kt_adapter {
   const kt_moe *moe;
   const kt_strips *strips;
   const kt_gradients *math;
-  kt_product_fn *product, *add;  /* of strips; out +=: add */
-  int64_t rank, pair_cols, cols; /* columns of rows [gate | up], and of one matrix: whole tiles */
-  float factor;                  /* scale / (1 - dropout) */
+  kt_product_fn *product, *add;    /* of strips; out +=: add */
+  kt_adding_stream_fn *add_beside; /* the same between streamed products */
+  int64_t rank, pair_cols, cols;   /* columns of rows [gate | up], and of one matrix: whole tiles */
+  float factor;                    /* scale / (1 - dropout) */
   kt_drop drop_x, drop_middle;
 } kt_adapter;
 

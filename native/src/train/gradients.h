@@ -72,6 +72,17 @@ enum { KT_OUTER_SLOTS = 192, KT_OUTER_SCRATCH = (48 + 2 * 12 + 4) * 1024 };
 kt_outer_fn kt_outer_amx;
 kt_outer_fn *kt_outer_best(void);
 
+/* 32 columns of gate or up of some tokens, of which a forward keeps bf16(product + bias), ties to
+ * even. A magnitude that rounding takes across `cut` becomes the next number on its own side. */
+typedef struct kt_keep {
+  const float *products; /* [tokens][32] */
+  const float *bias;     /* [32], or NULL */
+  int64_t tokens;
+  float cut;      /* INFINITY: none */
+  uint16_t *rows; /* a token `stride` elements after the other; NULL: nothing is kept */
+  int64_t stride;
+} kt_keep;
+
 /* Dropout of the inputs of LoRA: which elements of a row are dropped follows from the seed, the
  * pair (token * top_k + choice), the input (0: x, 1: the middle) and the column alone (random.h),
  * for columns below 2^32. */
@@ -84,6 +95,7 @@ typedef struct kt_drop {
 typedef struct kt_gradients {
   kt_activate_back_fn *activate[KT_GATE_FUNCTIONS];
   kt_outer_fn *outer;
+  void (*keep)(const kt_keep *keep, int64_t first, int64_t end); /* tokens first .. end - 1 */
   /* Sets columns first .. first + n - 1 of the row of `pair` to 0 where they are dropped; row[0] is
    * column `first`. n % 32 == 0. */
   void (*drop_bf16)(const kt_drop *drop, int64_t pair, int64_t first, int64_t n, uint16_t *row);

@@ -197,6 +197,41 @@ static void outer(const kt_outer *given) {
   }
 }
 
+/* ---- What a forward keeps ------------------------------------------------------ */
+
+/* Upper halves of words, on the side of `cut` that the value is on. */
+KT_INLINE __m512i kept_bf16(__m512 value, __m512 cut) {
+  const __m512i upper = _mm512_set1_epi32((int32_t)0xffff0000u), one = _mm512_set1_epi32(0x10000);
+  const __m512i rounded = _mm512_and_si512(rounded_bf16(value), upper);
+  const __m512 size = _mm512_abs_ps(_mm512_castsi512_ps(rounded));
+  const __mmask16 beyond = _mm512_cmp_ps_mask(_mm512_abs_ps(value), cut, _CMP_GT_OQ);
+  const __mmask16 lies_beyond = _mm512_cmp_ps_mask(size, cut, _CMP_GT_OQ);
+  const __m512i up = _mm512_mask_add_epi32(rounded, beyond & ~lies_beyond, rounded, one);
+  return _mm512_mask_sub_epi32(up, lies_beyond & ~beyond, up, one);
+}
+
+/* Rows are far apart, and would be fetched when they are written. */
+enum { ROWS_AHEAD = 8 };
+
+static void keep(const kt_keep *given, int64_t first, int64_t end) {
+  const kt_keep k = *given;
+  const __m512i upper = _mm512_set_epi32(0x3f003d, 0x3b0039, 0x370035, 0x330031, 0x2f002d, 0x2b0029,
+                                         0x270025, 0x230021, 0x1f001d, 0x1b0019, 0x170015, 0x130011,
+                                         0x0f000d, 0x0b0009, 0x070005, 0x030001);
+  const __m512 cut = _mm512_set1_ps(k.cut), none = _mm512_set1_ps(-0.0f); /* adds nothing */
+  const __m512 bias0 = k.bias ? _mm512_loadu_ps(k.bias) : none;
+  const __m512 bias16 = k.bias ? _mm512_loadu_ps(k.bias + 16) : none;
+  for (int64_t t = first; t < end; t++) {
+    const float *const from = k.products + t * KT_STRIP;
+    if (t + ROWS_AHEAD < k.tokens)
+      __asm__ volatile("prefetchw %0" ::"m"(k.rows[(t + ROWS_AHEAD) * k.stride]));
+    const __m512 low = _mm512_add_ps(_mm512_loadu_ps(from), bias0);
+    const __m512 high = _mm512_add_ps(_mm512_loadu_ps(from + 16), bias16);
+    _mm512_storeu_si512(k.rows + t * k.stride, _mm512_permutex2var_epi16(kept_bf16(low, cut), upper,
+                                                                         kept_bf16(high, cut)));
+  }
+}
+
 /* ---- Dropout ----------------------------------------------------------------- */
 
 KT_INLINE __m512i folded(__m512i x, int shift) {
@@ -238,7 +273,7 @@ static void drop_f32(const kt_drop *drop, int64_t pair, int64_t first, int64_t n
 }
 
 const kt_gradients kt_gradients_avx512 = {
-    {KT_FOR_GATE_FUNCTIONS(KT_ACTIVATE_BACK_CELL)}, outer, drop_bf16, drop_f32};
+    {KT_FOR_GATE_FUNCTIONS(KT_ACTIVATE_BACK_CELL)}, outer, keep, drop_bf16, drop_f32};
 
 KT_TARGET_END
 #endif

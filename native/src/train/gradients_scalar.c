@@ -65,6 +65,22 @@ static void outer(const kt_outer *o) {
   }
 }
 
+/* The next number on the side of `value`. */
+static uint16_t on_its_side(float value, float cut, uint16_t rounded) {
+  const int beyond = fabsf(value) > cut;
+  if (beyond == (fabsf(wide(rounded)) > cut)) return rounded;
+  return (uint16_t)(beyond ? rounded + 1 : rounded - 1);
+}
+
+static void keep(const kt_keep *k, int64_t first, int64_t end) {
+  for (int64_t t = first; t < end; t++)
+    for (int64_t r = 0; r < KT_STRIP; r++) {
+      const float product = k->products[t * KT_STRIP + r];
+      const float value = k->bias ? product + k->bias[r] : product;
+      k->rows[t * k->stride + r] = on_its_side(value, k->cut, nearest_bf16(value));
+    }
+}
+
 static void drop_bf16(const kt_drop *drop, int64_t pair, int64_t first, int64_t n, uint16_t *row) {
   const kt_row_key key = kt_key_of_row(drop->seed, pair, drop->input);
   for (int64_t i = 0; i < n; i++)
@@ -78,7 +94,7 @@ static void drop_f32(const kt_drop *drop, int64_t pair, int64_t first, int64_t n
 }
 
 const kt_gradients kt_gradients_scalar = {
-    {KT_FOR_GATE_FUNCTIONS(KT_ACTIVATE_BACK_CELL)}, outer, drop_bf16, drop_f32};
+    {KT_FOR_GATE_FUNCTIONS(KT_ACTIVATE_BACK_CELL)}, outer, keep, drop_bf16, drop_f32};
 
 const kt_gradients *const kt_gradients_of[KT_LEVELS] = {
     [KT_ISA_SCALAR] = &kt_gradients_scalar,

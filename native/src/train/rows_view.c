@@ -8,8 +8,12 @@ static int64_t gather_stride(int64_t cols) { return 2 * cols + 64; }
 
 size_t kt_gather_size(int64_t cols) { return KT_CHUNK * (size_t)gather_stride(cols); }
 
+static int64_t row_of(const kt_rows_view *v, int64_t slot) {
+  return v->index ? v->index[slot] : slot - v->before;
+}
+
 static void gather_row(const kt_rows_view *v, int64_t slot, uint16_t *out) {
-  const int64_t row = v->index ? v->index[slot] : slot;
+  const int64_t row = row_of(v, slot);
   const uint8_t *const from = v->rows + row * v->stride;
   if (v->fold)
     v->adapter->strips->fold((const uint16_t *)(const void *)from, v->fold, v->cols, out);
@@ -27,7 +31,7 @@ const uint8_t *kt_view_rows(const kt_rows_view *v, int64_t slot, int64_t count, 
   const int as_is = !v->fold && !v->drop && (!v->index || kt_in_a_row(v->index + slot, count));
   if (as_is) {
     *stride = v->stride;
-    return v->rows + (v->index ? v->index[slot] : slot) * v->stride;
+    return v->rows + row_of(v, slot) * v->stride;
   }
   *stride = gather_stride(v->cols);
   for (int64_t i = 0; i < count; i++) {
@@ -42,7 +46,7 @@ static void store_block(const kt_narrow *n, const float *out, int64_t strip, int
                         int64_t count) {
   const int64_t first = strip * KT_STRIP, some = kt_smaller(KT_STRIP, n->outputs - first);
   for (int64_t i = 0; i < count; i++)
-    memcpy(n->values + (slot + i) * n->value_stride + first, out + i * KT_STRIP,
+    memcpy(n->values + (slot - n->values_before + i) * n->value_stride + first, out + i * KT_STRIP,
            (size_t)some * sizeof *out);
 }
 

@@ -10,7 +10,8 @@ enum { KT_CHUNK = 2 * KT_MAX_TOKENS }; /* slots that are gathered at a time */
 typedef struct kt_rows_view {
   const uint8_t *rows;
   int64_t stride, cols;
-  const int32_t *index;      /* slot i has row index[i]; NULL: row i */
+  const int32_t *index; /* slot i has row index[i]; NULL: row i - before */
+  int64_t before;
   const kt_drop *drop;       /* NULL, or what is set to 0 */
   const int32_t *pair;       /* of a slot in the batch, for drop */
   int64_t first_pair;        /* of the batch, in the call */
@@ -35,8 +36,8 @@ typedef struct kt_narrow {
   kt_projection projection; /* for `make` */
   int64_t expert, part, width;
   int64_t outputs;
-  float *values; /* of slot i at values + i * value_stride */
-  int64_t value_stride;
+  float *values; /* of slot i at values + (i - values_before) * value_stride */
+  int64_t value_stride, values_before;
 } kt_narrow;
 
 /* Memory of one thread. */

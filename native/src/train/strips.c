@@ -29,6 +29,13 @@ kt_product_fn *kt_bf16_adding_product(void) {
   return KT_CELL(product);
 }
 
+kt_adding_stream_fn *kt_bf16_adding_stream(void) {
+#if KT_X86
+  if (kt_isa_active() == KT_ISA_AMX) return kt_bf16_adding_stream_amx;
+#endif
+  return NULL;
+}
+
 /* ---- Scales ---------------------------------------------------------------- */
 
 int kt_scales_to_fold(const kt_layout *layout) {

@@ -67,4 +67,7 @@ extern const kt_strips *const kt_strips_of[KT_LEVELS]; /* KT_CELL */
  * the level in use. For strips in a cache. */
 kt_product_fn *kt_bf16_adding_product(void);
 
+/* The same of one strip between streamed products; NULL where none are. */
+kt_adding_stream_fn *kt_bf16_adding_stream(void);
+
 #endif
