@@ -54,8 +54,8 @@ const char *kt_strerror(int status);
 typedef enum kt_isa {
   KT_ISA_SCALAR = 0, /* portable C */
   KT_ISA_AVX512 = 1, /* x86-64: AVX-512 F, BW, DQ, VL, saved by the OS; contains avx2 */
-  KT_ISA_AMX = 2,    /* x86-64: AMX tile, int8, bf16, granted by the OS; contains avx512 with
-                        VNNI, BF16 and VBMI */
+  KT_ISA_AMX = 2,    /* x86-64: AMX tile, int8, bf16, granted by the OS, and GFNI; contains avx512
+                        with VNNI, BF16 and VBMI */
   KT_ISA_AVX2 = 3,   /* x86-64: AVX2, F16C and FMA, saved by the OS; contains scalar */
   KT_ISA_NEON = 4,   /* aarch64: NEON, which all of them have; contains scalar */
   KT_ISA_COUNT

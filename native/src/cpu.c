@@ -80,8 +80,14 @@ static int is_amd(void) {
   return __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx;
 }
 
+/* As every CPU with AMX has, unless a hypervisor hides it. */
+static int has_gfni(void) {
+  uint32_t a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && bit(c, 8);
+}
+
 static int has_amx(const kt_cpu *cpu) {
-  return cpu->amx_tile && cpu->amx_int8 && cpu->amx_bf16 && cpu->amx_permission;
+  return cpu->amx_tile && cpu->amx_int8 && cpu->amx_bf16 && cpu->amx_permission && has_gfni();
 }
 #endif
 

@@ -22,16 +22,9 @@ KT_INLINE void unpack(kt_amx_codes codes, uint8_t *tiles, const int part) {
 }
 
 /* A block of 128 x 128 has one scale. */
-KT_INLINE void add_block(const kt_amx_groups *s, int64_t g, int64_t first, int64_t end,
-                         const void *sums) {
-  const float *from = sums, *const scales = s->w->scale;
-  const __m512 scale = _mm512_set1_ps(scales[s->strip * s->number + g]);
-  for (int64_t t = first; t < end; t++, from += KT_STRIP) {
-    float *const to = s->out + t * KT_STRIP;
-    _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(from), scale, _mm512_load_ps(to)));
-    _mm512_store_ps(to + 16,
-                    _mm512_fmadd_ps(_mm512_load_ps(from + 16), scale, _mm512_load_ps(to + 16)));
-  }
+KT_INLINE void scales_of(const kt_amx_groups *s, int64_t g, __m512 scale[2]) {
+  const float *const scales = s->w->scale;
+  scale[0] = scale[1] = _mm512_set1_ps(scales[s->strip * s->number + g]);
 }
 
 KT_INLINE kt_amx_strip strip_of(const kt_weight *w, int64_t strip) {
@@ -47,7 +40,7 @@ static void stream_blocks(const kt_line_tables *tables, const kt_weight *w, int6
                                   .half = KT_BF16_HALF_TILE,
                                   .size = KT_FP8_BLOCK / KT_TILE_COLS * KT_FP8_TILE,
                                   .unpack = unpack,
-                                  .add = add_block};
+                                  .scales = scales_of};
   const int64_t size = w->cols / KT_TILE_COLS * KT_FP8_TILE;
   const kt_amx_groups s = {.w = w,
                            .codes = w->codes + strip * size,

@@ -6,6 +6,11 @@
  * is unpacked once, into the ring of amx_stream.h, beside the products of the group before. Within
  * a group tiles add; the float operations on its sums are those of the other levels.
  *
+ * The core starts what reads and writes tiles in the order of the program, and a store waits for
+ * the last product of its tile, 52 cycles. So each tile is stored within the next pass, just before
+ * it is zeroed there: four products, with stores, take 20 ns so, and 34 with all stores at the end.
+ * What is added in a pass are the sums of the pass before the last.
+ *
  * Include after KT_TARGET_BEGIN(AMX). */
 #ifndef KT_AMX_GROUPS_H
 #define KT_AMX_GROUPS_H
@@ -15,44 +20,91 @@
 enum { KT_AMX_PAIR = 2 * KT_AMX_ROWS * KT_STRIP * 4 /* bytes of the sums of two halves */ };
 _Static_assert(2 * KT_AMX_PAIR <= KT_BESIDE_SPARE, "sums of two pairs of halves");
 
-/* Where a strip's groups are, and activations; what an `add` may want to know. */
+/* Where a strip's groups are, and activations. */
 typedef struct kt_amx_groups {
   const kt_weight *w;
   const uint8_t *codes; /* of the first group; others follow */
   const void *tables;   /* for unpacking, or NULL */
   const uint8_t *x;
+  const uint8_t *x_scale; /* int8: the float of the first token and group */
   int64_t strip, number, stride;
   float *out; /* [tokens][32] totals */
 } kt_amx_groups;
 
-/* out[t] += sums of group g of tokens first .. end, scaled; sums: those of token `first`. */
-typedef void kt_amx_add_fn(const kt_amx_groups *s, int64_t g, int64_t first, int64_t end,
-                           const void *sums);
+/* The scales of group g of 32 rows. */
+typedef void kt_amx_scales_fn(const kt_amx_groups *s, int64_t g, __m512 scale[2]);
 
 typedef struct kt_amx_group_form {
   int int8;
   int steps, line, half;    /* of a group; bytes of activations and of a half tile of a step */
   int size;                 /* bytes of the codes of a group */
   kt_amx_unpack_fn *unpack; /* in 4 * steps parts */
-  kt_amx_add_fn *add;
+  kt_amx_scales_fn *scales;
 } kt_amx_group_form;
 
-/* Sums that wait to be added: of tokens next .. end, the first of them at `sums`. */
+/* Sums of `tokens` tokens that wait to be added. All that is needed for it is here: the parts of it
+ * are many and short, so nothing is looked up in them, let alone by a call. */
 typedef struct kt_amx_waiting {
-  const uint8_t *sums;
-  int64_t group, next, end;
+  const uint8_t *sums, *x_scale;
+  float *to;
+  int64_t tokens;
+  __m512 scale[2];
 } kt_amx_waiting;
+
+/* Sums of a pass that are still in tiles, where they are to go, and what is known of them. */
+typedef struct kt_amx_left {
+  int there, both;
+  uint8_t *to[2]; /* of each half */
+  kt_amx_waiting waiting;
+} kt_amx_left;
 
 /* Which parts of the next group a pass unpacks. */
 enum { KT_AMX_NONE, KT_AMX_ALL, KT_AMX_FIRST_HALF, KT_AMX_SECOND_HALF };
 
-KT_INLINE void kt_amx_add(const kt_amx_group_form form, const kt_amx_groups *s,
-                          kt_amx_waiting *waiting, int64_t tokens) {
-  const int64_t left = waiting->end - waiting->next, some = tokens < left ? tokens : left;
-  if (some <= 0) return;
-  form.add(s, waiting->group, waiting->next, waiting->next + some, waiting->sums);
-  waiting->next += some;
-  waiting->sums += some * KT_STRIP * 4;
+/* The sums of one token: those of int8 are scaled for it, too. */
+KT_INLINE void kt_amx_add_token(const int int8, const uint8_t *sums, const uint8_t *x_scale,
+                                const __m512 scale0, const __m512 scale1, float *to) {
+  const __m512 to0 = _mm512_load_ps(to), to1 = _mm512_load_ps(to + 16);
+  if (int8) {
+    float one;
+    __builtin_memcpy(&one, x_scale, sizeof one);
+    const __m512 both = _mm512_set1_ps(one);
+    const __m512 sum0 = _mm512_cvtepi32_ps(_mm512_load_si512(sums));
+    const __m512 sum1 = _mm512_cvtepi32_ps(_mm512_load_si512(sums + KT_AMX_LINE));
+    _mm512_store_ps(to, _mm512_fmadd_ps(sum0, _mm512_mul_ps(scale0, both), to0));
+    _mm512_store_ps(to + 16, _mm512_fmadd_ps(sum1, _mm512_mul_ps(scale1, both), to1));
+  } else {
+    _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(sums), scale0, to0));
+    _mm512_store_ps(to + 16, _mm512_fmadd_ps(_mm512_load_ps(sums + KT_AMX_LINE), scale1, to1));
+  }
+}
+
+/* Of up to `most` tokens, a constant. */
+KT_INLINE void kt_amx_add(const int int8, const int most, int64_t stride, kt_amx_waiting *waiting) {
+  const int64_t left = waiting->tokens, some = left < most ? left : most;
+  const uint8_t *sums = waiting->sums, *x_scale = waiting->x_scale;
+  const __m512 scale0 = waiting->scale[0], scale1 = waiting->scale[1];
+  float *to = waiting->to;
+  if (some == most) {
+    KT_UNROLL(8)
+    for (int t = 0; t < most; t++)
+      kt_amx_add_token(int8, sums + t * KT_STRIP * 4, x_scale + t * stride, scale0, scale1,
+                       to + t * KT_STRIP);
+  } else {
+    for (int64_t t = 0; t < some; t++)
+      kt_amx_add_token(int8, sums + t * KT_STRIP * 4, x_scale + t * stride, scale0, scale1,
+                       to + t * KT_STRIP);
+  }
+  waiting->tokens = left - some;
+  waiting->sums = sums + some * KT_STRIP * 4;
+  waiting->x_scale = x_scale + some * stride;
+  waiting->to = to + some * KT_STRIP;
+}
+
+/* Of all that are left. */
+KT_INLINE void kt_amx_add_rest(const int int8, int64_t stride, kt_amx_waiting *waiting) {
+  for (; waiting->tokens > 0; kt_amx_add(int8, 1, stride, waiting)) {
+  }
 }
 
 /* What comes behind product q of 4 * steps of a pass. */
@@ -62,23 +114,42 @@ KT_INLINE void kt_amx_add(const kt_amx_group_form form, const kt_amx_groups *s,
     if (unpacking == KT_AMX_FIRST_HALF && (q) % 2 == 0) form.unpack(next, room, (q) / 2);          \
     if (unpacking == KT_AMX_SECOND_HALF && (q) % 2 == 0)                                           \
       form.unpack(next, room, 2 * form.steps + (q) / 2);                                           \
-    kt_amx_add(form, s, waiting, (2 * KT_AMX_ROWS) / (4 * form.steps));                            \
+    kt_amx_add(form.int8, (2 * KT_AMX_ROWS) / (4 * form.steps), stride, waiting);                  \
   } while (0)
 #define KT_AMX_GROUP_PART0(n) KT_AMX_GROUP_PART(n)
 #define KT_AMX_GROUP_PART1(n) KT_AMX_GROUP_PART(4 + (n))
 #define KT_AMX_GROUP_PART2(n) KT_AMX_GROUP_PART(8 + (n))
 #define KT_AMX_GROUP_PART3(n) KT_AMX_GROUP_PART(12 + (n))
+/* What tile i has from the pass before leaves it, and it begins anew. */
+#define KT_AMX_GROUP_BEFORE0(i)                                                                    \
+  do {                                                                                             \
+    if ((i) < 2 ? left->there : left->both)                                                        \
+      KT_AMX_STORE(i, left->to[(i) / 2] + (i) % 2 * KT_AMX_LINE, 2 * KT_AMX_LINE);                 \
+    KT_AMX_ZERO(i);                                                                                \
+  } while (0)
+#define KT_AMX_GROUP_BEFORE1(i) ((void)0)
+#define KT_AMX_GROUP_BEFORE2(i) ((void)0)
+#define KT_AMX_GROUP_BEFORE3(i) ((void)0)
 #define KT_AMX_GROUP_STEP(n)                                                                       \
   do {                                                                                             \
-    KT_AMX_STEP(tiles + (n) * 2 * form.half, form.half, KT_AMX_GROUP_PART##n);                     \
+    KT_AMX_STEP(tiles + (n) * 2 * form.half, form.half, KT_AMX_GROUP_BEFORE##n,                    \
+                KT_AMX_GROUP_PART##n);                                                             \
     x0 += form.line, x1 += form.line;                                                              \
   } while (0)
 
-/* Halves `half` and, if `both`, the next, times group g; their sums wait then. */
+KT_INLINE void kt_amx_store_left(const kt_amx_left *left) {
+  enum { LINE = 2 * KT_AMX_LINE }; /* 32 rows */
+  if (left->there) KT_AMX_STORE(0, left->to[0], LINE);
+  if (left->there) KT_AMX_STORE(1, left->to[0] + KT_AMX_LINE, LINE);
+  if (left->both) KT_AMX_STORE(2, left->to[1], LINE);
+  if (left->both) KT_AMX_STORE(3, left->to[1] + KT_AMX_LINE, LINE);
+}
+
+/* Halves `half` and, if `both`, the next, times group g; their sums are left in tiles. */
 KT_INLINE void kt_amx_group_pass(const kt_amx_group_form form, const int both, const int unpacking,
                                  const kt_amx_groups *s, const kt_halves *h, int64_t half,
-                                 int64_t g, kt_amx_codes next, kt_amx_waiting *waiting, int turn,
-                                 kt_beside *beside) {
+                                 int64_t g, kt_amx_codes next, kt_amx_waiting *waiting,
+                                 kt_amx_left *left, int turn, kt_beside *beside) {
   const int64_t stride = s->stride, start = kt_half_start(h, half);
   const int64_t start1 = kt_half_start(h, half + both);
   const uint8_t *x0 = s->x + start * stride + g * form.steps * form.line;
@@ -86,26 +157,34 @@ KT_INLINE void kt_amx_group_pass(const kt_amx_group_form form, const int both, c
   const uint8_t *const tiles = beside->ring + beside->slot * KT_AMX_SLOT;
   uint8_t *const room = beside->ring + (beside->slot ^ 1) * KT_AMX_SLOT;
   uint8_t *const to = beside->spare + turn * KT_AMX_PAIR;
-  void *const sums[2] = {to, to + (start1 - start) * KT_STRIP * 4};
-  kt_amx_zero_sums(both);
   KT_AMX_GROUP_STEP(0);
+  if (!both && left->both) { /* whose tiles are not in use here */
+    KT_AMX_STORE(2, left->to[1], 2 * KT_AMX_LINE);
+    KT_AMX_STORE(3, left->to[1] + KT_AMX_LINE, 2 * KT_AMX_LINE);
+  }
   if (form.steps > 1) KT_AMX_GROUP_STEP(1);
   if (form.steps > 2) KT_AMX_GROUP_STEP(2);
   if (form.steps > 3) KT_AMX_GROUP_STEP(3);
-  kt_amx_add(form, s, waiting, waiting->end - waiting->next);
-  kt_amx_store_sums(both, sums);
+  kt_amx_add_rest(form.int8, stride, waiting);
+  *waiting = left->waiting;
   const int64_t first = kt_half_new(h, half);
-  *waiting = (kt_amx_waiting){to + (first - start) * KT_STRIP * 4, g, first, start1 + h->rows};
+  left->there = 1, left->both = both;
+  left->to[0] = to, left->to[1] = to + (start1 - start) * KT_STRIP * 4;
+  left->waiting.sums = to + (first - start) * KT_STRIP * 4;
+  left->waiting.x_scale = s->x_scale + first * stride + g * (int64_t)sizeof(float);
+  left->waiting.to = s->out + first * KT_STRIP;
+  left->waiting.tokens = start1 + h->rows - first;
+  form.scales(s, g, left->waiting.scale);
 }
 
 KT_INLINE void kt_amx_group_unpack(const kt_amx_group_form form, const int unpacking,
                                    const kt_amx_groups *s, const kt_halves *h, int64_t half,
-                                   int64_t g, kt_amx_codes next, kt_amx_waiting *waiting, int turn,
-                                   kt_beside *beside) {
+                                   int64_t g, kt_amx_codes next, kt_amx_waiting *waiting,
+                                   kt_amx_left *left, int turn, kt_beside *beside) {
   if (half + 1 < h->count)
-    kt_amx_group_pass(form, 1, unpacking, s, h, half, g, next, waiting, turn, beside);
+    kt_amx_group_pass(form, 1, unpacking, s, h, half, g, next, waiting, left, turn, beside);
   else
-    kt_amx_group_pass(form, 0, unpacking, s, h, half, g, next, waiting, turn, beside);
+    kt_amx_group_pass(form, 0, unpacking, s, h, half, g, next, waiting, left, turn, beside);
 }
 
 /* kt_stream_fn, but for `sums`; form is a constant. strip_size: bytes of the codes of a strip. */
@@ -118,7 +197,8 @@ KT_INLINE void kt_amx_stream_groups(const kt_amx_group_form form, const kt_amx_g
                                        : s->codes;
   const kt_halves h = kt_halves_of(tokens);
   const int64_t passes = (h.count + 1) / 2;
-  kt_amx_waiting waiting = {.sums = beside->spare};
+  kt_amx_waiting waiting = {.tokens = 0};
+  kt_amx_left left = {.there = 0};
   int turn = 0;
   kt_amx_prepare(beside, &h, form.line);
   kt_beside_start(beside, s->number * form.steps * passes);
@@ -134,17 +214,21 @@ KT_INLINE void kt_amx_stream_groups(const kt_amx_group_form form, const kt_amx_g
     const kt_amx_codes next = {last ? following : s->codes + (g + 1) * form.size, s->tables};
     for (int64_t half = 0; half < h.count; half += 2, turn ^= 1) {
       if (half == 0 && passes == 1)
-        kt_amx_group_unpack(form, KT_AMX_ALL, s, &h, half, g, next, &waiting, turn, beside);
+        kt_amx_group_unpack(form, KT_AMX_ALL, s, &h, half, g, next, &waiting, &left, turn, beside);
       else if (half == 0)
-        kt_amx_group_unpack(form, KT_AMX_FIRST_HALF, s, &h, half, g, next, &waiting, turn, beside);
+        kt_amx_group_unpack(form, KT_AMX_FIRST_HALF, s, &h, half, g, next, &waiting, &left, turn,
+                            beside);
       else if (half == 2)
-        kt_amx_group_unpack(form, KT_AMX_SECOND_HALF, s, &h, half, g, next, &waiting, turn, beside);
+        kt_amx_group_unpack(form, KT_AMX_SECOND_HALF, s, &h, half, g, next, &waiting, &left, turn,
+                            beside);
       else
-        kt_amx_group_unpack(form, KT_AMX_NONE, s, &h, half, g, next, &waiting, turn, beside);
+        kt_amx_group_unpack(form, KT_AMX_NONE, s, &h, half, g, next, &waiting, &left, turn, beside);
     }
     beside->slot ^= 1;
   }
-  kt_amx_add(form, s, &waiting, waiting.end - waiting.next);
+  kt_amx_store_left(&left);
+  kt_amx_add_rest(form.int8, s->stride, &waiting);
+  kt_amx_add_rest(form.int8, s->stride, &left.waiting);
   beside->ready = following;
 }
 

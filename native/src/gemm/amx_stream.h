@@ -52,27 +52,33 @@ typedef struct kt_amx_strip {
 
 typedef kt_amx_strip kt_amx_strip_fn(const kt_weight *w, int64_t strip);
 
-/* One step: products of the half tiles at `from`, each followed by PART(0) .. PART(3). Weights that
- * come from memory are asked for first. A macro, as parts must be constants. */
-#define KT_AMX_STEP(from, half, PART)                                                              \
+/* One step: products of the half tiles at `from`; BEFORE(0) .. BEFORE(3) come before them, PART(0)
+ * .. PART(3) behind. Weights that come from memory are asked for first. A macro, as parts must be
+ * constants. */
+#define KT_AMX_STEP(from, half, BEFORE, PART)                                                      \
   do {                                                                                             \
+    BEFORE(0);                                                                                     \
     KT_AMX_LOAD(6, from, KT_AMX_LINE);                                                             \
     if (!form.unpack) KT_AMX_LOAD(7, (from) + (half), KT_AMX_LINE);                                \
     KT_AMX_LOAD(4, x0, stride);                                                                    \
     KT_AMX_PRODUCT(form.int8, 0, 4, 6);                                                            \
     PART(0);                                                                                       \
+    BEFORE(1);                                                                                     \
     if (form.unpack) KT_AMX_LOAD(7, (from) + (half), KT_AMX_LINE);                                 \
     KT_AMX_PRODUCT(form.int8, 1, 4, 7);                                                            \
     PART(1);                                                                                       \
+    if (both) BEFORE(2);                                                                           \
     if (both) KT_AMX_LOAD(5, x1, stride);                                                          \
     if (!form.unpack) kt_beside_step(beside);                                                      \
     if (both) KT_AMX_PRODUCT(form.int8, 2, 5, 6);                                                  \
     PART(2);                                                                                       \
+    if (both) BEFORE(3);                                                                           \
     if (both) KT_AMX_PRODUCT(form.int8, 3, 5, 7);                                                  \
     PART(3);                                                                                       \
     if (form.unpack) kt_beside_step(beside);                                                       \
   } while (0)
 
+#define KT_AMX_NOTHING(n) ((void)0)
 #define KT_AMX_PART(n)                                                                             \
   if (form.unpack) form.unpack(next, room, n)
 #define KT_AMX_LATER_PART(n) KT_AMX_PART(4 + (n))
@@ -92,10 +98,10 @@ KT_INLINE void kt_amx_pass(const kt_amx_form form, const int both, const kt_amx_
           i > 1 ? (kt_amx_codes){at.at + form.size, at.scale + form.scale_size} : behind;
       const uint8_t *const tiles = form.unpack ? beside->ring + slot * KT_AMX_SLOT : at.at;
       uint8_t *const room = beside->ring + (slot ^ 1) * KT_AMX_SLOT;
-      KT_AMX_STEP(tiles, KT_AMX_TILES / 2, KT_AMX_PART);
+      KT_AMX_STEP(tiles, KT_AMX_TILES / 2, KT_AMX_NOTHING, KT_AMX_PART);
       x0 += KT_AMX_LINE, x1 += KT_AMX_LINE;
       if (form.steps > 1) {
-        KT_AMX_STEP(tiles + KT_AMX_TILES, KT_AMX_TILES / 2, KT_AMX_LATER_PART);
+        KT_AMX_STEP(tiles + KT_AMX_TILES, KT_AMX_TILES / 2, KT_AMX_NOTHING, KT_AMX_LATER_PART);
         x0 += KT_AMX_LINE, x1 += KT_AMX_LINE;
       }
       if (i % KT_AMX_STORE_EVERY == 0) KT_AMX_STORE(6, beside->spare, KT_AMX_LINE);

@@ -79,6 +79,7 @@ KT_INLINE void kt_amx_configure_halves(const kt_halves *h, int line) {
   __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"((void *)(to)),                     \
                    "r"((int64_t)(stride))                                                          \
                    : "memory")
+#define KT_AMX_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile::)
 #define KT_AMX_PRODUCT(int8, sum, x, w)                                                            \
   do {                                                                                             \
     if (int8)                                                                                      \

@@ -13,40 +13,38 @@
 #include "amx_groups.h"
 #include "group_scales_avx512.h"
 
+/* Nibbles less 8 as bytes: bits 0..2 stay, and the others are the opposite of bit 3, so a matrix of
+ * bits makes them with one instruction for low nibbles and one for high ones. */
+#define KT_GROUP_LOW_NIBBLES 0x0102040808080808
+#define KT_GROUP_HIGH_NIBBLES 0x1020408080808080
+enum { KT_GROUP_OPPOSITE = 0xf8 };
+
 /* Lines of 4 columns: rows 0..15 go to a line of the first half tile, 16..31 to one of the second.
  */
 KT_INLINE void kt_group_unpack(const int bits, const int lines, const int half_lines,
                                const uint8_t *codes, uint8_t *tiles, const int part) {
-  const __m512i low = _mm512_set1_epi8(15), bias = _mm512_set1_epi8((char)KT_GROUP_BIAS(bits));
+  const __m512i low = _mm512_set1_epi64(KT_GROUP_LOW_NIBBLES);
+  const __m512i high = _mm512_set1_epi64(KT_GROUP_HIGH_NIBBLES);
+  const __m512i bias = _mm512_set1_epi8((char)KT_GROUP_BIAS(8));
   KT_UNROLL(4)
   for (int line = lines * part; line < lines * (part + 1); line++) {
     const uint8_t *const from = codes + line * (bits / 4) * KT_LINE;
     uint8_t *const to = tiles + (line / half_lines * 2 * half_lines + line % half_lines) * KT_LINE;
     const __m512i v = _mm512_loadu_si512(from);
-    const __m512i w0 = bits == 4 ? _mm512_and_si512(v, low) : v;
-    const __m512i w1 = bits == 4 ? _mm512_and_si512(_mm512_srli_epi16(v, 4), low)
-                                 : _mm512_loadu_si512(from + KT_LINE);
-    _mm512_store_si512(to, _mm512_sub_epi8(w0, bias));
-    _mm512_store_si512(to + half_lines * KT_LINE, _mm512_sub_epi8(w1, bias));
+    const __m512i w0 = bits == 4 ? _mm512_gf2p8affine_epi64_epi8(v, low, KT_GROUP_OPPOSITE)
+                                 : _mm512_xor_si512(v, bias);
+    const __m512i w1 = bits == 4 ? _mm512_gf2p8affine_epi64_epi8(v, high, KT_GROUP_OPPOSITE)
+                                 : _mm512_xor_si512(_mm512_loadu_si512(from + KT_LINE), bias);
+    _mm512_store_si512(to, w0);
+    _mm512_store_si512(to + half_lines * KT_LINE, w1);
   }
 }
 
-KT_INLINE void kt_group_add_sums(const kt_amx_groups *s, int64_t g, int64_t first, int64_t end,
-                                 const void *sums) {
-  const int32_t dtype = s->w->layout.scale_dtype, *from = sums;
+KT_INLINE void kt_group_amx_scales(const kt_amx_groups *s, int64_t g, __m512 scale[2]) {
   const int64_t at = (s->strip * s->number + g) * KT_STRIP;
-  const __m512 scale0 = kt_group_load_scales(dtype, s->w->scale, at);
-  const __m512 scale1 = kt_group_load_scales(dtype, s->w->scale, at + 16);
-  const uint8_t *const scales = (const uint8_t *)(kt_group_x_scale(s->x, s->w->cols) + g);
-  for (int64_t t = first; t < end; t++, from += KT_STRIP) {
-    float one;
-    __builtin_memcpy(&one, scales + t * s->stride, sizeof one);
-    const __m512 x_scale = _mm512_set1_ps(one);
-    float *const to = s->out + t * KT_STRIP;
-    const __m512i sum0 = _mm512_load_si512(from), sum1 = _mm512_load_si512(from + 16);
-    _mm512_store_ps(to, kt_group_add(_mm512_load_ps(to), sum0, scale0, x_scale));
-    _mm512_store_ps(to + 16, kt_group_add(_mm512_load_ps(to + 16), sum1, scale1, x_scale));
-  }
+  const int32_t dtype = s->w->layout.scale_dtype;
+  scale[0] = kt_group_load_scales(dtype, s->w->scale, at);
+  scale[1] = kt_group_load_scales(dtype, s->w->scale, at + 16);
 }
 
 #define KT_GROUP_UNPACK(bits, group)                                                               \
@@ -64,11 +62,12 @@ KT_INLINE void kt_group_stream(const int bits, const int group, kt_amx_unpack_fn
                                   .half = group == 32 ? 512 : 1024,
                                   .size = KT_STRIP * group * bits / 8,
                                   .unpack = unpack,
-                                  .add = kt_group_add_sums};
+                                  .scales = kt_group_amx_scales};
   const int64_t size = w->cols / KT_TILE_COLS * KT_GROUP_TILE(bits);
   const kt_amx_groups s = {.w = w,
                            .codes = w->codes + strip * size,
                            .x = x,
+                           .x_scale = (const uint8_t *)kt_group_x_scale(x, w->cols),
                            .strip = strip,
                            .number = w->cols / group,
                            .stride = stride,

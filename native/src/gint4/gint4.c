@@ -107,7 +107,7 @@ const kt_weight_format kt_gint4_format = {
     .product[KT_ISA_AVX2] = kt_gint4_product_avx2,
     .product[KT_ISA_AMX] = kt_gint4_product_amx,
     .stream = kt_gint4_stream_amx,
-    .least_tokens = {32, 14, 14},
+    .least_tokens = {14, 10, 8},
     .transposed = kt_gint4_transposed_amx,
 #endif
 };

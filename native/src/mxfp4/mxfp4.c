@@ -62,7 +62,7 @@ const kt_weight_format kt_mxfp4_format = {
     .product[KT_ISA_AVX2] = kt_mxfp4_product_avx2,
     .product[KT_ISA_AMX] = kt_mxfp4_product_amx,
     .stream = kt_mxfp4_stream_amx,
-    .least_tokens = {5},
+    .least_tokens = {4},
     .transposed = kt_mxfp4_transposed_amx,
 #endif
 };

@@ -34,18 +34,10 @@ KT_INLINE void unpack_plain(kt_amx_codes codes, uint8_t *tiles, const int part) 
   kt_mxfp4_decode_part(codes.at, NULL, part, tiles);
 }
 
-KT_INLINE void add_group(const kt_amx_groups *s, int64_t g, int64_t first, int64_t end,
-                         const void *sums) {
+KT_INLINE void scales_of(const kt_amx_groups *s, int64_t g, __m512 scale[2]) {
   const int64_t at = (s->strip * s->number + g) * KT_STRIP;
-  const __m512 scale0 = kt_mxfp4_scales(s->w->layout.scale_dtype, s->w->scale, at);
-  const __m512 scale1 = kt_mxfp4_scales(s->w->layout.scale_dtype, s->w->scale, at + 16);
-  const float *from = sums;
-  for (int64_t t = first; t < end; t++, from += KT_STRIP) {
-    float *const to = s->out + t * KT_STRIP;
-    _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(from), scale0, _mm512_load_ps(to)));
-    _mm512_store_ps(to + 16,
-                    _mm512_fmadd_ps(_mm512_load_ps(from + 16), scale1, _mm512_load_ps(to + 16)));
-  }
+  scale[0] = kt_mxfp4_scales(s->w->layout.scale_dtype, s->w->scale, at);
+  scale[1] = kt_mxfp4_scales(s->w->layout.scale_dtype, s->w->scale, at + 16);
 }
 
 /* Scales of strips are only there where they are bytes. */
@@ -62,7 +54,7 @@ static void stream_groups(const kt_weight *w, int64_t strip, const uint8_t *x, i
                                   .half = KT_BF16_HALF_TILE,
                                   .size = KT_FP4_TILE,
                                   .unpack = unpack_plain,
-                                  .add = add_group};
+                                  .scales = scales_of};
   const int64_t tiles = w->cols / KT_TILE_COLS;
   const kt_amx_groups s = {.w = w,
                            .codes = w->codes + strip * tiles * KT_FP4_TILE,

@@ -11,7 +11,7 @@
 #define KT_TARGET_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,bmi,bmi2," KT_TARGET_AVX2
 #define KT_TARGET_AVX512_VNNI "avx512vnni," KT_TARGET_AVX512
 #define KT_TARGET_AVX512_BF16 "avx512bf16,avx512vbmi," KT_TARGET_AVX512_VNNI
-#define KT_TARGET_AMX "amx-tile,amx-int8,amx-bf16," KT_TARGET_AVX512_BF16
+#define KT_TARGET_AMX "amx-tile,amx-int8,amx-bf16,gfni," KT_TARGET_AVX512_BF16
 
 #define KT_TARGET_PRAGMA(...) _Pragma(#__VA_ARGS__)
 #define KT_TARGET_SETS(...) KT_TARGET_PRAGMA(__VA_ARGS__) /* of names of sets makes their text */

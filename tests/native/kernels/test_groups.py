@@ -217,7 +217,7 @@ def test_group_amx_loads_a_tile_per_product(
     [
         (kind, tokens)
         for kind in EXACT
-        for tokens in tile_tokens(AMX_LEAST_GROUPS[int(KINDS[kind][1])])
+        for tokens in tile_tokens(AMX_LEAST_GROUPS[KINDS[kind][0]][int(KINDS[kind][1])])
     ],
 )
 def test_amx_loads_a_tile_per_product_of_int8(
