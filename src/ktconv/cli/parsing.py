@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, get_args
@@ -14,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from ktconv.cli.events import Events
 from ktconv.cli.exits import errors_shown, print_error
 from ktconv.errors import UsageError
+from ktconv.formats.specs import Dialect, names_in, spec_named, spec_of
 from ktconv.system.text import printable
 
 MOST = 2**31 - 1  # of anything that is counted
@@ -88,7 +89,7 @@ class Command(TyperCommand):
         ctx.meta[WORDS] = tuple(args)
         refuse_empty_shown(args, as_json)
         try:
-            return super().parse_args(ctx, with_defaults(args))
+            return super().parse_args(ctx, respelled(self.name, with_defaults(args)))
         except Exception as error:
             wrong: Any = error
             if hasattr(wrong, "format_message"):  # of click, or of the copy of it in typer
@@ -115,6 +116,58 @@ def with_defaults(words: Sequence[str]) -> list[str]:
         bare = values is not None and not values.fullmatch(following)
         found.append(f"{word}={default}" if bare else word)
     return found
+
+
+# Options of commands that name a format, which other dialects than theirs call otherwise.
+_FORMATS: Mapping[tuple[str | None, str], Dialect] = {
+    ("quantize-cpu", "--method"): "quantize-cpu",
+    ("quantize-gpu", "--scheme"): "quantize-gpu",
+}
+
+
+def respelled(command: str | None, words: Sequence[str]) -> list[str]:
+    """`words` with the command's own names of formats in place of those that kernels, the other
+    command, compressed-tensors and KTransformers have: int4-g32 is rawint4."""
+    found, option = list[str](), ""
+    for number, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if (command, option) in _FORMATS:
+            found.append(_own_name(_FORMATS[command, option], word))
+            option = ""
+        elif equals and (command, name) in _FORMATS:
+            found.append(f"{name}={_own_name(_FORMATS[command, name], value)}")
+        elif word == "--":
+            return [*found, *words[number:]]
+        else:
+            found.append(word)
+            option = word
+    if command == "quantize-gpu" and (group := _group_of(words)):
+        found = [f"--group-size={group}", *found]
+    return found
+
+
+def _own_name(dialect: Dialect, value: str) -> str:
+    own = {name.lower() for name in names_in(dialect)}
+    spec = None if value.lower() in own else spec_named(value, dialect)
+    return value if spec is None else spec.name_in(dialect)
+
+
+def _group_of(words: Sequence[str]) -> int | None:
+    """The group size that the name of a scheme in another dialect has, where it is not usual and
+    none is given."""
+    if any(word.partition("=")[0] == "--group-size" for word in words):
+        return None
+    pairs = zip(words, [*words[1:], ""], strict=True)
+    values = [then for word, then in pairs if word == "--scheme"]
+    values += [word.partition("=")[2] for word in words if word.startswith("--scheme=")]
+    value = values[-1] if values else ""
+    own = {name.lower() for name in names_in("quantize-gpu")}
+    spec = None if value.lower() in own else spec_named(value, "quantize-gpu")
+    return (
+        None
+        if spec is None or spec.group == spec_of(spec.scheme, "quantize-gpu").group
+        else spec.group
+    )
 
 
 # Values that an option does not have, and why.

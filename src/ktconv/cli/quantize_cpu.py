@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ktconv.cli import options as common
-from ktconv.cli.encode import EncodedMethod, encode_experts, refuse_options_of_packed
+from ktconv.cli.encode import ENCODED_METHODS, encode_experts, refuse_options_of_packed
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.fleet import convert_list
 from ktconv.cli.mix import Mix, MixEngine
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Method = str
 else:
-    _METHODS = (*output_formats(), *get_args(EncodedMethod))
+    _METHODS = (*output_formats(), *ENCODED_METHODS)
     Method = Literal[_METHODS]
 ScaleRule = Literal["amax", "search"]  # as in ktransformers.py; a test compares them
 DEFAULT_METHOD = next(iter(output_formats()))  # as in Options; a test compares them
@@ -192,7 +192,7 @@ def quantize_cpu_command(
             )
         mix = Mix(recipe, target_size, target_bits, engine, methods, write_recipe, importance)
         mix.check(given_options(context))
-        encoded = method in get_args(EncodedMethod) or bool(mix)
+        encoded = method in ENCODED_METHODS or bool(mix)
         if encoded:
             refuse_options_of_packed(context, mix or method)
         size = parse_size(max_shard_size, "--max-shard-size")

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from ktconv.errors import UsageError
+from ktconv.formats.specs import spec_named
 
 if TYPE_CHECKING:
     from ktconv.native import Layout
@@ -83,7 +84,6 @@ class Format:
     tolerance: float = 0.01  # see above
     max_error_steps: float = math.inf  # see above; of formats with a quantizer of that bound
     output: bool = False  # whether quantize-cpu writes it; needs max_error_steps
-    aliases: tuple[str, ...] = ()  # other names for --method of bench
 
     @cached_property
     def layout(self) -> Layout:
@@ -200,7 +200,7 @@ INT8 = Format(
 )
 
 
-def _group_int(bits: int, group: int, *aliases: str, scale_dtype: str = "bf16") -> Format:
+def _group_int(bits: int, group: int, scale_dtype: str = "bf16") -> Format:
     """Checkpoints of this kind have scales in bf16, or in fp16, which float32 has exactly."""
     variant = "" if scale_dtype == "bf16" else f"-{scale_dtype}"
     key = f"gint{bits}-{group}{variant}"
@@ -213,7 +213,6 @@ def _group_int(bits: int, group: int, *aliases: str, scale_dtype: str = "bf16") 
         activations="int8",
         tolerance=0.05,
         max_error_steps=GINT4_ERROR_STEPS if bits == 4 else GINT8_ERROR_STEPS,
-        aliases=aliases,
     )
 
 
@@ -223,13 +222,11 @@ FORMATS: dict[str, Format] = {
         INT4,
         INT8,
         Format("bf16", "BF16", "bf16", scale_dtype="none"),
-        Format("fp8", "FP8", "fp8", 128, aliases=("fp8-block",)),
+        Format("fp8", "FP8", "fp8", 128),
         Format("fp8-channel", "FP8_CHANNEL", "fp8"),
         Format("mxfp4", "MXFP4", "mxfp4", 32, "ue8m0"),
         Format("nvfp4", "NVFP4", "nvfp4"),
-        _group_int(4, 32, "gint4", "gint4-g32", "rawint4"),
-        _group_int(4, 64, "gint4-g64"),
-        _group_int(4, 128, "gint4-g128", "gptq-int4"),
+        *(_group_int(4, group) for group in (32, 64, 128)),
         *(_group_int(4, group, scale_dtype="f32") for group in (32, 64, 128)),
         *(_group_int(8, group) for group in (32, 64, 128)),
         *(_group_int(8, group, scale_dtype="f32") for group in (32, 64, 128)),
@@ -248,11 +245,10 @@ def output_named(name: str) -> Format | None:
 
 
 def format_named(name: str) -> Format:
-    """A row of FORMATS, by its key or another name that it is known by; else UsageError."""
-    wanted = name.lower() if isinstance(name, str) else name
-    for row in FORMATS.values():
-        if wanted in (row.key, *row.aliases):
-            return row
+    """A row of FORMATS, by its name in any dialect (`specs`); else UsageError."""
+    spec = spec_named(name, "kernel")
+    if spec is not None:
+        return FORMATS[spec.kernel]
     raise UsageError(f"unknown method {name!r}", f"available: {', '.join(FORMATS)}")
 
 
