@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,8 +21,6 @@ from ktconv.formats import output_formats
 from ktconv.system.units import parse_ranges, parse_size
 
 if TYPE_CHECKING:
-    from ktconv.quantize.packed.run import Preflight
-
     Method = str
 else:
     _METHODS = (*output_formats(), *ENCODED_METHODS)
@@ -265,7 +262,10 @@ def quantize_cpu_command(
         )
         with on_nodes as (request, job):
             preflight = prepare(request)
-            facts, lines = _about_inputs(preflight)
+            facts, lines = dict[str, Any](), list[str]()
+            for way in preflight.ways:
+                more, words = way.about()
+                facts, lines = facts | more, [*lines, *words]
             if estimate:
                 predicted = estimated(preflight)
                 facts = {**facts, "estimate": predicted}
@@ -278,24 +278,3 @@ def _source_of_importance(given: str | None) -> Path | Literal["weights"] | None
     if given == "weights":
         return "weights"
     return None if given is None else Path(given)
-
-
-def _about_inputs(preflight: Preflight) -> tuple[dict[str, Any], list[str]]:
-    """The JSON and the lines of a plan and a report about statistics of inputs; empty without."""
-    if preflight.calibration is not None:
-        from ktconv.quantize.packed.gptq import coverage
-
-        counts, used = preflight.calibration.counts, asdict(preflight.calibration.record)
-        if not counts:  # a text that was not read yet
-            return {"calibrate": used}, []
-        return {"calibrate": used | coverage.coverage_facts(counts)}, coverage.coverage_lines(
-            counts
-        )
-    if preflight.weights is None:
-        return {}, []
-    from ktconv.quantize.packed.importance.coverage import coverage_facts, coverage_lines
-
-    found, record = preflight.weights.coverage, preflight.weights.record.as_dict()
-    if not found:  # without a text
-        return {"importance": record}, []
-    return {"importance": record | coverage_facts(found)}, coverage_lines(found)

@@ -1,0 +1,71 @@
+"""`--importance`: squared errors of some channels count more, by a file or by the model's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ktconv.conversion.pipeline import Task
+from ktconv.errors import UsageError
+from ktconv.quantize.packed.importance.load import ExpertWeights, LayerWeights, open_weights
+from ktconv.quantize.packed.importance.source_weights import NormWeights, SourceWeights, WeighedTask
+from ktconv.quantize.packed.ways import Asked, Expert, Way
+from ktconv.targets.packed.target import BY_WEIGHTS, Plan
+
+
+class Importance(Way):
+    """What squared errors count."""
+
+    def __init__(self, found: ExpertWeights | SourceWeights) -> None:
+        self.found, self.record = found, {"importance": found.record}
+
+    @staticmethod
+    def open(asked: Asked) -> Importance | None:
+        """UsageError too where those of an output that is converted again followed from a file."""
+        request, options = asked.request, asked.options
+        if request.importance is None:
+            if options.importance == BY_WEIGHTS:
+                return Importance(SourceWeights(asked.checkpoint, asked.layers))
+            if options.importance is None:
+                return None
+            raise UsageError(
+                f"the weights were converted with --importance {options.importance.file}, without "
+                "which other scales would result",
+                "convert the model again: ktconv quantize-cpu MODEL OUTPUT --importance FILE",
+            )
+        if request.calibrate is not None:
+            return None  # refused there
+        if options.scale != "search":
+            given = "--compat" if options.compat else f"--scale {options.scale}"
+            raise UsageError(
+                "--importance says what the errors count that --scale search makes small, and "
+                f"cannot be combined with {given}",
+                "omit one of them",
+            )
+        if not isinstance(request.importance, Path):
+            return Importance(SourceWeights(asked.checkpoint, asked.layers))
+        return Importance(open_weights(request.importance, asked.checkpoint, asked.layers))
+
+    def notes(self, plan: Plan) -> list[str]:
+        return list(self.found.notes)
+
+    def about(self) -> tuple[dict[str, Any], list[str]]:
+        from ktconv.quantize.packed.importance.coverage import coverage_facts, coverage_lines
+
+        record, found = self.found.record.as_dict(), self.found.coverage
+        if not found:  # without a text
+            return {"importance": record}, []
+        return {"importance": record | coverage_facts(found)}, coverage_lines(found)
+
+    def shared_memory(self, units: int) -> int:
+        return self.found.memory(units)
+
+    def weights(self, layer: int) -> LayerWeights | NormWeights | None:
+        return self.found.layer(layer)
+
+    def tasks(self, expert: Expert, tasks: list[Task]) -> list[Task]:
+        """Workers compute the weights of down, the last one, where they follow from the model."""
+        if not isinstance(self.found, SourceWeights):
+            return tasks
+        last: Any = tasks[-1]
+        return [*tasks[:-1], WeighedTask(last, self.found)]
