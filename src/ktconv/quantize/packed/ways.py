@@ -6,16 +6,18 @@ run takes. A new one is a subclass of `Way` in a file of its own, and a row in `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ktconv.conversion.pipeline import Task
-from ktconv.source import Checkpoint, MoELayer
+from ktconv.source import Checkpoint, MoELayer, Projection
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.reading.reader import SourceReader
+from ktconv.system.arrays import F32
 from ktconv.targets.packed.target import Options, Plan
 
 if TYPE_CHECKING:
@@ -50,8 +52,31 @@ class Expert:
     options: Options
 
 
+LAYERS_KEPT = 2  # with weights in memory, while verify reads an output
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorWeights:
+    """What squared errors count: of a matrix [inputs], None: all the same; and bytes of memory."""
+
+    of: Callable[[int, int, Projection], F32 | None]  # layer, expert, projection
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """An output whose matrices are to be proven, with its source."""
+
+    directory: Path
+    options: Options
+    checkpoint: Checkpoint
+    layers: Sequence[MoELayer]
+
+
 class Way:
     """One way, as a conversion uses it. The methods here change nothing."""
+
+    option: ClassVar[str] = ""  # whose file verify needs, to prove what follows from it
 
     record: Mapping[str, Any] = MappingProxyType({})  # fields of Options that say what was used
 
@@ -60,6 +85,19 @@ class Way:
         """None where it is not asked for. UsageError for what it cannot be combined with, and for
         inputs that cannot be used."""
         raise NotImplementedError
+
+    @staticmethod
+    def error_weights(output: Converted, given: Path | None) -> ErrorWeights | None:
+        """What the search for scales of an output minimized, by its source and the file that is
+        given; None: nothing, or it is not known. UsageError for another file than the conversion
+        was given."""
+        return None
+
+    @staticmethod
+    def unproven(options: Options, codes: Sequence[object], known: bool) -> list[str]:
+        """Sentences on what is not proven of an output. `codes`: how those of calibrated tensors
+        were chosen; `known`: whether `error_weights` are."""
+        return []
 
     def check(self, plan: Plan) -> None:
         """UsageError for a plan that it does not fit."""

@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, Any
 from ktconv.conversion.pipeline import Task
 from ktconv.errors import UsageError
 from ktconv.model import require_packages
-from ktconv.quantize.packed.ways import Asked, Expert, Way
-from ktconv.targets.packed.target import Plan
+from ktconv.quantize.packed.ways import (
+    LAYERS_KEPT,
+    Asked,
+    Converted,
+    ErrorWeights,
+    Expert,
+    Way,
+)
+from ktconv.targets.packed.proof import COMPENSATED
+from ktconv.targets.packed.target import Options, Plan
 from ktconv.writer.journal import Journal
 
 if TYPE_CHECKING:
@@ -27,6 +35,8 @@ if TYPE_CHECKING:
 class Compensation(Way):
     """The inputs that codes are calibrated on: all recorded, or of one layer after the other while
     a text passes the model."""
+
+    option = "calibrate"
 
     def __init__(self, found: Calibration | TextCalibration, text: TextCalibration | None) -> None:
         self.found, self.text = found, text
@@ -69,6 +79,42 @@ class Compensation(Way):
 
         recorded = open_calibration(request.calibrate, asked.checkpoint, asked.layers)
         return Compensation(recorded, None)
+
+    @staticmethod
+    def error_weights(output: Converted, given: Path | None) -> ErrorWeights | None:
+        recorded = output.options.calibrate
+        if given is None or recorded is None:
+            return None
+        from ktconv.quantize.packed.gptq.inputs import open_calibration
+
+        found = open_calibration(given, output.checkpoint, output.layers)
+        same = (found.record.text_sha256, found.record.run)
+        if same != (recorded.text_sha256, recorded.run):
+            raise UsageError(
+                f"{output.directory} was converted with other calibration data than {given}: its "
+                f"{recorded.name} was recorded on {recorded.text}",
+                "give the directory that the conversion was given, or record it again: "
+                + _recording(recorded.kind),
+            )
+        return ErrorWeights(found.importance, found.memory(LAYERS_KEPT))
+
+    @staticmethod
+    def unproven(options: Options, codes: Sequence[object], known: bool) -> list[str]:
+        sentences = []
+        if compensated := codes.count(COMPENSATED):
+            sentences.append(
+                f"the codes of {compensated:,} of {len(codes):,} calibrated tensors follow from "
+                "data: proven are that they are levels, and that no row has a larger error than "
+                "recorded"
+            )
+        if codes and not known:
+            factors = ", and the factors of folding of compensated ones," if options.fold else ""
+            sentences.append(
+                f"the scales of calibrated matrices{factors} are proven to be possible, but not "
+                "that they make the error on the calibration data smallest: give its second "
+                "moments with --calibrate DIR"
+            )
+        return sentences
 
     def notes(self, plan: Plan) -> list[str]:
         return list(self.found.notes)
@@ -138,6 +184,14 @@ class Compensation(Way):
         from ktconv.quantize.packed.gptq.coverage import coverage_facts
 
         return {"calibration_coverage": coverage_facts(self.text.counts)}
+
+
+def _recording(kind: str) -> str:
+    """The command that records what a conversion was calibrated on, from a directory or a text."""
+    from ktconv.quantize.packed.gptq.streaming import MOST_TOKENS
+
+    tokens = f" --max-tokens {MOST_TOKENS}" if kind == "text" else ", with as many tokens"
+    return f"ktconv stats MODEL --hessian DIR --text with the same text{tokens}"
 
 
 def _of_text(asked: Asked, text: Path) -> TextCalibration:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,21 @@ from ktconv.conversion.pipeline import Task
 from ktconv.errors import UsageError
 from ktconv.quantize.packed.importance.load import ExpertWeights, LayerWeights, open_weights
 from ktconv.quantize.packed.importance.source_weights import NormWeights, SourceWeights, WeighedTask
-from ktconv.quantize.packed.ways import Asked, Expert, Way
-from ktconv.targets.packed.target import BY_WEIGHTS, Plan
+from ktconv.quantize.packed.ways import (
+    LAYERS_KEPT,
+    Asked,
+    Converted,
+    ErrorWeights,
+    Expert,
+    Way,
+)
+from ktconv.targets.packed.target import BY_WEIGHTS, Options, Plan
 
 
 class Importance(Way):
     """What squared errors count."""
+
+    option = "importance"
 
     def __init__(self, found: ExpertWeights | SourceWeights) -> None:
         self.found, self.record = found, {"importance": found.record}
@@ -45,6 +55,35 @@ class Importance(Way):
         if not isinstance(request.importance, Path):
             return Importance(SourceWeights(asked.checkpoint, asked.layers))
         return Importance(open_weights(request.importance, asked.checkpoint, asked.layers))
+
+    @staticmethod
+    def error_weights(output: Converted, given: Path | None) -> ErrorWeights | None:
+        """Where they are the model's own, all that they follow from is in the source."""
+        recorded = output.options.importance
+        if recorded == BY_WEIGHTS:
+            own = SourceWeights(output.checkpoint, output.layers)
+            return ErrorWeights(own.of, own.memory(LAYERS_KEPT))
+        if given is None or recorded is None:
+            return None
+        weights = open_weights(given, output.checkpoint, output.layers)
+        if weights.record.sha256 != recorded.sha256:
+            raise UsageError(
+                f"{output.directory} was converted with another file of importance than {given}: "
+                f"its {recorded.file} has the SHA-256 {recorded.sha256[:12]}..., not "
+                f"{weights.record.sha256[:12]}...",
+                "give the file that the conversion was given",
+            )
+        return ErrorWeights(weights.of, weights.memory(LAYERS_KEPT))
+
+    @staticmethod
+    def unproven(options: Options, codes: Sequence[object], known: bool) -> list[str]:
+        if known or options.importance is None or options.importance == BY_WEIGHTS:
+            return []
+        return [
+            "scales are proven to be possible, and codes to be the nearest under them, but not "
+            f"that those scales make the error weighted by {options.importance.file} smallest: "
+            "give it with --importance FILE"
+        ]
 
     def notes(self, plan: Plan) -> list[str]:
         return list(self.found.notes)
