@@ -119,7 +119,7 @@ def shoot(page: Path, picture: Path, height: int) -> None:
 
 
 def small(picture: Path, target: Path) -> None:
-    """With a palette, which is a third of the bytes."""
+    """Reduce a picture to a palette, which takes a third of the bytes."""
     from PIL import Image
 
     with Image.open(picture) as image:

@@ -1,7 +1,8 @@
 """The pages of commands on the site, made from the program.
 
-Names, meanings, values, defaults and the usage line are what the command line has; what there is to
-say beyond that is on the page in `GUIDES`.
+Names, meanings, values, defaults and the usage line are what the command line has. An option's
+detail stands where it is declared, for `--help-all` and for these pages; the page in `GUIDES` is
+about the command as a whole.
 """
 
 from __future__ import annotations
@@ -11,54 +12,44 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ktconv.cli import help
+from ktconv.cli.commands import exit_codes
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # The page about a command: what an option's own text does not say.
 GUIDES = {
     "quantize-cpu": "quantize-cpu",
     "quantize-gpu": "quantize-gpu",
+    "verify": "verify",
+    "inspect": "inspect",
+    "bench": "performance",
+    "compare": "compare",
     "merge": "repack",
     "reshard": "repack",
-    "verify": "verify",
-    "compare": "compare",
     "push": "push",
-    "inspect": "inspect",
-    "stats": "hot-experts",
     "plan": "plan",
-    "bench": "performance",
+    "stats": "hot-experts",
     "doctor": "inspect",
     "completion": "inspect",
 }
 
 # Further pages to read.
 MORE = {
-    "quantize-cpu": "which-method from-ktransformers methods recipes calibration estimate "
-    "hot-experts remote ray",
+    "quantize-cpu": "which-method from-ktransformers methods recipes calibration "
+    "estimate hot-experts remote ray",
     "quantize-gpu": "calibration hot-experts remote ray",
+    "verify": "accuracy ray",
+    "inspect": "families encodings maps",
+    "bench": "benchmarks/measuring benchmarks/results",
+    "compare": "verify performance",
     "merge": "from-ktransformers formats maps",
     "reshard": "formats calibration",
-    "verify": "accuracy ray",
-    "compare": "verify performance",
     "push": "security",
-    "inspect": "families encodings maps",
-    "stats": "calibration",
     "plan": "hot-experts",
-    "bench": "benchmarks/measuring benchmarks/results",
+    "stats": "calibration",
     "doctor": "performance",
     "completion": "",
-}
-
-_MISMATCH = "what was written does not match its source; the message names the tensor"
-# What exit code 1 means, of commands that have it.
-CHECKS = {
-    "quantize-cpu": _MISMATCH,
-    "quantize-gpu": _MISMATCH,
-    "merge": _MISMATCH,
-    "reshard": _MISMATCH,
-    "verify": "a check failed",
-    "compare": "a check failed",
-    "bench": "a kernel was wrong, a row became slower than in `--compare`, or an error of "
-    "`--mode sft` exceeds its bound",
 }
 
 
@@ -72,7 +63,7 @@ def commands() -> dict[str, Any]:
 
 
 def page(name: str, command: Any) -> str:
-    """Usage, description, example, arguments, options, exit codes, and where to read on."""
+    """Usage, description, example, arguments, options by panel, exit codes, where to read on."""
     arguments = [one for one in command.params if one.param_type_name == "argument"]
     options = [one for one in command.params if one.param_type_name == "option"]
     words = " ".join(_word(one) for one in arguments)
@@ -81,11 +72,18 @@ def page(name: str, command: Any) -> str:
     parts += ["```\n", *(f"Example:\n\n```\n{example}\n```\n" for example in examples)]
     if arguments:
         parts.append("## Arguments\n\n| argument | meaning |\n| --- | --- |")
-        parts += [f"| `{_metavar(one)}` | {_cell(one.help)} |" for one in arguments]
-    parts.append("\n## Options\n\n| option | meaning |\n| --- | --- |")
-    parts += [f"| {_names(one)} | {_cell(' '.join(_meaning(one)))} |" for one in options]
-    parts += ["| `-h`, `--help` | Show this text in the terminal. |", *_exit_codes(name)]
-    return "\n".join([*parts, *_read_on(name)]) + "\n"
+        parts += [f"| `{_metavar(one)}` | {_meaning(one)} |" for one in arguments]
+    parts.append("\n## Options")
+    for panel in help.PANELS:
+        rows = [one for one in options if (one.rich_help_panel or help.RUN) == panel]
+        own = panel == help.RUN  # which has the options about help
+        if rows or own:
+            parts.append(f"\n### {panel}\n\n| option | meaning |\n| --- | --- |")
+        parts += [f"| {_names(one)} | {_meaning(one)} |" for one in rows]
+        if own:
+            parts.append("| `--help-all` | Show this in the terminal. |")
+            parts.append("| `-h`, `--help` | Show what most users need of it. |")
+    return "\n".join([*parts, *_exit_codes(name), *_read_on(name)]) + "\n"
 
 
 def _help(command: Any) -> tuple[str, list[str]]:
@@ -106,54 +104,56 @@ def _metavar(one: Any) -> str:
 
 
 def _names(one: Any) -> str:
-    both = [*one.opts, *one.secondary_opts]
-    value = "" if one.is_flag else f" {_value(one)}"
+    """The names of an option, without old spellings."""
+    both = [*one.opts[:1], *one.secondary_opts[:1]]
+    value = "" if one.is_flag else f" {_metavar(one)}"
     return ", ".join(f"`{_cell(name + value)}`" for name in both)
 
 
-def _value(one: Any) -> str:
-    return one.opts[0].lstrip("-").upper() if _choices(one) else _metavar(one)
+def _meaning(one: Any) -> str:
+    """All that there is to say, as a cell of a table."""
+    return _cell("<br>".join(_lines(one)))
 
 
-def _choices(one: Any) -> list[str]:
-    """The values of an option that has no others: its metavar, where that names no FILE or DIR."""
-    values = [] if one.is_flag else _metavar(one).split("|")
-    return [] if any(re.fullmatch(r"[A-Z]+(\..*)?|\[.*\]", value) for value in values) else values
+def _lines(one: Any) -> Iterator[str]:
+    """The help, what follows from the declaration, and the detail; items of lists are lines."""
+    choices = help.choices_of(one)
+    listed = [part for block in one.detail.split("\n\n") for part in help.items(block)]
+    named = {part.removeprefix("- ").partition(":")[0] for part in listed}
+    sentences = [_linked(one.help)]
+    if len(choices) > 1 and not named >= set(choices):
+        sentences.append("Values: " + ", ".join(f"`{value}`" for value in choices) + ".")
+    if default := help.default_of(one):
+        sentences.append(f"Default: `{default}`.")
+    if one.required and one.param_type_name == "option":
+        sentences.append("Required.")
+    yield " ".join(sentences)
+    for part in filter(None, listed):
+        if part.startswith("- "):
+            name, colon, rest = part.removeprefix("- ").partition(": ")
+            yield f"- `{name}`{colon}{_linked(rest)}"
+        else:
+            yield _linked(part)
 
 
-def _meaning(one: Any) -> Iterator[str]:
-    """In sentences."""
-    yield _sentence(one.help)
-    if choices := _choices(one):
-        yield "Values: " + ", ".join(f"`{value}`" for value in choices) + "."
-    default = one.default
-    shown = one.show_default and "default:" not in (one.help or "")
-    if one.secondary_opts and default is not None:
-        yield f"Default: `{(one.opts if default else one.secondary_opts)[0]}`."
-    elif shown and default not in (None, False, (), [], "") and not callable(default):
-        yield f"Default: `{getattr(default, 'value', default)}`."
+_PAGE = re.compile(r"docs/([a-z-]+)\.md(#[\w-]+)?")
 
 
-def _sentence(text: str) -> str:
-    """With a capital, unless it begins with a value, like "rtn: memory limit"."""
-    text = text.strip()
-    first = text[:1] if re.match(r"\w+[:,]", text) else text[:1].upper()
-    return first + text[1:] + ("" if text.endswith(".") else ".")
+def _linked(text: str) -> str:
+    """A text of the terminal, with links to the pages that it names; the site gives them titles."""
+    text = text.replace("<", "&lt;")
+    return _PAGE.sub(lambda found: f"[docs/{found[1]}.md](../{found[1]}.md{found[2] or ''})", text)
 
 
 def _cell(text: str) -> str:
-    """With every bar of a table escaped once."""
-    return re.sub(r"(?<!\\)\|", r"\\|", " ".join(text.split())).replace("<", "&lt;")
+    """Escape every bar of a table cell once."""
+    return re.sub(r"(?<!\\)\|", r"\\|", " ".join(text.split()))
 
 
 def _exit_codes(name: str) -> Iterator[str]:
     yield "\n## Exit codes\n\n| code | meaning |\n| --- | --- |"
-    yield "| 0 | done |"
-    if name in CHECKS:
-        yield f"| 1 | {CHECKS[name]} |"
-    yield "| 2 | bad usage or input: the message says what, and what to do |"
-    yield "| 3 | I/O or resources: a disk, memory, the network, a permission |"
-    yield "| 130 | interrupted |"
+    for code, meaning in exit_codes(name).items():
+        yield f"| {code} | {meaning} |"
 
 
 def _read_on(name: str) -> Iterator[str]:

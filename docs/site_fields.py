@@ -1,4 +1,4 @@
-"""For the API reference: the fields of a dataclass as a table, with the comments beside them."""
+"""Tables of the fields of dataclasses, with their comments, for the API reference."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What mkdocs cannot know: pages that are made from the program, and links out of docs/.
+"""Hooks for mkdocs: pages that are made from the program, and links out of docs/.
 
 Commands have a page each (`site_commands`), public packages one of the API reference; some files
-beside docs/ are pages. Links to other files lead to the repository, if they exist.
+outside docs/ are pages. Links to other files lead to the repository, if they exist.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """With links as the site has them: those that are called like a file, like its page."""
+    """Change links to those of the site; a link named after a file is named after its page."""
     here = page.file.src_uri
     if here in WIDE:
         page.meta["hide"] = ["toc"]
@@ -151,7 +151,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any = None, **_: Any) -> str:
-    """Without what makes the theme ask api.github.com for stars; nothing else is loaded either."""
+    """Remove what makes the theme ask api.github.com; warn about all that is loaded elsewhere."""
     for found in _LOADED.findall(output):
         LOG.warning("%s loads %s", page.file.src_uri if page else "a template", found)
     return output.replace(' data-md-component="source"', "")
@@ -183,7 +183,7 @@ def _reference(title: str, text: str, names: list[str]) -> str:
 
 
 def _directive(name: str) -> str:
-    """For mkdocstrings; with the members that are named after a colon, else with all."""
+    """Return a directive of mkdocstrings, with the members named after a colon, else with all."""
     module, _, members = name.partition(": ")
     options = f"\n    options:\n      members: [{', '.join(members.split())}]" if members else ""
     return f"::: {module}{options}"

@@ -141,7 +141,7 @@ _SCORES = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt(sof
 
 
 def router_in_words(router: Router | str | None) -> str:
-    """How a layer chooses experts, and their weights."""
+    """Describe how a layer chooses experts and their weights."""
     if not isinstance(router, Router):
         return f"not computed: it {router}" if router else "by config.json"
     return "; ".join((*_choice(router), *_weights(router)))

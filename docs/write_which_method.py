@@ -107,7 +107,7 @@ def matrices(size: Size, gated: bool = True) -> Iterator[tuple[int, int]]:
 
 
 def expert_bytes(method: str, size: Size, gated: bool = True) -> int:
-    """Of one expert, scales included; of a method of quantize-cpu, or a scheme of quantize-gpu."""
+    """Bytes of one expert with its scales, in a method of quantize-cpu or quantize-gpu's scheme."""
     if method in output_formats():
         fmt = output_formats()[method]
         return fmt.expert_bytes(size.hidden, size.intermediate, gated=gated)
@@ -117,12 +117,12 @@ def expert_bytes(method: str, size: Size, gated: bool = True) -> int:
 
 
 def all_bytes(method: str, size: Size, gated: bool = True) -> int:
-    """Of a model's routed experts."""
+    """Bytes of a model's routed experts."""
     return size.layers * size.experts * expert_bytes(method, size, gated)
 
 
 def source_bytes(encoding: str, size: Size, gated: bool = True) -> float:
-    """The same as it is released."""
+    """Bytes of the routed experts as the model is released."""
     if encoding in BITS_OF_SOURCE:
         return all_bytes("bf16", size, gated) * BITS_OF_SOURCE[encoding] / 16
     return all_bytes(KEPT.get(encoding) or AS_LARGE[encoding], size, gated)
@@ -144,13 +144,13 @@ def fits(method: str, size: Size, gated: bool = True) -> bool:
 
 
 def bits_of(method: str) -> float:
-    """Of a weight with its scales, in matrices of 2048 columns."""
+    """Bits of a weight with its scales, in matrices of 2048 columns."""
     size = Size("", "", 1, 1, 2048, 2048, 1)
     return 8 * expert_bytes(method, size) / sum(rows * cols for rows, cols in matrices(size))
 
 
 def seconds(method: str, encoding: str, size: Size, gated: bool, disk: float, cores: int) -> float:
-    """Of a conversion: what the disk or the cores take, whichever is longer."""
+    """Seconds of a conversion: what the disk or the cores take, whichever is longer."""
     kept = KEPT.get(encoding) == method
     measured = KEPT_INT4 if kept and method == "rawint4" else TIMES[method]
     io = source_bytes(encoding, size, gated) + all_bytes(method, size, gated)
@@ -179,13 +179,13 @@ class Line:
 
     @property
     def encodings(self) -> list[str]:
-        """Those of `inspect`, but for MXFP8, which it shows as fp8-block."""
+        """Encodings as `inspect` names them, but for MXFP8, which it shows as fp8-block."""
         names = self.released.encodings.split()
         return ["mxfp8" if one == "fp8-block" and self.released.mxfp8 else one for one in names]
 
     @property
     def models(self) -> str:
-        """By which it is found: "the same" is as the row before it."""
+        """Names by which a release is found: "the same" is as the row before it."""
         own = self.released.models
         if not own.startswith("the same"):
             return own
@@ -262,7 +262,7 @@ def numbered(family: Family) -> bool:
 
 
 def gpu_verdict(engine: Engine, line: Line) -> str:
-    """Of an engine without KTransformers: the release, and what quantize-gpu makes of it."""
+    """Verdict on an engine other than KTransformers: the release, and quantize-gpu's outputs."""
     kind = line.released.type
     if kind in engine.general:
         return "its general class"
@@ -274,7 +274,7 @@ def gpu_verdict(engine: Engine, line: Line) -> str:
 
 
 def quantized(engine: Engine, line: Line) -> str:
-    """What an engine does with an output of quantize-gpu."""
+    """Verdict on an engine with an output of quantize-gpu."""
     if line.family.no_gpu or line.activation.biases:
         return f"`{GPU}`: refused by `quantize-gpu`"
     if line.released.type in engine.by_function:
@@ -288,7 +288,7 @@ def quantized(engine: Engine, line: Line) -> str:
 
 
 def kt_verdict(line: Line) -> str:
-    """Of KTransformers: what is right, and what becomes of other methods."""
+    """Verdict on KTransformers: what is right, and what becomes of other methods."""
     words = "all"
     if not line.right:
         words = "none: **wrong** without a word"
@@ -408,7 +408,7 @@ Of outputs whose experts have the model's own names. A format that is not here i
 KT = """\
 ## Methods of KTransformers
 
-All compute SiLU of gate times up; *follows* is what they compute beside that.
+All compute SiLU of gate times up; *follows* is what they compute besides that.
 
 """
 
@@ -519,7 +519,7 @@ def right_on_gpu(engine: Engine, line: Line) -> bool:
 
 
 def engine_rows() -> Iterator[tuple[str, ...]]:
-    """What is right by engine, for each release of a family."""
+    """Rows of the table by engine, for each release of a family."""
     for line in lines():
         yield (
             line.models,

@@ -1,15 +1,19 @@
-"""Fixtures for all tests: levels of instruction sets, and AMX where the CPU has none."""
+"""For all tests: levels of instruction sets, AMX where the CPU has none, missing packages."""
 
 from __future__ import annotations
 
+import gc
 import os
+import re
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import threadpoolctl
 import typer.main
 import typer.testing
 from helpers.amx import EMULATOR, Emulator, kept_directory, load_emulator
@@ -17,6 +21,13 @@ from helpers.amx import EMULATOR, Emulator, kept_directory, load_emulator
 from ktconv import native
 
 MEMORY = "/dev/shm"  # where Linux keeps files in memory
+# What `pip install .[check]` leaves out. Tests that come upon one that is missing are skipped.
+OPTIONAL = {
+    "accelerate", "aiohttp", "compressed_tensors", "datasets", "fsspec", "gcsfs", "greenlet",
+    "huggingface_hub", "llmcompressor", "matplotlib", "moto", "peft", "ray", "s3fs", "tenacity",
+    "torch", "transformers",
+}  # fmt: skip
+SLOW = re.compile(r"^pytestmark = (?:\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,11 +42,62 @@ def pytest_configure(config: pytest.Config) -> None:
     # The models here are tiny: PyTorch's threads would wait for one another, and take what other
     # processes of tests need. Set before PyTorch is loaded, here and in programs that tests start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    threadpoolctl.threadpool_limits(1)  # of NumPy, which is loaded already
     # The tree of commands takes 40 ms to build, and tests run some thousand of them.
     vars(typer.testing)["_get_command"] = cache(typer.main.get_command)
     # Else those compile all modules of the package again, each time.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     config.stash[EMULATOR] = load_emulator(kept_directory(config, "ktconv-amx"))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of slow tests are not imported, and PyTorch with them, where none is asked for."""
+    words = str(config.option.markexpr)
+    if collection_path.suffix != ".py" or not words.startswith("not slow") or " or " in words:
+        return None
+    return True if SLOW.search(collection_path.read_text("utf-8")) else None
+
+
+def missing(error: BaseException | None) -> str | None:
+    """The optional package whose absence an error comes from."""
+    while error is not None:
+        root = str(getattr(error, "name", None)).partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and root in OPTIONAL and find_spec(root) is None:
+            return root
+        error = error.__cause__ or error.__context__
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> pytest.CollectReport | None:
+    if not isinstance(collector, pytest.Module):
+        return None
+    try:
+        collector.obj  # noqa: B018  (imports the file)
+    except collector.CollectError as error:
+        name = missing(error)
+        if name is not None:
+            why = str(collector.path), 0, f"Skipped: {name} is not installed"
+            return pytest.CollectReport(collector.nodeid, "skipped", why, [])
+    except BaseException:
+        pass  # told by the collection itself
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    name = missing(call.excinfo.value) if report.failed and call.excinfo else None
+    if name is not None:
+        report.outcome = "skipped"
+        report.longrepr = str(item.path), item.location[1] or 0, f"Skipped: {name} is not installed"
+    return report
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # else each full collection visits all tests and PyTorch's modules
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,8 @@ import subprocess
 import pytest
 from helpers.paths import ROOT
 
+pytestmark = pytest.mark.process
+
 PAGE = (ROOT / "docs/adding.md").read_text(encoding="utf-8")
 # Heading, what an addition is called in code, and where that is looked for.
 OWN = (

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from helpers.paths import ROOT
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 COMPILER = """#!{python}
 import os, pathlib, sys, time
 parent = os.getppid()

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from helpers.paths import EXAMPLE, ROOT
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 MODULES = sorted((ROOT / "src/ktconv").rglob("*.py"))
 PAGE = (ROOT / "docs/security.md").read_text("utf-8")
 NAMED = re.findall(r"\| `(tests/[\w/]+\.py)(?:::(\w+))?`", PAGE)

@@ -13,7 +13,9 @@ import pytest
 from helpers.paths import DOCS, ROOT
 from helpers.site import module
 
-from ktconv.cli.app import COMMANDS
+from ktconv.cli.commands import COMMANDS, exit_codes
+
+pytestmark = pytest.mark.process
 
 HOOKS = module("site_hooks")
 PAGES: dict[str, str] = HOOKS.generated()
@@ -24,38 +26,47 @@ SITE_PAGES = [*sorted(DOCS.glob("*.md")), *(ROOT / name for name in HOOKS.OF_ROO
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_has_a_page_with_all_its_options(name: str) -> None:
     page, command = PAGES[f"commands/{name}.md"], BY_NAME[name]
-    assert command.help.split("\n")[0] in page
+    assert " ".join(command.help.split("\n\n")[0].split()) in page
     for parameter in command.params:
         assert parameter.help
         if parameter.param_type_name == "option":
-            for spelling in (*parameter.opts, *parameter.secondary_opts):
+            for spelling in (*parameter.opts[:1], *parameter.secondary_opts):
                 assert f"`{spelling}" in page
         else:
             assert f"`{parameter.metavar or parameter.name.upper()}`" in page
     for heading in ("Options", "Exit codes", "Read on"):
         assert f"\n## {heading}\n" in page
     assert "Example:\n\n```\nktconv " in page
-    assert ("| 1 |" in page) == (name in module("site_commands").CHECKS)
+    assert ("| 1 |" in page) == (1 in exit_codes(name))
 
 
 def test_a_page_has_defaults_and_values() -> None:
     rows = dict(re.findall(r"^\| (`--.*?) \| (.*) \|$", PAGES["commands/quantize-cpu.md"], re.M))
     assert rows["`--max-shard-size SIZE`"] == "Maximum size of a shard. Default: `5GB`."
-    assert rows["`--layout LAYOUT`"].endswith("`safetensors`, `layers`. Default: `safetensors`.")
-    assert rows["`--verify`, `--no-verify`"].endswith("Default: `--verify`.")
+    assert rows[r"`--layout safetensors\|layers`"].endswith(
+        "Default: `safetensors`.<br>- `safetensors`: shards with an index<br>- `layers`: folders "
+        "`_layer_L/_numa_N` of .kt files"
+    )
+    assert "Values: `auto`, `bar`, `lines`, `json`, `none`." in rows["`--progress MODE`"]
+    assert "[docs/recipes.md](../recipes.md)" in rows["`--recipe FILE.toml`"]
+    assert "Default: `--verify`." in rows["`--verify`, `--no-verify`"]
     assert "`mxfp8`" in rows["`--method METHOD`"]
     assert "Values" not in rows["`--json`"]
-    assert "| `--mtp`, `--no-mtp` | Include or omit MTP layers. |" in PAGES["commands/merge.md"]
+    assert "| `--mtp`, `--no-mtp` | Include or omit MTP layers.<br>" in PAGES["commands/merge.md"]
     assert r"`--importance FILE\|weights`" in rows
 
 
 def test_a_page_needs_nothing_but_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an option means is written once: in its help."""
+    """What an option means is written once: in its declaration."""
     site = module("site_commands")
     option = next(one for one in BY_NAME["merge"].params if one.opts[0] == "--source")
-    monkeypatch.setattr(option, "help", "quite another text | with a bar")
-    assert "| `--source MODEL` | Quite another text \\| with a bar. |" in site.page(
-        "merge", BY_NAME["merge"]
+    monkeypatch.setattr(option, "help", "Quite another text | with a bar.")
+    monkeypatch.setattr(option, "detail", "See docs/maps.md#keys.\n\n- A: one\n- B: two\n  lines")
+    lines = site.page("merge", BY_NAME["merge"]).split("\n")
+    row = next(line for line in lines if line.startswith("| `--source"))
+    assert row == (
+        "| `--source MODEL` | Quite another text \\| with a bar."
+        "<br>See [docs/maps.md](../maps.md#keys).<br>- `A`: one<br>- `B`: two lines |"
     )
 
 

@@ -9,6 +9,8 @@ from functools import cache
 import pytest
 from helpers.paths import DOCS, ROOT
 
+pytestmark = pytest.mark.slow
+
 TEXT = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
 MESSAGES = [
     " ".join(one.replace("\\", "").split())

@@ -86,6 +86,11 @@ class _CallableModule(ModuleType):
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return _function(self.__name__.rpartition(".")[2])(*arguments, **options)
 
+    def __reduce__(self) -> Any:  # a pool of processes gets functions as pickles
+        from importlib import import_module
+
+        return import_module, (self.__name__,)
+
     @property
     def __signature__(self) -> Any:
         from inspect import signature

@@ -35,6 +35,8 @@ from ktconv.formats import FORMATS
 from ktconv.quantize.packed.run import Request, quantize_cpu
 from ktconv.targets.packed.target import Options
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 
 @pytest.fixture(scope="module")
 def evaluation() -> Evaluation:

@@ -31,12 +31,14 @@ from ktconv.bench.measure import Effort
 from ktconv.bench.presets import parse_shape
 from ktconv.bench.render import FORMATS
 from ktconv.cli.app import app
-from ktconv.cli.bench import BenchFormat
+from ktconv.cli.bench import CONFLICTS, BenchFormat
 from ktconv.cli.process import OutputStream
 from ktconv.errors import ResourceError, UsageError
 from ktconv.formats import FORMATS as WEIGHT_FORMATS
 from ktconv.runtime.layers import Experts
 from ktconv.system.units import parse_size
+
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 SMALL = ("--shape", "128,128,3,2", "--tokens", "1,5", "--iters", "1", "--threads", "1")
 
@@ -310,9 +312,14 @@ def test_a_time_that_does_not_end_is_refused(seconds: str) -> None:
 
 def test_every_option_has_a_meaning_for_packing_or_none() -> None:
     options = {p.opts[0] for p in get_command(app).commands["bench"].params}  # type: ignore[attr-defined]
-    of_fine_tuning = {"--mode"} | command.OF_TRAINING  # refused by check_mode_options
+    packing = {
+        "--stage", "--method", "--shape", "--isa", "--iters", "--seconds", "--seed", "--format",
+    }  # fmt: skip
+    of_fine_tuning = {"--mode", "--rank"}  # which --mode infer, the default, refuses
     none = {words[0] for words in MEANINGLESS}
-    assert options - {"--help"} == command.PACKING | none | of_fine_tuning
+    assert options - {"--help"} == packing | none | of_fine_tuning
+    refused = {one.when.split()[0] for one in CONFLICTS if one.when.endswith(" --stage=pack")}
+    assert refused == none | {"--mode"}
 
 
 def test_packing_checks_everything_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +385,7 @@ def test_memory_of_packing_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--format", "xml"), "'xml' is not one of"),
         (("--plot", "plot.txt"), "is not a picture file"),
         (("--plot", "nowhere/plot.png"), "there is no directory nowhere"),
-        (("--compare", "nowhere.json"), "nowhere.json cannot be read"),
+        (("--compare", "nowhere.json"), "nowhere.json does not exist"),
         (("--compare", "/dev/zero"), "--compare /dev/zero is a device"),
         (("--layer", "0"), "--layer and --top-k belong to --model"),
         (("--model", "nowhere"), "--model nowhere is not a directory"),

@@ -158,6 +158,6 @@ def test_files_that_are_no_reports(text: str, words: str, tmp_path: Path) -> Non
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "nowhere.json"):
-        with pytest.raises(UsageError, match="cannot be read"):
+    for path, words in ((tmp_path, "is a directory"), (tmp_path / "nowhere", "does not exist")):
+        with pytest.raises(UsageError, match=words):
             read_report(path)

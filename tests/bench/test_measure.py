@@ -30,6 +30,8 @@ from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.runtime.layers import KERNEL_BOUND, Experts, pack_experts
 from ktconv.system.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 128, 256, 6, 2
 
 

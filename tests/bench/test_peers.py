@@ -28,6 +28,8 @@ from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.native import Activation
 from ktconv.system import children
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 SHAPE = Shape("small", 256, 256, 6, 2)
 ONE = Effort(iterations=1)
 

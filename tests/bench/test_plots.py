@@ -13,6 +13,8 @@ from ktconv.bench.plots import plot
 from ktconv.errors import UsageError
 from ktconv.writer.pictures import picture_file
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("matplotlib")
 
 ROWS = [

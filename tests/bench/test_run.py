@@ -32,7 +32,7 @@ from ktconv.formats import FORMATS, format_named
 from ktconv.runtime.layers import pack_experts
 from ktconv.system.pool import Pool
 
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = [pytest.mark.usefixtures("quick"), pytest.mark.slow]
 
 
 def request(

@@ -27,6 +27,8 @@ from ktconv.bench.sft.steps import Times, in_turn, turn
 from ktconv.native import Activation
 from ktconv.train.gradients import NAMES, Found
 
+pytestmark = pytest.mark.torch
+
 ERRORS = dict.fromkeys(NAMES, 0.004)
 BOUNDS = dict.fromkeys(NAMES, 0.006)
 

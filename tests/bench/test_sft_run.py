@@ -39,6 +39,8 @@ from ktconv.system import children, machine
 from ktconv.train.gradients import MATRICES, NAMES, Found
 from ktconv.train.step import Step
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 SMALL = ("--shape", "128,128,3,2", "--tokens", "5", "--iters", "1", "--threads", "1")
 SHAPE = Shape("small", 256, 256, 6, 2)
 

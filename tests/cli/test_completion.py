@@ -14,6 +14,8 @@ from helpers.cli import ktconv
 
 from ktconv.cli.quantize_cpu import Method
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 SCRIPT = f"""#!{sys.executable}
 import sys
 sys.argv[0] = "ktconv"

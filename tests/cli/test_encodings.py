@@ -15,6 +15,8 @@ from helpers.encoded import HIDDEN, INNER, KINDS, encoded_model
 from helpers.families import Tensor, bf16
 from helpers.harmless import assert_safe, run
 
+pytestmark = pytest.mark.slow
+
 # One of each file and each way to have zero points, groups and outer scales.
 CHOSEN = (
     "fp8 block, Qwen", "mxfp4, DeepSeek-V4", "mxint4, AutoRound",

@@ -28,9 +28,12 @@ from ktconv.cli import exits, options
 from ktconv.cli import stats as stats_command
 from ktconv.cli import verify as verify_command
 from ktconv.cli.app import app
+from ktconv.cli.help import choices_of
 from ktconv.cli.process import OutputStream
 from ktconv.cli.repack import RESHARD_HINTS
 from ktconv.errors import KtconvError
+
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -643,9 +646,7 @@ def test_choices_are_taken_in_any_case(name: str) -> None:
     for parameter in COMMANDS[name].params:
         if parameter.param_type_name == "argument":
             continue
-        choices = (parameter.metavar or "").split("|")
-        if {"FILE", "DIR"} & set(choices):  # a path, or a word in place of one
-            continue
+        choices = choices_of(parameter)
         for choice in choices if len(choices) > 1 else []:
             for written in (choice.upper(), choice.lower()):
                 words = [*before, parameter.opts[0], written]
@@ -653,7 +654,8 @@ def test_choices_are_taken_in_any_case(name: str) -> None:
                 assert found == choice
         if len(choices) > 1:
             result = invoke(name, *before, parameter.opts[0], "x")
-            assert re.search(f"'{parameter.opts[0]}': 'x' is not one of '", result.stderr)
+            assert f"'{parameter.opts[0]}'" in result.stderr
+            assert ": 'x' is not one of '" in result.stderr
 
 
 def test_version_of_the_document_is_not_for_people(model: Path) -> None:
@@ -730,3 +732,18 @@ def test_sizes_beyond_all_files(value: str, tmp_path: Path) -> None:
     result = invoke("quantize-cpu", EXAMPLE, tmp_path / "out", f"--max-memory={value}")
     said = f"--max-memory '{value}' is larger than any file or memory can be"
     refused(result, 2, said)
+
+
+@pytest.mark.parametrize(
+    "words", [("doctor",), ("merge", "x", "y"), ("quantize-cpu", EXAMPLE, "y")]
+)
+def test_a_current_directory_that_was_removed(words: tuple[object, ...], tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = [sys.executable, "-m", "ktconv", *map(str, words)]
+    ended = subprocess.run(
+        ["sh", "-c", 'rmdir ../gone; exec "$@"', "-", *command],
+        cwd=gone, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    said = "Error: the current directory was removed.\nHint: change to one that exists (cd).\n"
+    assert (ended.returncode, ended.stderr) == (3, said)

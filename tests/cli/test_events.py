@@ -20,6 +20,8 @@ from ktconv.cli.options import progress_mode
 from ktconv.cli.progress import EventObserver
 from ktconv.quantize.packed import run as quantize_cpu_run
 
+pytestmark = pytest.mark.slow
+
 SCHEMA = json.loads((ROOT / "docs/progress.schema.json").read_text())
 
 

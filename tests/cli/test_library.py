@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import pickle
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 from helpers.cli import ktconv as command
@@ -23,6 +25,8 @@ import ktconv
 from ktconv.cli import library
 from ktconv.cli.app import app
 from ktconv.errors import CheckpointError, UsageError
+
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 MODULES = (
@@ -106,7 +110,9 @@ def test_every_command_is_a_function() -> None:
 def test_arguments_are_the_options(name: str) -> None:
     """Each option is an argument, with its default, or is listed with a reason."""
     function = getattr(library, name.replace("-", "_"))
-    mine = inspect.signature(function).parameters
+    mine = dict(inspect.signature(function).parameters)
+    for old, new in library.OLD_NAMES.get(name, {}).items():
+        assert mine.pop(old).default is None and new in mine
     options = [one for one in COMMANDS[name].params if one.opts[0] not in library.WITHOUT]
     assert list(mine) == [library.argument_of(one) for one in options]
     for option, argument in zip(options, mine.values(), strict=True):
@@ -152,6 +158,43 @@ def test_words_of_arguments(name: str, arguments: dict[str, Any], words: list[st
         "bench": ["--shape=a", "--shape=b", "--tokens=1,64", "--format=json", "--plot=x.png", "--"],
     }
     assert library._words(COMMANDS[name], arguments) == (words or rest[name])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"overwrite": "no"}, "overwrite must be True or False, not 'no'"),
+        ({"verify": "False"}, "verify must be True or False, not 'False'"),
+        ({"dry_run": []}, "dry_run must be True or False, not []"),
+        ({"output": True}, "output must be a name, a number or a sequence of them, not True"),
+        ({"map": {1: 2}}, "map must be a name, a number or a sequence of them, not {1: 2}"),
+        ({"layers": [True]}, "layers must be a name, a number or a sequence of them, not True"),
+        ({"model": []}, "an argument is empty"),
+    ],
+)  # fmt: skip
+def test_values_of_other_types_are_refused(
+    arguments: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """ "no" is true to Python, and would remove an output."""
+    output = tmp_path / "output"
+    output.mkdir()
+    (output / "kept").touch()
+    with pytest.raises(UsageError) as caught:
+        ktconv.quantize_cpu(**{"model": EXAMPLE, "output": output, **arguments})
+    assert str(caught.value) == said
+    assert [path.name for path in output.iterdir()] == ["kept"]
+
+
+def test_values_that_equal_right_ones() -> None:
+    arguments = {"model": b"m", "output": b"o\xff", "overwrite": 1, "verify": np.False_}
+    words = ["--no-verify", "--overwrite", "--json", "--", "m", "o\udcff"]
+    assert sorted(library._words(COMMANDS["quantize-cpu"], arguments)) == sorted(words)
+
+
+@pytest.mark.parametrize("name", ktconv.__all__)
+def test_pools_of_processes_get_functions(name: str) -> None:
+    found = getattr(ktconv, name)
+    assert pickle.loads(pickle.dumps(found)) is found
 
 
 # ---- documents ---------------------------------------------------------------------------
@@ -217,10 +260,12 @@ CASES: dict[str, tuple[Callable[[Path, Path], Any], Callable[[Path, Path], list[
         lambda *_: [EXAMPLE, "--max-tokens", 64, "--hot", 2],
     ),
     "bench": (
-        lambda *_: ktconv.bench(method="int4", shape=["128,128,4,2"], tokens=[1, 2], iters=1),
+        lambda *_: ktconv.bench(
+            method="int4", shape=["128,128,4,2"], tokens=[1, 2], iters=1, seconds=0
+        ),
         lambda *_: [
             "--method", "int4", "--shape", "128,128,4,2", "--tokens", "1,2", "--iters", 1,
-            "--format", "json",
+            "--seconds", 0, "--format", "json",
         ],
     ),
     "push": (
@@ -305,7 +350,7 @@ def test_errors_are_raised_as_they_are(
         ktconv.quantize_cpu(EXAMPLE, tmp_path / "out", method="int5")
     with pytest.raises(UsageError, match="--layers is empty"):
         ktconv.quantize_cpu(EXAMPLE, tmp_path / "out", layers=[])
-    with pytest.raises(UsageError, match="--dampening belongs to --method gptq"):
+    with pytest.raises(UsageError, match="--dampening belongs to --algorithm gptq"):
         ktconv.quantize_gpu(EXAMPLE, tmp_path / "out", dampening=0.2)
     with pytest.raises(TypeError, match="nonsense"):
         ktconv.merge(made / "layers", tmp_path / "out", nonsense=1)  # type: ignore[call-arg]

@@ -16,7 +16,8 @@ from helpers.families import Tensor, bf16, random_weights, simple_config, write_
 
 from ktconv.formats import parse_tensor_name
 
-pytestmark = pytest.mark.usefixtures("tiles")  # `verify` runs the kernels of every level
+# `verify` runs the kernels of every level.
+pytestmark = [pytest.mark.usefixtures("tiles"), pytest.mark.slow]
 
 HIDDEN, INNER, EXPERTS = 128, 256, 4
 NAMES = {
@@ -255,7 +256,7 @@ def test_quantize_gpu(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
     assert "--map FILE.toml" in (outputs[0] / "README.md").read_text()
     done("verify", outputs[0], "--source", odd, "--level=weights")
     result = ktconv("quantize-gpu", odd, tmp_path / "gptq", "--method=gptq", "--map", naming)
-    refused(result, 2, "--map cannot be combined with --method gptq")
+    refused(result, 2, "--map cannot be combined with --algorithm gptq")
 
 
 @pytest.mark.parametrize("command", ["verify", "merge", "reshard"])

@@ -16,6 +16,8 @@ from helpers.cli import process, write_model
 from helpers.convert import all_files
 from helpers.disk_calls import Commands
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 PLAIN_C = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 ASCII_OUT = {"PYTHONIOENCODING": "ascii"}
 NAMES = {"bytes": b"bad\xff", "letters": "größe".encode()}

@@ -19,6 +19,8 @@ from helpers.paths import ROOT
 from ktconv.cli.app import app
 from ktconv.targets.expert_sets import expert_set, write_expert_set
 
+pytestmark = pytest.mark.slow
+
 COMMANDS: dict[str, Any] = dict(cast("Any", typer.main.get_command(app)).commands)
 # Files and directories that commands read.
 READ = {

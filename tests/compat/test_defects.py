@@ -27,6 +27,8 @@ from .conftest import (
     stacks,
 )
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 torch = pytest.importorskip("torch")
 
 

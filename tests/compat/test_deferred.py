@@ -15,6 +15,8 @@ torch = pytest.importorskip("torch")
 
 from ktconv.compat.kt import KTMoEWrapper  # noqa: E402
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 
 @pytest.fixture
 def layers(make: Make, tmp_path: Any) -> list[KTMoEWrapper]:

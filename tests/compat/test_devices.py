@@ -16,6 +16,8 @@ from helpers.far import FAR, FarTensor, far_device  # noqa: E402
 
 from ktconv.runtime.staging import fetch  # noqa: E402
 
+pytestmark = pytest.mark.torch
+
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_results_are_on_the_device_of_the_input(

@@ -30,6 +30,8 @@ from .conftest import (
     stacks,
 )
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 torch = pytest.importorskip("torch")
 
 PERMUTATION = [3, 0, 7, 1, 2, 6, 5, 4]

@@ -14,6 +14,8 @@ pytest.importorskip("torch")
 
 from ktconv.compat.kt.methods import METHODS
 
+pytestmark = pytest.mark.torch
+
 PAGE = (ROOT / "docs/kt-wrapper.md").read_text(encoding="utf-8")
 
 

@@ -20,6 +20,8 @@ torch = pytest.importorskip("torch")
 
 from ktconv.compat.kt import KTMoEWrapper, generate_gpu_experts_masks  # noqa: E402
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 # Names, order and defaults of kt_kernel 0.7.2's factory; "-": none.
 ARGUMENTS = {
     "layer_idx": "-", "num_experts": "-", "num_experts_per_tok": "-", "hidden_size": "-",
@@ -54,6 +56,7 @@ def test_arguments_have_the_names_order_and_defaults_of_kt_kernel() -> None:
     [
         ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, more than the 8"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok must be 1 or more, not 0"),
+        ({"num_experts": 10**12}, "num_experts must be at most 1000000"),
         ({"num_experts": -1}, "num_experts must be 1 or more"),
         ({"hidden_size": 2.5}, "hidden_size must be an integer, not 2.5"),
         ({"moe_intermediate_size": None}, "moe_intermediate_size must be an integer"),

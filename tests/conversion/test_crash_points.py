@@ -16,6 +16,8 @@ import pytest
 from helpers.cli import STATE, check_reader, contents, done, refused, run, staged, write_model
 from helpers.disk_calls import CALLS, Site, Sites, call_site, hooked
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = {
     "shards": (),
     "several shards per layer": ("--max-shard-size=30kB",),

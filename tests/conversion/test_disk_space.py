@@ -33,6 +33,8 @@ from ktconv.errors import ResourceError
 from ktconv.quantize.packed.run import Request, quantize_cpu
 from ktconv.targets.packed.target import Options
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

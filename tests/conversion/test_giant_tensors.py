@@ -14,6 +14,8 @@ from helpers.families import file_bytes, numbered, random_weights, raw, simple_c
 
 from ktconv.source import open_checkpoint
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 GIANT = 320 << 20
 LIMIT = 160 << 20  # of a process, which takes about 65 MiB for the smallest model
 # As Qwen3.8-Flash-Next has them, in a layer and in parts; and with an axis as experts have it.

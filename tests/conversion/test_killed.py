@@ -13,6 +13,8 @@ import pytest
 from helpers.cli import check_reader, contents, done, staged, words, write_model
 from helpers.disk_calls import Commands, Site, Sites, hooked
 
+pytestmark = pytest.mark.slow
+
 LAYERS = 10
 VARIANTS = {
     "shards": (),

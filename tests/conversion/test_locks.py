@@ -33,6 +33,8 @@ from ktconv.quantize.packed.run import Request, quantize_cpu
 from ktconv.targets.packed.target import Options
 from ktconv.writer.journal import Journal, OutputLock
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 LAYERS = 12
 STOPPED_AT = 50  # of the calls that change the disk, of which there are several hundred
 

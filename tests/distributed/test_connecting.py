@@ -9,6 +9,8 @@ import pytest
 from ktconv.distributed.cluster import AUTO, _refused
 from ktconv.errors import ResourceError, UsageError
 
+pytestmark = pytest.mark.slow
+
 ADDRESS = "10.0.0.1:6379"
 SECRET = "0123456789abcdef"
 

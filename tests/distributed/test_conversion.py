@@ -21,6 +21,8 @@ from ktconv.distributed.conversion import Distribution, quantize_cpu_on
 from ktconv.distributed.driver import JobsFailedError, Listener, run_jobs
 from ktconv.distributed.jobs import Job
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 ALL = ["layer-00000", "layer-00001", "layer-00002", "layer-00003", "other-00001"]
 
 
@@ -266,4 +268,4 @@ def test_experts_for_gpus(cluster: Cluster, model: Path, tmp_path: Path) -> None
     ktconv_done("quantize-gpu", model, tmp_path / "there")
     assert contents(tmp_path / "there") == contents(tmp_path / "here")
     words = ("quantize-gpu", model, tmp_path / "x", "--method=gptq", "--dataset=x.txt", "--ray")
-    refused(ktconv(*words), 2, "--method gptq runs the whole model in one process")
+    refused(ktconv(*words), 2, "--algorithm gptq runs the whole model in one process")

@@ -24,6 +24,8 @@ from ktconv.system import waiting
 from ktconv.targets.packed.target import Options
 from ktconv.writer.journal import Record
 
+pytestmark = pytest.mark.slow
+
 
 class Played(Scheduler):
     """Answers each attempt at a job with the next of its scripts; keeps all calls."""

@@ -12,6 +12,8 @@ from helpers.web_server import serving
 from ktconv.distributed.cluster import Cluster
 from ktconv.source.remote import mirror
 
+pytestmark = pytest.mark.slow
+
 
 def test_nodes_read_a_signed_url(
     nodes: Any, cluster: Cluster, model: Path, clean: Path, tmp_path: Path

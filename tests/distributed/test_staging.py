@@ -9,6 +9,8 @@ from helpers.cli import contents, done, write_model
 
 from ktconv.cli.parsing import with_defaults
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("layout", ["safetensors", "layers"])
 def test_what_dead_attempts_left_is_removed(tmp_path: Path, layout: str) -> None:

@@ -12,6 +12,8 @@ from helpers.cli import ktconv, refused
 from ktconv.distributed import verification
 from ktconv.distributed.cluster import Cluster
 
+pytestmark = pytest.mark.slow
+
 
 def report(output: Path, *more: object) -> dict[str, Any]:
     result = ktconv("verify", output, *more, "--json", "--level=weights")

@@ -27,6 +27,8 @@ from ktconv.system.pool import Pool
 from ktconv.system.units import format_ranges
 from ktconv.verify import VerifyRequest, hidden_states, verify
 
+pytestmark = pytest.mark.slow
+
 # INT4 and INT8 in turns, and the finer one where an activation is compared.
 METHODS = {
     name: "int4" if model.activation == "silu" and number % 2 else "int8"

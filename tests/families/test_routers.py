@@ -19,6 +19,8 @@ from ktconv.families.routers import find_router, router_of
 from ktconv.families.routing import Stored, route, wanted
 from ktconv.system.arrays import Array
 
+pytestmark = pytest.mark.slow
+
 TOKENS, HIDDEN, EXPERTS, VOCABULARY = 40, 32, 16, 64
 GROUPS = {"n_group": 4, "topk_group": 2}
 MUSE = {"num_attention_heads": 4}

@@ -51,7 +51,8 @@ from ktconv.verify import Request as VerifyRequest
 from ktconv.verify import verify
 from ktconv.verify.compare import compare
 
-pytestmark = pytest.mark.usefixtures("tiles")  # the AMX level runs too, where it is emulated
+# The AMX level runs too, where it is emulated.
+pytestmark = [pytest.mark.usefixtures("tiles"), pytest.mark.slow]
 
 LATENT = 128
 OWN = ("README.md", "ktconv.json")

@@ -33,7 +33,8 @@ from ktconv.system.pool import Pool
 from ktconv.targets.packed.target import Options
 from ktconv.verify import VerifyRequest, verify
 
-pytestmark = pytest.mark.usefixtures("tiles")  # the AMX level runs too, where it is emulated
+# The AMX level runs too, where it is emulated.
+pytestmark = [pytest.mark.usefixtures("tiles"), pytest.mark.slow]
 
 F32 = NDArray[np.float32]
 # config.json's name, and what kernels call it

@@ -30,6 +30,8 @@ from ktconv.inspect.inspection import inspect_path
 from ktconv.source import PROJECTIONS
 from ktconv.writer.journal import Journal, parse_record
 
+pytestmark = pytest.mark.slow
+
 LAYER_0 = "model-00001-of-00003.safetensors"
 
 

@@ -28,6 +28,8 @@ from ktconv.model import decoded, load_model
 from ktconv.source import open_checkpoint
 from ktconv.system import machine
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 EXPERT_WORDS = {
     "qwen3_moe": (".gate_proj.", ".up_proj.", ".down_proj."),
     "mixtral": (".w1.", ".w3.", ".w2."),

@@ -25,6 +25,8 @@ from ktconv.model.sites import find_experts
 from ktconv.source import open_checkpoint
 from ktconv.verify import VerifyRequest, verify
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 
 class Release(NamedTuple):
     """A family as transformers writes it, with experts as a release has them."""

@@ -19,6 +19,8 @@ from ktconv.model.sites import Site, find_experts
 from ktconv.runtime import layer as runtime_layer
 from ktconv.runtime.arguments import Arguments
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 ROUND = {"phimoe", "deepseek_v4, resaved"}  # whose untrained routers give all experts the same
 
 

@@ -30,6 +30,8 @@ from ktconv.model.evaluate import (
 from ktconv.model.text import read_text
 from ktconv.system import machine
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 # ---- without PyTorch -------------------------------------------------------------------
 
 WITHOUT = """

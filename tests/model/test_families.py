@@ -20,6 +20,8 @@ from ktconv.model.sites import find_experts
 from ktconv.stats.record import Recorder
 from ktconv.verify import VerifyRequest, verify
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 WITHOUT_LANGUAGE_MODEL = "openai_privacy_filter"
 SKIPPING = {"zaya", "longcat_flash"}  # experts without weights count as none
 FAMILIES = [name for name in SAVED if name != WITHOUT_LANGUAGE_MODEL]

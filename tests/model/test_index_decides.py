@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from ktconv.model import load_model
 
+pytestmark = pytest.mark.torch
+
 INDEX = "model.safetensors.index.json"
 
 

@@ -18,6 +18,8 @@ from ktconv.model.module import PackedExperts
 from ktconv.model.sites import find_experts
 from ktconv.targets.expert_sets import expert_set
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 
 def logits(model: Any, torch: Any, seed: int = 0) -> Any:
     ids = torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(seed))

@@ -27,6 +27,8 @@ from ktconv.errors import CheckpointError, ResourceError
 from ktconv.model import load
 from ktconv.model.guard import RefusedError, no_code_of
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.process]
+
 SOURCES = Path(load.__file__).parents[1]
 ROOM = "model/load.py"
 
@@ -293,7 +295,7 @@ WORDS = {
 WAYS_OUT = {
     "verify --level model": "run --level layers",
     "stats": "use a release of transformers",
-    "gptq": "--method rtn works on the checkpoint itself",
+    "gptq": "--algorithm rtn works on the checkpoint itself",
 }
 
 

@@ -16,6 +16,8 @@ from ktconv.runtime.layers import Experts
 from ktconv.runtime.layers.load import open_experts
 from ktconv.targets.expert_sets import expert_set
 
+pytestmark = pytest.mark.torch
+
 CHOSEN = {0: [0, 3], 1: [7]}  # of 8
 
 

@@ -22,6 +22,8 @@ from ktconv.formats import parse_tensor_name, tensor_name
 from ktconv.model import replace_experts
 from ktconv.model.sites import find_experts
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 HIDDEN, EXPERTS = 128, 8
 
 

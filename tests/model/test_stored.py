@@ -15,6 +15,8 @@ from ktconv.model.stored import StoredExperts, stored_in
 from ktconv.native import Activation
 from ktconv.runtime.layers.experts import pack_experts
 
+pytestmark = pytest.mark.torch
+
 HIDDEN, INNER, COUNT, TOKENS, TOP_K = 64, 128, 4, 9, 2
 
 

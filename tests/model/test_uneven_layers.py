@@ -15,6 +15,8 @@ from ktconv.model.load import check_language_model
 from ktconv.stats.record import Recorder
 from ktconv.verify import VerifyRequest, verify
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 # One for each way in which blocks are built: in the MLP, with groups, in the layer itself.
 FAMILIES = ("qwen3_moe", "glm4_moe", "mixtral", "gpt_oss", "granitemoe")
 

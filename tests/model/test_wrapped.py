@@ -16,6 +16,8 @@ from ktconv.model.sites import find_experts
 from ktconv.system import machine
 from ktconv.targets.expert_sets import expert_set
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 
 def logits(model: Any, torch: Any) -> Any:
     ids = torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(0))

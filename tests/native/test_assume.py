@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from helpers.cli import process
 
 from ktconv import native
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 LEVELS = list(native.ISA_NAMES.values())
 
 
+@cache
 def cpu(**changes: str) -> dict[str, Any]:
     done = process("doctor", "--json", **changes)
     assert done.returncode == 0, done.stderr

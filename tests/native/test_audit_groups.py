@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from ktconv import native
 from ktconv.formats import FORMATS, gint4, gint8
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.native import Layout
+
+pytestmark = pytest.mark.slow
 
 Array = NDArray[Any]
 LAYOUTS = [Layout("gint4", group, scale) for group in (32, 64, 128) for scale in ("bf16", "f32")]
@@ -72,8 +75,9 @@ def quantized(layout: Layout, source: Source) -> tuple[U8, U8]:
     return packed, scale
 
 
+@lru_cache(maxsize=1024)
 def rule_scale(layout: Layout, source: Source) -> F32:
-    """What the source's rule gives for each group [rows, groups]."""
+    """What the source's rule gives for each group [rows, groups]; the same for every level."""
     if source.rule == "search":
         fmt = replace(
             FORMATS[f"{layout.format}-32"], group=layout.group, scale_dtype=layout.scale_dtype

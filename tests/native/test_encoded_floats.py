@@ -14,6 +14,8 @@ from ktconv.native import Encoding, audit_encoded, encode
 from ktconv.system.arrays import F32, U8, Array
 from ktconv.verify.encoded.nearest import LEVELS, codes_of, compare, expected_scales
 
+pytestmark = pytest.mark.slow
+
 ROWS, COLS = 256, 384
 KINDS = ("ordinary", "zeros", "denormals", "largest", "any exponent", "tiny", "one magnitude")
 PLAIN = Encoding("bf16")

@@ -13,6 +13,8 @@ from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.native import Encoding, audit_encoded, encode
 from ktconv.system.arrays import F32, U8, Array
 
+pytestmark = pytest.mark.slow
+
 ROWS, COLS = 64, 384
 KINDS = ("ordinary", "zeros", "one magnitude", "tiny", "any exponent")
 ENCODINGS = [Encoding(kind, group, half, True) for kind in ("int4", "int8")

@@ -16,6 +16,8 @@ from ktconv.formats.decode import bf16_to_f32, f16_to_f32
 from ktconv.native import Encoding, audit_encoded, encode
 from ktconv.system.arrays import F32, U8, Array
 
+pytestmark = pytest.mark.slow
+
 ROWS, COLS = 64, 384
 KINDS = ("ordinary", "zeros", "denormals", "largest", "any exponent", "tiny", "one magnitude")
 INTS = [Encoding(kind, group, half) for kind in ("int4", "int8") for group in (0, 32, 64, 128)

@@ -17,6 +17,8 @@ pytest.importorskip("gguf")
 from helpers.ggml import F32, HALVES, U8, blocks_of, values_of
 from native.support import guarded
 
+pytestmark = pytest.mark.slow
+
 ROWS, COLS = 32, 512
 
 

@@ -4,6 +4,7 @@ and unpacked, and the quantizer by largest magnitude with scales per group."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
@@ -16,6 +17,8 @@ from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.formats.kt_layout import TILINGS
 from ktconv.formats.table import FORMATS as METHODS
 from ktconv.native import FORMATS, SCALE_DTYPES, Layout
+
+pytestmark = pytest.mark.slow
 
 LAYOUTS = [
     Layout("int8"),
@@ -190,8 +193,10 @@ def by_amax(layout: Layout, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return codes.reshape(rows, cols), scale
 
 
+@lru_cache(maxsize=256)
 def expected_groups(layout: Layout, source: Source) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales under the source's choice, as by_amax returns them."""
+    """Codes and scales under the source's choice, as by_amax returns them; the same for every
+    level."""
     if source.rule == "amax":
         return by_amax(layout, source.values())
     row = METHODS[f"{layout.format}-32"]

@@ -1,27 +1,19 @@
-"""The library touches no byte outside of what it was given: canaries, guard pages, check.c."""
+"""The library touches no byte outside of what it was given: canaries and guard pages."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import platform
-import re
-import shutil
-import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.amx import kept_directory
-from helpers.paths import ROOT
-from helpers.random_calls import environment
 from native.support import F32, STORED, U8, Source, assert_same, guarded, quantize_pack
 
 from ktconv import native
 from ktconv.formats import FORMATS, output_formats, reference
 from ktconv.formats.decode import e4m3fn_to_f32
+
+pytestmark = pytest.mark.slow
 
 MARGIN = 64
 
@@ -143,150 +135,3 @@ def test_threads(isa: str) -> None:
             for found in results:
                 assert_same("packed", found[0], packed)
                 assert_same("scale", found[1], scale)
-
-
-# The programs of native/test
-
-FLAGS = ["-std=c11", "-g1", f"-I{ROOT / 'native/include'}"]
-# gcc knows sizes of objects only where it optimizes, and takes one of two tables for both.
-SANITIZE = [
-    "-fsanitize=address,undefined", "-fno-sanitize=object-size", "-fno-sanitize-recover=all"
-]  # fmt: skip
-TESTS = ROOT / "native/test"
-# Written in vector instructions; the audit and encodings are plain loops on every level.
-VECTORS = re.compile("(?<!audit_)(?<!encoded_)(?<!encode_)(avx|amx)")
-
-
-class Build:
-    """The library's objects, and the programs linked with them. Objects stay in `kept` as long as
-    neither their source nor a header changes."""
-
-    def __init__(
-        self, compiler: list[str], kept: Path, folder: Path, vectors: str, others: str
-    ) -> None:
-        """`vectors`: how to optimize what is written in vector instructions; `others`: all else."""
-        self._compiler, self._kept, self._folder = compiler, kept, folder
-        self._vectors, self._others = vectors, others
-        headers = sorted((ROOT / "native").rglob("*.h"))
-        self._headers = hashlib.sha256()
-        for header in headers:
-            if TESTS not in header.parents:
-                self._headers.update(header.read_bytes())
-        self._all_headers = self._headers.copy()  # those of programs, which are few, too
-        for header in headers:
-            if TESTS in header.parents:
-                self._all_headers.update(header.read_bytes())
-        self._intrinsics = {
-            options: self._precompiled(options) for options in {self._vectors, self._others}
-        }
-        sources = sorted((ROOT / "native/src").rglob("*.c"))
-        sources.sort(key=lambda source: "avx512" not in source.name)  # the slow ones first
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            self._library = list(pool.map(self._compiled, sources))
-
-    def _precompiled(self, options: str) -> list[str]:
-        """What includes the vector instructions, whose header takes half of a file's time."""
-        if platform.machine() != "x86_64" or self._compiler[0] != "cc":
-            return []
-        header = self._folder / f"intrinsics{options}.h"
-        header.write_text("#include <immintrin.h>\n")
-        command = [*self._compiler, *FLAGS, options, "-x", "c-header", str(header)]
-        subprocess.run([*command, "-o", f"{header}.gch"], check=True, capture_output=True)
-        return ["-include", str(header)]
-
-    def _compiled(self, source: Path) -> str:
-        name = "_".join(source.relative_to(ROOT).parts)
-        program = TESTS in source.parents
-        vectors = not program and VECTORS.search(source.name)
-        options = self._vectors if vectors else self._others
-        # Headers follow _GNU_SOURCE and the like where the first of them is included.
-        plain = not program and b"_SOURCE\n" not in source.read_bytes()
-        first = self._intrinsics[options] if plain else []
-        command = [*self._compiler, *FLAGS, options, "-c"]
-        key = (self._all_headers if program else self._headers).copy()
-        key.update(" ".join(command).encode())
-        key.update(source.read_bytes())
-        target = self._kept / f"{name}-{key.hexdigest()[:20]}.o"
-        if not target.exists():
-            partial = target.with_suffix(f".{os.getpid()}")
-            command += [*first, str(source), "-o", str(partial)]
-            subprocess.run(command, check=True, capture_output=True)
-            partial.rename(target)
-            for old in {*self._kept.glob(f"{name}-*.o")} - {target}:
-                old.unlink(missing_ok=True)
-        return str(target)
-
-    def program(self, *sources: Path) -> str:
-        objects = [*self._library, *map(self._compiled, sources)]
-        program = self._folder / sources[0].stem
-        command = [*self._compiler, *objects, "-lm", "-pthread", "-o", str(program)]
-        subprocess.run(command, check=True)
-        return str(program)
-
-
-def run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, env=environment())
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "0 failures" in done.stdout
-    return done.stdout
-
-
-def works(compiler: list[str], folder: Path) -> bool:
-    """Whether this compiler builds a program that starts."""
-    source = folder / "empty.c"
-    source.write_text("int main(void) { return 0; }\n")
-    program = folder / "empty"
-    built = subprocess.run([*compiler, str(source), "-o", str(program)], capture_output=True)
-    return built.returncode == 0 and subprocess.run([str(program)]).returncode == 0
-
-
-@pytest.fixture(scope="module")
-def sanitized(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Build:
-    folder, compiler = tmp_path_factory.mktemp("sanitized"), ["cc", *SANITIZE]
-    if shutil.which("cc") is None:
-        pytest.skip("no C compiler")
-    if not works(compiler, folder):
-        pytest.skip("cc does not support -fsanitize=address,undefined here")
-    # Vector instructions take long to compile and run for a moment, plain loops the opposite.
-    kept = kept_directory(pytestconfig, "ktconv-sanitized")
-    return Build(compiler, kept, folder, vectors="-O0", others="-O1")
-
-
-def test_packing_under_sanitizers(sanitized: Build) -> None:
-    run([sanitized.program(TESTS / "check.c")])
-
-
-def test_training_calls_under_sanitizers(sanitized: Build) -> None:
-    run([sanitized.program(TESTS / "train_calls_check.c")])
-
-
-def with_amx(program: str) -> list[Path]:
-    """Where the CPU has no AMX, with the emulator in the program."""
-    x86_linux = platform.machine() == "x86_64" and platform.system() == "Linux"
-    return [TESTS / program, *([TESTS / "amx_emulator.c"] if x86_linux else [])]
-
-
-@pytest.mark.parametrize(
-    "program", ["moe_check.c", "train_check.c", "gradients_check.c", "strips_check.c"]
-)
-def test_layers_under_sanitizers(sanitized: Build, program: str) -> None:
-    run([sanitized.program(*with_amx(program))])
-
-
-def test_random_calls_under_sanitizers(sanitized: Build) -> None:
-    """An eighth of the cases that test_random_calls runs between unreadable pages."""
-    run([sanitized.program(*with_amx("random_check.c")), "--share", "8"])
-
-
-def test_check_c_on_aarch64(pytestconfig: pytest.Config, tmp_path: Path) -> None:
-    """Another architecture writes the same bytes: check.c knows their hash, and compares what
-    NEON writes with scalar."""
-    for program in ("aarch64-linux-gnu-gcc", "qemu-aarch64"):
-        if shutil.which(program) is None:
-            pytest.skip(f"no {program}")
-    kept, compiler = kept_directory(pytestconfig, "ktconv-aarch64"), "aarch64-linux-gnu-gcc"
-    build = Build([compiler, "-static"], kept, tmp_path, vectors="-O2", others="-O2")
-    checked = run(["qemu-aarch64", build.program(TESTS / "check.c")])
-    assert checked.startswith("levels: scalar neon\n")
-    for name in ("moe_check.c", "train_check.c", "strips_check.c"):
-        run(["qemu-aarch64", build.program(TESTS / name)])

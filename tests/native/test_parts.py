@@ -18,6 +18,8 @@ from ktconv.native import Pool
 from ktconv.runtime.layers import KERNEL_BOUND, Experts, pack_experts
 from ktconv.system.arrays import Array
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 PARTS = ("avx512-base", "avx512-vnni", "avx512-bf16", "avx512-vbmi", "avx512-zen")
 # Those whose bits are the same with every order of sums.
 INTEGERS = ("int4", "int8", "gint4-32", "gint8-64")

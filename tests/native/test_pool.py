@@ -21,6 +21,8 @@ from ktconv.system import machine
 from ktconv.system import pool as pools
 from ktconv.system.pool import Pool
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 SOURCES = [ROOT / "native/test/pool_check.c", *sorted((ROOT / "native/src/pool").glob("*.c"))]
 FLAGS = ["-std=c11", "-g", "-O1", "-pthread", f"-I{ROOT / 'native/include'}"]
 LINUX = sys.platform == "linux"
@@ -72,18 +74,6 @@ def test_pool_check(sanitizer: str, portable: bool, tmp_path: Path) -> None:
     done = subprocess.run([program], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "pool: 0 failures" in done.stdout
-
-
-def test_pool_check_on_aarch64(tmp_path: Path) -> None:
-    for program in ("aarch64-linux-gnu-gcc", "qemu-aarch64"):
-        if shutil.which(program) is None:
-            pytest.skip(f"no {program}")
-    target = str(tmp_path / "pool_check")
-    build = ["aarch64-linux-gnu-gcc", "-static", *FLAGS, *map(str, SOURCES), "-lm", "-o", target]
-    subprocess.run(build, check=True)
-    command = ["qemu-aarch64", target, "no fork"]  # the emulator's children have no threads
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:]
 
 
 # --- as the process sees it

@@ -1,6 +1,6 @@
 """Random calls of every function of ktconv.h that takes memory, between unreadable pages, and calls
-from many threads. test_memory has a share of the former under sanitizers; `make fuzz-native` makes
-as many as one likes, `make tsan` the latter under ThreadSanitizer."""
+from many threads. `make asan` makes the former under sanitizers, `make fuzz-native` as many as one
+likes, `make tsan` the latter under ThreadSanitizer."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from helpers.paths import NATIVE
 from helpers.random_calls import build_calls, calls_command, environment
 
 from ktconv import native
+
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,8 @@ from ktconv import native
 from ktconv.errors import KtconvError
 from ktconv.formats import FORMATS, output_formats
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 # NaN and Inf
 
 

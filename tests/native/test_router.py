@@ -14,6 +14,8 @@ from ktconv.native import Router
 from ktconv.system.arrays import F32, Array
 from ktconv.system.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 SCORINGS = tuple(native.SCORINGS)
 FLOATS = ("correction", "expert_factor")
 

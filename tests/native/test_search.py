@@ -16,6 +16,8 @@ from ktconv.formats import FORMATS, output_formats, reference
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.formats.search import Choice, nearest_codes
 
+pytestmark = pytest.mark.slow
+
 METHODS = ("int4", "int8", "gint4-32", "gint4-128", "gint8-64")
 methods = pytest.mark.parametrize("method", METHODS)
 formats = pytest.mark.parametrize("fmt", output_formats())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,8 @@ from numpy.typing import NDArray
 
 from ktconv import native
 from ktconv.formats.decode import e4m3fn_to_f32
+
+pytestmark = pytest.mark.slow
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
@@ -104,42 +108,50 @@ def plain(values: F32) -> native.Matrix:
     return native.Matrix(values.reshape(-1).view(np.uint8), "F32", *values.shape)
 
 
-def of_every_kind(test: Callable[..., None]) -> Callable[..., None]:
-    for name, choices in (
-        ("order", [None, "in order", "shuffled", "ends short", "ends short, odd"]),
-        ("zeros", [False, True]),
-        ("transposed", [False, True]),
-        ("dtype", PACKED),
-    ):
-        test = pytest.mark.parametrize(name, choices)(test)
-    return test
-
-
-@of_every_kind
-def test_values(isa: str, dtype: str, transposed: bool, zeros: bool, order: str | None) -> None:
-    matrix, values = packed_source(dtype, transposed=transposed, zeros=zeros, order=order)
-    np.testing.assert_array_equal(native.decode(matrix).view(np.uint32), values.view(np.uint32))
-
-
-@of_every_kind
-@pytest.mark.parametrize("fmt", ["int8", "int4"])
-def test_packing_and_audit_are_those_of_the_values(
-    isa: str, fmt: str, dtype: str, transposed: bool, zeros: bool, order: str | None
-) -> None:
-    matrix, values = packed_source(
-        dtype, transposed=transposed, zeros=zeros, order=order, rounded=True
+# Transposed, with zero points, order of groups.
+KINDS = list(
+    product(
+        [False, True], [False, True],
+        [None, "in order", "shuffled", "ends short", "ends short, odd"],
     )
-    found, expected = (np.empty(native.packed_size(fmt, ROWS, COLS), np.uint8) for _ in range(2))
-    scale, expected_scale = (np.empty(ROWS, np.float32) for _ in range(2))
-    native.quantize_pack(fmt, matrix, found, scale)
-    native.quantize_pack(fmt, plain(values), expected, expected_scale)
-    np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(scale, expected_scale)
-    ours, theirs = (native.audit(fmt, m, ROWS, 0, found, scale) for m in (matrix, plain(values)))
-    assert ours.squared_error == theirs.squared_error > 0
-    assert ours.squared_source == theirs.squared_source
-    np.testing.assert_array_equal(ours.row_amax, theirs.row_amax)
-    np.testing.assert_array_equal(ours.row_error, theirs.row_error)
+)  # fmt: skip
+
+
+@lru_cache(maxsize=2 * len(PACKED) * len(KINDS))
+def source_of(
+    dtype: str, transposed: bool, zeros: bool, order: str | None, rounded: bool = False
+) -> tuple[native.Matrix, F32]:
+    """The same for every level."""
+    return packed_source(dtype, transposed=transposed, zeros=zeros, order=order, rounded=rounded)
+
+
+@pytest.mark.parametrize("dtype", PACKED)
+def test_values(isa: str, dtype: str) -> None:
+    for kind in KINDS:
+        matrix, values = source_of(dtype, *kind)
+        found = native.decode(matrix).view(np.uint32)
+        np.testing.assert_array_equal(found, values.view(np.uint32), err_msg=str(kind))
+
+
+@pytest.mark.parametrize("fmt", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", PACKED)
+def test_packing_and_audit_are_those_of_the_values(isa: str, fmt: str, dtype: str) -> None:
+    for kind in KINDS:
+        matrix, values = source_of(dtype, *kind, rounded=True)
+        size = native.packed_size(fmt, ROWS, COLS)
+        found, expected = (np.empty(size, np.uint8) for _ in range(2))
+        scale, expected_scale = (np.empty(ROWS, np.float32) for _ in range(2))
+        native.quantize_pack(fmt, matrix, found, scale)
+        native.quantize_pack(fmt, plain(values), expected, expected_scale)
+        np.testing.assert_array_equal(found, expected, err_msg=str(kind))
+        np.testing.assert_array_equal(scale, expected_scale, err_msg=str(kind))
+        ours, theirs = (
+            native.audit(fmt, m, ROWS, 0, found, scale) for m in (matrix, plain(values))
+        )
+        assert ours.squared_error == theirs.squared_error > 0, kind
+        assert ours.squared_source == theirs.squared_source, kind
+        np.testing.assert_array_equal(ours.row_amax, theirs.row_amax, err_msg=str(kind))
+        np.testing.assert_array_equal(ours.row_error, theirs.row_error, err_msg=str(kind))
 
 
 def test_fp8_with_zero_points_and_groups(isa: str) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given, note, settings
 from hypothesis import strategies as st
 from native.support import (
     F32,
@@ -25,6 +26,8 @@ from ktconv import native
 from ktconv.formats import FORMATS, output_formats, reference
 from ktconv.formats.decode import e4m3fn_to_f32, round_to_bf16
 from ktconv.formats.kt_layout import pack_codes
+
+pytestmark = pytest.mark.slow
 
 ALL_U16 = np.arange(65536, dtype=np.uint16)
 
@@ -62,7 +65,9 @@ def sources(draw: st.DrawFn, formats: tuple[str, ...] = ("int8", "int4")) -> Sou
     )
 
 
+@lru_cache(maxsize=64)
 def truth(source: Source) -> tuple[U8, F32]:
+    """The same for every level."""
     return reference.quantize_pack(source.fmt, source.values(), source.reference_choice)
 
 
@@ -85,8 +90,16 @@ def check(source: Source) -> None:
 @example(Source("int8", 96, 64, dtype="F32", kinds=("tiny", "ordinary")))
 @example(Source("int4", 160, 128, dtype="F32", rounded=True, offset=1))
 @example(Source("int4", 32, 128, dtype="F8_E4M3", block=(7, 13), origin=(6, 12), transposed=True))
-def test_quantize_pack(isa: str, source: Source) -> None:
-    check(source)
+def test_quantize_pack(tiles: object, source: Source) -> None:
+    """At every level."""
+    before = native.isa()
+    for isa in native.isa_available():
+        native.use_isa(isa)
+        note(f"at {isa}")
+        try:
+            check(source)
+        finally:
+            native.use_isa(before)
 
 
 @every_rule

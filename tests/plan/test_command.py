@@ -26,6 +26,8 @@ from ktconv.plan.sizes import open_model
 from ktconv.source import ModelSource
 from ktconv.targets.expert_sets import expert_set, read_expert_set
 
+pytestmark = pytest.mark.slow
+
 EXPERT = 2 * 3 * 128 * 128  # bytes of one of `model`'s
 Facts = dict[str, Any]
 

@@ -19,6 +19,8 @@ from ktconv.plan.placement.parallel import why_not_cut
 from ktconv.source import ExpertMatrix, open_checkpoint
 from ktconv.source.reading.matrices import source_bytes
 
+pytestmark = pytest.mark.slow
+
 Array = np.ndarray[Any, Any]
 SIZES = (1, 2, 3, 4, 6, 12)
 

@@ -13,6 +13,8 @@ from ktconv.plan.command import make_plan
 from ktconv.plan.plots import _of_places, _of_ranks, _relative
 from ktconv.plan.request import PlanRequest
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("matplotlib")
 
 

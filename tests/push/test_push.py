@@ -29,9 +29,13 @@ from ktconv.verify.run import unwatched
 
 NAME = "org/some-moe"
 
-pytestmark = pytest.mark.filterwarnings(  # of what the library asks of httpx
-    "ignore:Use 'content=:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.process,
+    pytest.mark.network,
+    # Of what the library asks of httpx.
+    pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),
+]
 
 
 @pytest.fixture
@@ -357,6 +361,7 @@ def test_names_that_no_branch_has(name: str, hub: Hub, kept: Path) -> None:
     for dry_run in ([], ["--dry-run"]):
         said = fails(kept, NAME, f"--revision={name}", *dry_run)
         assert "cannot be a branch" in said or "only a branch can be pushed to" in said
+        assert "single dots" in said or "cannot be a branch" not in said  # ".." lost a dot there
     assert not hub.requests
 
 

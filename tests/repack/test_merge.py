@@ -24,6 +24,8 @@ from ktconv.conversion.pipeline import Observer
 from ktconv.errors import CheckpointError, OutputError, ResourceError, UsageError, VerificationError
 from ktconv.merge import Request, merge, prepare
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 Made = Callable[[str, int], Path]
 Backward = Callable[[Path, str, int], dict[str, bytes]]
 OWN = ("README.md", "ktconv.json")  # they tell where the bytes come from

@@ -25,6 +25,8 @@ from ktconv.repack.recut import Share, UnequalScales, joined_scales, shares
 from ktconv.repack.reshard import Request, prepare, reshard
 from ktconv.targets.packed.target import Options
 
+pytestmark = pytest.mark.process
+
 Made = Callable[[str, int], Path]
 Backward = Callable[[Path, str, int], dict[str, bytes]]
 

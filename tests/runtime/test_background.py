@@ -20,6 +20,8 @@ from ktconv.runtime import Handle, MoELayer, Pool
 
 from .conftest import EXPERTS, batch
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 Make = Callable[..., MoELayer]
 LINUX = sys.platform == "linux"
 

@@ -11,6 +11,8 @@ from ktconv.runtime import MoELayer, route, split_deferred
 
 from .conftest import EXPERTS, HIDDEN, batch
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 torch: Any = pytest.importorskip("torch")
 
 Call = Callable[[MoELayer, Any, Any, Any], Any]

@@ -174,7 +174,10 @@ def test_plan_bytes(make_layer: Make) -> None:
             {"x": np.zeros((5, 256))},
         ),
         (r"x is neither a NumPy array nor a torch tensor, but a", {"x": Odd()}),
-        (r"ids must have the shape \[5, 'top-k'\]", {"ids": np.zeros((4, 3), np.int64)}),
+        (
+            r"ids must have the shape \[5, top-k\], as x is \[5, ",
+            {"ids": np.zeros((4, 3), np.int64)},
+        ),
         (r"ids must have the shape", {"ids": np.zeros(5, np.int64)}),
         (r"ids is neither .* but a list", {"ids": [[1]]}),
         (r"x is neither .* but a list", {"x": [1.0]}),

@@ -21,6 +21,8 @@ from ktconv.runtime import DeferredExperts, MoELayer, Pool
 from ktconv.system.arrays import F32, I64
 from ktconv.targets.expert_sets import expert_set
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 9
 DAMAGED = b"blk.0.ffn_down_exps.2.numa.0.scale"
 Batch = tuple[F32, I64, F32]

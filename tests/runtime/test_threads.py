@@ -17,6 +17,8 @@ from ktconv.system.arrays import F32
 
 from .conftest import EXPERTS, HIDDEN, TOP_K, batch
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., MoELayer]
 THREADS, ROUNDS = 8, 12
 

@@ -13,6 +13,8 @@ from ktconv.runtime import DeferredExperts, MoELayer, split_deferred
 
 from .conftest import EXPERTS, HIDDEN, batch
 
+pytestmark = pytest.mark.torch
+
 Make = Callable[..., MoELayer]
 torch: Any = pytest.importorskip("torch")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.cli import edit_json, write_model
+from helpers.cli import edit_json, ktconv, write_model
 from helpers.families import (
     Tensor,
     bf16,
@@ -24,9 +24,12 @@ from typer.testing import CliRunner
 
 from ktconv.cli.app import app
 from ktconv.errors import CheckpointError
+from ktconv.families import table
 from ktconv.families.config import text_section
 from ktconv.source import open_checkpoint
 from ktconv.source.config import interpret_config
+
+pytestmark = pytest.mark.slow
 
 NAN, INF = math.nan, math.inf
 
@@ -71,8 +74,13 @@ def refusal(directory: Path, **config: Any) -> str:
         (
             "moe_layer_freq",
             ["1", 1.0, True, -1, {}, [0.5], ["1"], [[1]]],
-            "an integer or a list of 0 and 1",
+            "a number of at least 1 or a list of 0 and 1",
         ),
+        ("moe_layer_freq", [0], "a number of at least 1 or a list of 0 and 1"),
+        ("decoder_sparse_step", [0, -1, "1", 1.0, True, [1]], "a number of at least 1"),
+        ("interleave_moe_layer_step", [0, -1], "a number of at least 1"),
+        ("moe_layer_interval", [0, -2], "a number of at least 1"),
+        ("expert_layer_period", [0, -1, "2"], "a number of at least 1"),
         ("llm_config", ["x", 1, [{}], False], "an object"),
         ("norm_topk_prob", ["false", 2, [True], NAN], "true or false"),
         ("moe_apply_router_weight_on_input", ["no", 2], "true or false"),
@@ -94,6 +102,24 @@ def test_a_value_that_no_model_can_have(
         nested = simple_config(text_config={key: value})
         with pytest.raises(CheckpointError, match=f"config.json: {key} is"):
             interpret_config(nested)
+
+
+@pytest.mark.parametrize("key", table.FAMILIES.keys("top_k"))
+def test_null_experts_per_token_are_found_before_anything_is_converted(
+    key: str, tmp_path: Path
+) -> None:
+    """Readers have no default for null. A number under another key or in another section is one."""
+    written = model(tmp_path, layers=2)
+    edit_json(written / "config.json", lambda content: content.pop("num_experts_per_tok", None))
+    edit_json(written / "config.json", lambda content: content.update({key: None}))
+    says = f"config.json: {key} is null, but a layer has 4 experts, of which a token needs a number"
+    with pytest.raises(CheckpointError, match=says):
+        open_checkpoint(written)
+    for command in ("inspect", "plan"):
+        result = ktconv(command, written)
+        assert result.exit_code == 2 and says in " ".join(result.stderr.split())
+    edit_json(written / "config.json", lambda content: content.pop(key))
+    assert open_checkpoint(written).layers
 
 
 @pytest.mark.parametrize(
@@ -432,3 +458,23 @@ def test_a_byte_order_mark(encoding: str, tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
     assert f"{path} begins with a byte order mark" in str(caught.value)
     assert caught.value.hint == "Save it as UTF-8 without a byte order mark."
+
+
+@pytest.mark.parametrize(("said", "head", "noted"), [
+    (False, None, True), (False, "lm_head.weight", False), (True, None, False),
+    (None, None, False),
+])  # fmt: skip
+def test_a_head_that_is_missing_is_noted(
+    said: bool | None, head: str | None, noted: bool, tmp_path: Path
+) -> None:
+    """Loaders make one up at random; `plan` and `inspect` show the note."""
+    tensors: dict[str, Tensor] = dict(numbered("model.layers.0.mlp.experts", random_weights()))
+    tensors["model.embed_tokens.weight"] = bf16(np.zeros((8, 64), np.float32))
+    if head is not None:
+        tensors[head] = bf16(np.zeros((8, 64), np.float32))
+    config = {} if said is None else {"tie_word_embeddings": said}
+    written = write_checkpoint(tmp_path, tensors, simple_config(num_hidden_layers=1, **config))
+    notes = open_checkpoint(written).notes
+    assert any("lm_head.weight" in note for note in notes) == noted
+    planned = " ".join(ktconv("plan", written).stderr.split())
+    assert ("no tensor is the head (lm_head.weight)" in planned) == noted

@@ -18,7 +18,9 @@ from helpers.families import (
     Weights,
     bf16,
     fp8,
+    fp8_values,
     raw,
+    read_matrix,
     simple_config,
     write_checkpoint,
     write_safetensors,
@@ -204,6 +206,42 @@ def test_second_scales_of_gate_and_up(method: str, shape: tuple[int, ...], tmp_p
     done("quantize-cpu", model, tmp_path / "out", "--method", method, "--threads=1", *parts)
     if method == "int8":
         assert_output(tmp_path / "out", matrices_of({0: stacks}), {}, method=method, numa=1)
+    assert verify(Request(tmp_path / "out", source=str(model), level="weights")).passed
+
+
+@pytest.mark.parametrize("stacked", ["[E, 2I, H]", "[E, H, 2I]", "each [2I, H]"])
+@pytest.mark.parametrize("method", ["bf16", "int8"])
+def test_fp8_with_a_scale_for_each_of_gate_and_up(
+    method: str, stacked: str, tmp_path: Path
+) -> None:
+    """vLLM's name for it is a scale per shard: gate_up_proj_scale is [E, 2], of gate and of up."""
+    rng = np.random.default_rng(11)
+    codes = {name: rng.integers(0, 0x7E, (2, *shape_of(name)), np.uint8) for name in NAMES}
+    scales = {name: rng.random(2, np.float32) + np.float32(0.5) for name in NAMES}
+    stacks = Weights(*(fp8_values()[codes[name]] * scales[name][:, None, None] for name in NAMES))
+    tensors: dict[str, Tensor] = {}
+    for word, names in (("gate_up_proj", NAMES[:2]), ("down_proj", NAMES[2:])):
+        whole = np.concatenate([codes[name] for name in names], axis=1)
+        factors = np.stack([scales[name] for name in names], axis=1)
+        if stacked.startswith("each"):
+            for expert in range(2):
+                tensors[f"{SOURCE}.{expert}.{word}.weight"] = fp8(whole[expert])
+                tensors[f"{SOURCE}.{expert}.{word}.weight_scale"] = factors[expert]
+            continue
+        turned = whole.transpose(0, 2, 1) if stacked == "[E, H, 2I]" else whole
+        tensors[f"{SOURCE}.{word}"] = fp8(np.ascontiguousarray(turned))
+        tensors[f"{SOURCE}.{word}_scale"] = factors
+    model = write_checkpoint(tmp_path / "model", tensors, simple_config(**SIZES))
+    checkpoint = open_checkpoint(model)
+    [layer] = checkpoint.layers
+    assert layer.encoding == "fp8-tensor"
+    second = SecondReader(checkpoint, SourceReader(checkpoint.files, checkpoint.sources))
+    for expert, proj in product(range(2), PROJECTIONS):
+        values = getattr(stacks, proj)[expert]
+        np.testing.assert_array_equal(read_matrix(layer.experts[expert][proj]), values)
+        found = second.expert(layer, expert, proj).values(*map(range, values.shape))
+        np.testing.assert_array_equal(found, values)
+    done("quantize-cpu", model, tmp_path / "out", "--method", method, "--threads=1")
     assert verify(Request(tmp_path / "out", source=str(model), level="weights")).passed
 
 
@@ -471,3 +509,16 @@ def test_packed_without_straddling(bits: int, tmp_path: Path) -> None:
     message = refusal(tmp_path, tensors, change, quantization_config=quantization)
     assert f"0.up_proj.weight_packed has {words} words for {HIDDEN} weights: {bits} bits" in message
     assert "Older versions of compressed-tensors packed so" in message
+
+
+def test_blocks_of_one_expert_are_not_called_by_another_name(tmp_path: Path) -> None:
+    """weight_scales alone is EETQ's; beside weight_blocks it is gpt-oss's, of all experts."""
+    tensors: dict[str, Tensor] = {}
+    for expert, name in product(range(2), NAMES):
+        rows, cols = shape_of(name)
+        blocks, scales = np.zeros((rows, cols // 32, 16), np.uint8), np.zeros((rows, cols // 32))
+        tensors[f"{SOURCE}.{expert}.{name}.weight_blocks"] = blocks
+        tensors[f"{SOURCE}.{expert}.{name}.weight_scales"] = scales.astype(np.uint8)
+    said = refusal(tmp_path, tensors, {})
+    assert "weight_blocks: MXFP4 in blocks, as gpt-oss has it, is read of all experts" in said
+    assert "EETQ" not in said

@@ -25,6 +25,8 @@ from ktconv.source.reading.reader import SourceReader
 from ktconv.source.safetensors_file import BITS_PER_ELEMENT
 from ktconv.system.opened import Opened
 
+pytestmark = pytest.mark.slow
+
 Entry = tuple[str, tuple[int, ...]]  # dtype and shape
 HIDDEN, INNER = 128, 192
 SOURCE = "model.layers.0.mlp.experts"

@@ -23,6 +23,8 @@ from helpers.families import Tensor, bf16, random_weights, write_safetensors
 from ktconv.errors import CheckpointError
 from ktconv.source import open_checkpoint, source_identity
 
+pytestmark = pytest.mark.slow
+
 INDEX = "model.safetensors.index.json"
 BASE, OVERLAY = "model-00001-of-00001.safetensors", "model-overlay-00001.safetensors"
 FIRST = "model-00001-of-00003.safetensors"

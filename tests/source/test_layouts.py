@@ -27,6 +27,8 @@ from ktconv.source.reading.matrices import MatrixReader
 from ktconv.source.reading.reader import SourceReader
 from ktconv.verify.second_reader.names import SecondReader
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, INNER = 128, 192
 W = ("w1", "w3", "w2")
 

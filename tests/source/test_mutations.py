@@ -15,6 +15,8 @@ from helpers.cli import done, edit_json, words, write_model
 from helpers.harmless import assert_safe, run
 from helpers.mutation import damaged, mutated, mutated_safetensors
 
+pytestmark = pytest.mark.slow
+
 SHARD = "model-00001-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
 # Keys that decide what is read, beside those that every test model has.

@@ -14,6 +14,8 @@ from helpers.encoded import KINDS, of_awq, of_gptq, of_mxfp4, of_nvfp4, of_packe
 from helpers.families import Raw, Tensor, raw
 from numpy.typing import NDArray
 
+pytestmark = pytest.mark.torch
+
 torch = pytest.importorskip("torch")
 F32 = NDArray[np.float32]
 ROWS, COLS = 96, 256

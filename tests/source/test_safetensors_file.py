@@ -216,3 +216,12 @@ def test_corruption_is_refused_or_harmless(tmp_path: Path, data: st.DataObject) 
         assert list(tensor.shape) == theirs[tensor.name]["shape"]
         stored = bytes(content[tensor.offset : tensor.offset + tensor.nbytes])
         assert stored == theirs[tensor.name]["data"]
+
+
+def test_a_byte_order_mark_is_called_so(tmp_path: Path) -> None:
+    header = b"\xef\xbb\xbf{}"
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="begins with a byte order mark") as caught:
+        read_header(path)
+    assert "Save the file again with the library safetensors" in str(caught.value.hint)

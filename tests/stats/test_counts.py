@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.cli import ktconv
+from helpers.cli import refused as of_command
 from safetensors.numpy import save_file
 
 from ktconv.errors import KtconvError, UsageError
@@ -74,11 +76,9 @@ def test_choosing_again_without_the_model(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"hot": 6}, "--hot 6 is more than the 5 experts of layer 3"),
-        ({"hot": 1, "hot_share": 0.5}, "--hot and --hot-share"),
         ({"hot_share": 0.0}, "--hot-share must be in (0, 1], got 0"),
         ({"hot_share": float("nan")}, "--hot-share must be in (0, 1], got nan"),
         ({"layers": [4]}, "--layers names layer 4"),
-        ({"write": Path("hot.json")}, "--write needs a number of experts"),
         ({"hot": 1, "write": Path("absent/hot.json")}, "--write absent/hot.json cannot be written"),
         ({"trace": Path("trace.npz")}, "--trace trace.npz does not end in .safetensors"),
         ({"trace": Path("trace.safetensors")}, "--trace does not apply"),
@@ -91,6 +91,18 @@ def test_refused_options(options: dict[str, Any], said: str, tmp_path: Path) -> 
         run(StatsRequest(str(report(tmp_path / "stats.json")), **options), silent)
     assert said in f"{caught.value} {caught.value.hint}"
     assert [path.name for path in tmp_path.iterdir()] == ["stats.json"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--hot=1", "--hot-share=0.5"], "--hot and --hot-share cannot be combined"),
+        (["--write=hot.json"], "--write needs a number of experts"),
+    ],
+)
+def test_options_that_do_not_go_together(words: list[str], said: str, tmp_path: Path) -> None:
+    of_command(ktconv("stats", report(tmp_path / "stats.json"), *words), 2, said)
+    assert not Path("hot.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -228,8 +240,10 @@ def test_placements_that_cannot_be_written(tmp_path: Path) -> None:
         assert not (tmp_path / "counts.pt").exists()
 
     refused("does not end in .pt", placement=tmp_path / "counts.bin")
-    refused("--placement needs all layers", layers=[1])
-    refused("--hot and --hot-total cannot be combined", hot=1, hot_total=2)
+    words = ["stats", tmp_path / "stats.json", "--placement", tmp_path / "counts.pt"]
+    of_command(ktconv(*words, "--layers=1"), 2, "--placement needs all layers")
+    of_command(ktconv(*words, "--hot=1", "--hot-total=2"), 2, "--hot and --hot-total cannot be")
+    assert not (tmp_path / "counts.pt").exists()
     for layers in (None, 3, True, 10**12, 10**30):
         content = PLACED.facts(None, None) | {"num_hidden_layers": layers}
         (tmp_path / "old.json").write_text(json.dumps(content))

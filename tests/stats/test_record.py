@@ -27,6 +27,8 @@ from ktconv.stats.record import token_windows
 from ktconv.system import machine
 from ktconv.targets.expert_sets import read_expert_set
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def recorder(torch: Any) -> Recorder:

@@ -13,6 +13,8 @@ import pytest
 
 from ktconv.system import children
 
+pytestmark = pytest.mark.process
+
 # Prints its number when it is started from a thread that has ended since, then never ends itself.
 _PARENT = """
 import subprocess, sys, threading, time

@@ -17,6 +17,8 @@ from ktconv import native
 from ktconv.inspect import doctor
 from ktconv.system import machine
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 
 def facts(**changes: str) -> dict[str, object]:
     done = process("doctor", "--json", **changes)

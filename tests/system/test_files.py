@@ -70,6 +70,7 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Names:
         (errno.EIO, ResourceError, "the device reports an I/O error", None),
         (errno.EFBIG, FileSizeError, "files this large are not allowed here",
          "raise the limit of the file system or process"),
+        (errno.ENAMETOOLONG, ResourceError, "the name is too long", "choose a shorter name"),
         (errno.EMFILE, ResourceError, "too many open files",
          "raise the limit of open files (ulimit -n)"),
         (errno.ENFILE, ResourceError, "too many open files on this machine", None),

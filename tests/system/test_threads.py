@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ktconv.system.threads import AwaitedThread, run_tasks, uninterrupted
+from ktconv.system.threads import AwaitedThread, run_tasks
 
 
 @pytest.mark.parametrize("threads", [1, 3, 100])
@@ -91,37 +91,6 @@ def interrupts() -> Iterator[Interrupts]:
     before = signal.signal(signal.SIGINT, handler)
     yield handler
     signal.signal(signal.SIGINT, before)
-
-
-def test_an_interrupt_waits_for_what_must_not_be_interrupted(interrupts: Interrupts) -> None:
-    ended: list[str] = []
-
-    def call() -> None:
-        signal.raise_signal(signal.SIGINT)
-        ended.append("not disturbed")
-
-    with pytest.raises(KeyboardInterrupt):
-        uninterrupted(call)
-    assert ended == ["not disturbed"] and signal.getsignal(signal.SIGINT) is interrupts
-
-
-def test_the_second_interrupt_is_not_kept_back(interrupts: Interrupts) -> None:
-    ended: list[str] = []
-
-    def call() -> None:
-        for _ in range(2):
-            signal.raise_signal(signal.SIGINT)
-        ended.append("not disturbed")
-
-    with pytest.raises(KeyboardInterrupt):
-        uninterrupted(call)
-    assert ended == []
-
-
-def test_results_and_errors_of_what_must_not_be_interrupted() -> None:
-    assert uninterrupted(lambda: 5) == 5
-    with pytest.raises(ZeroDivisionError):
-        uninterrupted(lambda: 1 // 0)
 
 
 def test_a_thread_is_awaited_in_spite_of_interrupts(interrupts: Interrupts) -> None:

@@ -17,7 +17,11 @@ from torture.parts import Amount
 from torture.power import MODES, Call, Disk, File, read_log
 from torture.shim import Told, Wrong, compiled, why_not
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"the shim {why_not()}")
+pytestmark = [
+    pytest.mark.skipif(why_not() is not None, reason=f"the shim {why_not()}"),
+    pytest.mark.slow,
+    pytest.mark.process,
+]
 NAME = "int4"
 
 

@@ -25,6 +25,8 @@ from ktconv.model import load_model
 from ktconv.model.sites import find_experts
 from ktconv.train import load, merge, prepare, save
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 KEY = "base_model.model.model.layers.{}.mlp.experts.{}.{}_proj.lora_{}.weight"
 

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from ktconv.errors import UsageError  # noqa: E402
 from ktconv.runtime import MoELayer  # noqa: E402
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 
 def test_only_what_is_needed_is_computed(module: Any) -> None:
     given = batch(module)

@@ -26,6 +26,8 @@ from ktconv.runtime import MoELayer, Pool  # noqa: E402
 from ktconv.train import LoRAExperts  # noqa: E402
 from ktconv.train.reference import Base, as_kernels, reference, relative  # noqa: E402
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 
 @pytest.mark.parametrize("method", ["int8", "int4"])
 def test_the_base_of_a_backward_is_never_missing(method: str, pool: Pool) -> None:

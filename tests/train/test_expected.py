@@ -35,6 +35,8 @@ from ktconv.train.gradients import (
 )
 from ktconv.train.reference import Base, Lora, as_kernels, reference
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 EXPERTS, HIDDEN, INNER, TOKENS, RANK = 4, 64, 128, 7, 3
 
 

@@ -20,6 +20,8 @@ from safetensors.torch import load_file
 from ktconv.model.sites import find_experts
 from ktconv.train import merge, prepare, save
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 
 @pytest.mark.parametrize("name", SAVED)
 def test_a_family(name: str, tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ from ktconv.runtime import MoELayer, Pool, workspace  # noqa: E402
 from ktconv.train import LoRAExperts, function  # noqa: E402
 from ktconv.train.reference import Base, as_kernels, reference, relative  # noqa: E402
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 OF_FORMATS = [name for name in FORMATS if not name.endswith("-f32")]
 # Derivatives jump at a limit, which none of the numbers that a forward saves may cross. One of
 # bf16, and one between two of them.

@@ -25,6 +25,8 @@ from ktconv.runtime.layers.experts import OutputNorm  # noqa: E402
 from ktconv.train import LoRAExperts  # noqa: E402
 from ktconv.train.reference import relative  # noqa: E402
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 # ---- what a new module is -------------------------------------------------------------------
 
 

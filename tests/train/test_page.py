@@ -9,6 +9,8 @@ import pytest
 from helpers.convert import convert
 from helpers.paths import EXAMPLE, ROOT
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 torch = pytest.importorskip("torch")
 
 

@@ -36,7 +36,11 @@ INNER, OUTER = (
     for words in ("base_layer.", "")
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys"),
+    pytest.mark.slow,
+    pytest.mark.torch,
+]
 
 
 def example() -> Any:

@@ -13,6 +13,8 @@ pytest.importorskip("torch")
 from ktconv.train import patterns as module
 from ktconv.train.patterns import PatternError, Patterns
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 NAME = "model.layers.12.mlp.experts.7.gate_proj"
 NAMES = (
     NAME,

@@ -28,7 +28,11 @@ from ktconv.train import SaveAdapter, load, merge, prepare, save
 WEIGHTS = "adapter_model.safetensors"
 
 # Of PEFT 0.21, where it converts adapters for modules with all experts.
-pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys"),
+    pytest.mark.slow,
+    pytest.mark.torch,
+]
 
 
 def example() -> Any:

@@ -28,6 +28,8 @@ from ktconv.runtime import Pool
 from ktconv.targets.expert_sets import expert_set
 from ktconv.train import merge, prepare, save
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 NAMES = ("gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
 
 

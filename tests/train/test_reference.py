@@ -29,6 +29,8 @@ from ktconv.train.reference import (  # noqa: E402
     relative,
 )
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 EXPERTS, HIDDEN, INNER, RANK, TOKENS, TOP_K = 4, 64, 32, 3, 9, 3
 ALL = [
     Activation(),

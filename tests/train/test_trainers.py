@@ -32,7 +32,11 @@ BEST = 2  # of 4 steps
 WEIGHTS = "adapter_model.safetensors"
 CONFIG: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "r": 2, "lora_alpha": 6}
 
-pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys"),
+    pytest.mark.slow,
+    pytest.mark.torch,
+]
 
 
 def prepared_model(kind: str) -> tuple[Any, Any]:

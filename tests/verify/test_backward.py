@@ -29,6 +29,8 @@ from ktconv.source import ModelSource
 from ktconv.targets.packed.weights import open_packed
 from ktconv.verify import Request, verify
 
+pytestmark = pytest.mark.slow
+
 LAYERS, EXPERTS, INNER = 2, 3, 256  # hidden size 128
 MATRICES = LAYERS * EXPERTS * 3
 NAME = "blk.1.ffn_{}_bwd_exps.2.numa.{}.{}"

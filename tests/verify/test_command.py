@@ -18,6 +18,8 @@ from ktconv.errors import ResourceError, UsageError
 from ktconv.verify import LEVELS, VerifyRequest, command
 from ktconv.verify.run import unwatched
 
+pytestmark = pytest.mark.slow
+
 Convert = Callable[..., Path]
 
 

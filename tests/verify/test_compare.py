@@ -40,6 +40,8 @@ from ktconv.targets.packed.weights import PackedWeights, open_packed
 from ktconv.verify.compare import Comparison, compare, make_plan
 from ktconv.verify.runner import sizes_by_unit
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, INNER, EXPERTS, LAYERS = 128, 256, 4, 2
 MATRICES = LAYERS * EXPERTS * len(PROJECTIONS)
 

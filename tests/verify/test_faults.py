@@ -25,6 +25,8 @@ from ktconv.targets.packed.weights import open_packed
 from ktconv.verify import Request, reading, verify
 from ktconv.verify.command import in_json
 
+pytestmark = pytest.mark.slow
+
 Convert = Callable[..., Path]
 METHODS = ["int4", "int8"]
 

@@ -26,7 +26,8 @@ from ktconv.verify.packed import gradients
 from ktconv.verify.report import render_report
 from ktconv.verify.text import lines_of
 
-pytestmark = pytest.mark.usefixtures("tiles")  # the AMX level runs too, where it is emulated
+# The AMX level runs too, where it is emulated.
+pytestmark = [pytest.mark.usefixtures("tiles"), pytest.mark.slow, pytest.mark.torch]
 
 Example = Callable[[str], Path]
 

@@ -26,7 +26,8 @@ from ktconv.errors import CheckpointError
 from ktconv.source.reading.reader import SourceReader
 from ktconv.verify import Request, Result, hidden_states, prepare, verify
 
-pytestmark = pytest.mark.usefixtures("tiles")  # the AMX level runs too, where it is emulated
+# The AMX level runs too, where it is emulated.
+pytestmark = [pytest.mark.usefixtures("tiles"), pytest.mark.slow, pytest.mark.process]
 HIDDEN, EXPERTS = 128, 4
 BLOCK = "model.layers.1.mlp"
 Changes = Mapping[str, Tensor | None]  # None: without that tensor

@@ -44,7 +44,8 @@ from ktconv.verify.packed.model import CpuModelCheck
 from ktconv.verify.packed.output import open_cpu_output
 from ktconv.verify.run import unwatched
 
-pytestmark = pytest.mark.usefixtures("tiles")  # the AMX level runs too, where it is emulated
+# The AMX level runs too, where it is emulated.
+pytestmark = [pytest.mark.usefixtures("tiles"), pytest.mark.slow]
 needs_torch = pytest.mark.skipif(
     not (find_spec("torch") and find_spec("transformers")), reason="transformers is not installed"
 )

@@ -47,6 +47,8 @@ from ktconv.verify.memory import (
     plan_memory,
 )
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 MIB = 1 << 20
 HIDDEN, INNER = 512, 512
 PACKED = 3 * HIDDEN * INNER  # bytes of an expert in INT8

@@ -18,6 +18,8 @@ import pytest
 from ktconv.verify.report import render_report
 from ktconv.verify.report.values import figure
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = "<script>document.title='owned'</script>\"'&<img src=x onerror=alert(1)>"
 _VOID = {"meta", "br", "hr", "img", "link", "input"}
 

@@ -34,6 +34,8 @@ from ktconv.targets.packed.target import CalibrationRecord
 from ktconv.targets.packed.weights import name_of, open_packed
 from ktconv.verify import Request, Result, verify
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example" / "tiny-moe"
 METHODS = ["int4", "int8"]
 RULES = ["amax", "search", "importance"]

@@ -39,6 +39,8 @@ from ktconv.verify.reading_check import ReadingCheck, expert_check
 from ktconv.verify.second_reader import SecondReader
 from ktconv.verify.second_reader.ggml import TYPES
 
+pytestmark = pytest.mark.slow
+
 SOURCE = "model.layers.0.mlp.experts"
 GGUF_WORDS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 BOUNCE = np.empty(1 << 16, np.uint8)

@@ -20,6 +20,8 @@ from ktconv.repack.reshard import reshard
 from ktconv.source.side_files import record_of
 from ktconv.verify.side_content import content_differences
 
+pytestmark = pytest.mark.slow
+
 Copy = Callable[..., Path]
 
 FILES = {

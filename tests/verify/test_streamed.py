@@ -20,6 +20,8 @@ from ktconv.verify import VerifyRequest, prepare, verify
 from ktconv.verify import model as model_level
 from ktconv.verify.text import LAYERS_SHOWN, lines_of
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 pytest.importorskip("transformers")
 FIGURES = (
     *("perplexity_source", "perplexity_converted", "perplexity_increase"),

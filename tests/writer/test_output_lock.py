@@ -14,6 +14,8 @@ import pytest
 from ktconv.errors import InUseError
 from ktconv.writer.journal import SETUP_BYTE, Journal, OutputLock
 
+pytestmark = pytest.mark.process
+
 UNITS = [*range(10), SETUP_BYTE]
 # Prints the units that it can lock, and keeps them until its input ends.
 OTHER = """

@@ -18,6 +18,8 @@ from ktconv.errors import UsageError
 from ktconv.targets.packed.target import KTransformersTarget, Options
 from ktconv.writer.shards import ALIGNMENT, Tensor, group, plan_shard
 
+pytestmark = pytest.mark.slow
+
 ITEMS = {"F64": 8, "F32": 4, "BF16": 2, "I8": 1, "F8_E4M3": 1}
 METADATA = KTransformersTarget(Options()).metadata()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,9 +30,6 @@ DEFAULT_METHODS = "int4,int8,bf16"
 DEFAULT_SHAPE = "qwen3-30b-a3b"
 MOST_TOKENS = 1 << 20
 DEFAULT_TOKENS = {"infer": "1,4,16,64,1024", "sft": "256"}  # by --mode
-PACKING = {"--stage", "--method", "--shape", "--isa", "--iters", "--seconds", "--seed", "--format"}
-OF_INFERENCE = {"--stage", "--plot", "--compare", "--tolerance"}
-OF_TRAINING = {"--rank"}
 
 
 def run(
@@ -58,18 +55,6 @@ def run(
     for path in plots:
         plot(report, path)
     return sum(bool(row.regressed) for row in report.rows)
-
-
-def check_packing_options(given: Set[str]) -> None:
-    """UsageError for an option that `--stage pack` does not have."""
-    for name in sorted(given - PACKING):
-        raise UsageError(f"{name} does not belong to --stage pack", f"leave {name} out")
-
-
-def check_mode_options(mode: str, given: Set[str]) -> None:
-    """UsageError for an option that `--mode` does not have."""
-    for name in sorted(given & (OF_INFERENCE if mode == "sft" else OF_TRAINING)):
-        raise UsageError(f"{name} does not belong to --mode {mode}", f"leave {name} out")
 
 
 def run_training(

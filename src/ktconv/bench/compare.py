@@ -12,9 +12,10 @@ from typing import Any
 from ktconv.bench.rows import DIMENSIONS, Key, Row
 from ktconv.bench.run import SCHEMA, Report
 from ktconv.errors import UsageError
-from ktconv.system.files import refuse_device
+from ktconv.system.regular_files import read_given
 
 _WORDS, _COUNTS = ("method", "routing", "isa", "engine"), ("tokens", "threads", "parts")
+_WRITTEN = "write it with --format json"
 _NAMED = 3  # rows that a note lists
 
 
@@ -44,17 +45,15 @@ class Baseline:
 
 def read_report(path: Path) -> Baseline:
     """Raises UsageError if the file is no report of `--format json`."""
-    refuse_device(path, "--compare")
+    data = read_given(path, "--compare", _WRITTEN)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+        content = json.loads(data.decode())
     except ValueError:
-        raise UsageError(f"{path} is not JSON", "write it with --format json") from None
+        raise UsageError(f"{path} is not JSON", _WRITTEN) from None
     except RecursionError:
-        raise UsageError(f"{path} is nested too deeply", "write it with --format json") from None
+        raise UsageError(f"{path} is nested too deeply", _WRITTEN) from None
     if not isinstance(content, dict) or "rows" not in content or "limits" not in content:
-        raise UsageError(f"{path} is not a report of ktconv bench", "write it with --format json")
+        raise UsageError(f"{path} is not a report of ktconv bench", _WRITTEN)
     if content.get("mode") == "sft":
         raise UsageError(
             f"{path} is a report of --mode sft, which is not compared",
@@ -71,9 +70,7 @@ def read_report(path: Path) -> Baseline:
         _expect_single(rows)
         return Baseline(path, str(machine.get("cpu", "")), rows)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(
-            f"{path} is not a complete report: {error}", "write it with --format json"
-        ) from None
+        raise UsageError(f"{path} is not a complete report: {error}", _WRITTEN) from None
 
 
 def _expect_single(rows: list[Row]) -> None:

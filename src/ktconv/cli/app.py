@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Annotated
@@ -9,32 +10,18 @@ from typing import Annotated
 import typer
 
 from ktconv import __version__
+from ktconv.cli.commands import COMMANDS
 from ktconv.cli.parsing import Command, Group
 
-# Modules and functions of the commands, which are loaded when they are asked for.
-COMMANDS = {
-    "quantize-cpu": "quantize_cpu:quantize_cpu_command",
-    "quantize-gpu": "quantize_gpu:quantize_gpu_command",
-    "merge": "repack:merge_command",
-    "reshard": "repack:reshard_command",
-    "verify": "verify:verify",
-    "compare": "compare:compare",
-    "push": "push:push_command",
-    "inspect": "inspect:inspect",
-    "stats": "stats:stats",
-    "plan": "plan:plan",
-    "bench": "bench:bench",
-    "doctor": "doctor:doctor",
-    "completion": "completion:completion",
-}
+_ABOUT_ITSELF = {"-h", "--help", "--version", "--json"}  # options of `ktconv` alone
 
 
 def _root(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version, and exit.")] = False,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="With --version: what this build is, as a JSON document."),
+        typer.Option("--json", help="With --version: what this build is, as JSON."),
     ] = False,
 ) -> None:
     if version:
@@ -45,7 +32,7 @@ def _root(
 
 
 def _build() -> str:
-    """What identifies a build, for scripts and bug reports; `ktconv doctor` tells about the
+    """Facts that identify a build, for scripts and bug reports; `ktconv doctor` is about the
     machine."""
     import json
     import platform
@@ -71,20 +58,24 @@ def application(names: Iterable[str] = COMMANDS) -> typer.Typer:
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
-        help="Convert Mixture-of-Experts checkpoints into CPU expert weights, provably right.",
+        help="Convert Mixture-of-Experts checkpoints into expert weights for CPUs and GPUs; "
+        "verify, compare and measure them.",
     )
     found.callback(invoke_without_command=True)(_root)
     for name in names:
-        module, _, function = COMMANDS[name].partition(":")
+        module, _, function = COMMANDS[name].function.partition(":")
         command = getattr(import_module(f"ktconv.cli.{module}"), function)
         found.command(name, cls=Command)(command)
     return found
 
 
 def application_for(words: Sequence[str]) -> typer.Typer:
-    """With the command that these arguments name alone, which is loaded sooner; with all where they
-    name none, as where a shell asks for completions."""
-    return application(words[:1] if words and words[0] in COMMANDS else COMMANDS)
+    """`ktconv` with the command that these arguments name only, or with none where they ask about
+    `ktconv` itself, which starts sooner; with all otherwise, as for a shell's completions."""
+    if words and words[0] in COMMANDS:
+        return application(words[:1])
+    completes = "_KTCONV_COMPLETE" in os.environ
+    return application(() if _ABOUT_ITSELF.issuperset(words) and not completes else COMMANDS)
 
 
 def __getattr__(name: str) -> typer.Typer:

@@ -87,8 +87,8 @@ class BarObserver(Progression):
 
 
 class FleetBar(BarObserver):
-    """A bar of the models of a list that have begun, all together; of the others nobody knows how
-    much they read."""
+    """A bar of the models of a list that have begun, all together: how much others read is not
+    known yet."""
 
     def __init__(self, count: int) -> None:
         super().__init__({})

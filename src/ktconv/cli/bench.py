@@ -7,14 +7,54 @@ from typing import Annotated, Literal
 
 import typer
 
+from ktconv.cli.conflicts import Conflict, refuse_conflicts
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
-from ktconv.cli.output import given_options, notify, print_text
+from ktconv.cli.help import ADVANCED, CASES, OUTPUT
+from ktconv.cli.output import notify, print_text
 from ktconv.cli.parsing import MOST_PARTS, choice, flag, option
 from ktconv.errors import UsageError
 
 BenchMode = Literal["infer", "sft"]
 BenchStage = Literal["forward", "pack"]
 BenchFormat = Literal["table", "markdown", "json", "jsonl", "csv"]  # as bench.render.FORMATS
+_NOT_OF_PACKING = (
+    "--compare", "--experts", "--layer", "--mode", "--model", "--numa", "--peers", "--plot",
+    "--routing", "--threads", "--tokens", "--tolerance", "--top-k",
+)  # fmt: skip
+CONFLICTS = (
+    *(
+        Conflict(
+            f"{name} --mode={mode}", f"{name} does not belong to --mode {mode}", f"leave {name} out"
+        )
+        for mode, names in (
+            ("sft", ("--compare", "--plot", "--stage", "--tolerance")),
+            ("infer", ("--rank",)),
+        )
+        for name in names
+    ),
+    *(
+        Conflict(
+            f"{name} --stage=pack",
+            f"{name} does not belong to --stage pack",
+            f"leave {name} out",
+        )
+        for name in _NOT_OF_PACKING
+    ),
+    *(
+        Conflict(
+            f"{name} !--model", "--layer and --top-k belong to --model", "give --model DIR too"
+        )
+        for name in ("--layer", "--top-k")
+    ),
+    *(
+        Conflict(
+            f"{name} --model",
+            "--model uses the converted model's own weights",
+            "omit --method, --shape, --experts and --numa",
+        )
+        for name in ("--method", "--shape", "--experts", "--numa")
+    ),
+)
 _HINTS: Hints = {MemoryError: "use fewer --experts, --tokens or --threads, or a smaller --method"}
 
 
@@ -22,65 +62,144 @@ def bench(
     context: typer.Context,
     mode: Annotated[
         BenchMode,
-        choice(BenchMode, "infer: forward; sft: LoRA's forward and backward, and its errors."),
+        choice(
+            BenchMode,
+            "Kind of measurement.",
+            panel=CASES,
+            detail="- infer: the forward of an MoE layer\n- sft: forward and backward of LoRA on "
+            "the experts, memory, and the errors of every gradient; needs torch",
+        ),
     ] = "infer",
-    method: Annotated[str, option("Weight formats, e.g. int4,bf16; or all.", "LIST")] = "",
+    method: Annotated[
+        str,
+        option(
+            "Weight formats, e.g. int4,bf16; or all.",
+            "LIST",
+            panel=CASES,
+            detail="Separated by commas: names of the kernels, which an unknown name lists, and "
+            "those of quantize-cpu, compressed-tensors and KTransformers, such as rawint4, W4A16 "
+            "and AMXINT4.",
+        ),
+    ] = "",
     shape: Annotated[
         list[str] | None,
-        option("A model's name or hidden,intermediate,experts,top-k; may be repeated.", "SHAPE"),
+        option(
+            "A model's name, or hidden,intermediate,experts,top-k.",
+            "SHAPE",
+            panel=CASES,
+            detail="May be repeated.",
+        ),
     ] = None,
-    model: Annotated[str | None, option("Measure a converted model's own weights.", "DIR")] = None,
-    layer: Annotated[int | None, option("Which layer of --model.", "N", min=0)] = None,
+    model: Annotated[
+        str | None,
+        option(
+            "Measure a converted model's own weights.",
+            "DIR",
+            panel=CASES,
+            detail="Takes a checkpoint too whose numbers the kernels compute with: rawint4, fp8, "
+            "mxfp4, bf16 and others.",
+        ),
+    ] = None,
+    layer: Annotated[
+        int | None, option("Layer of --model to measure.", "N", panel=ADVANCED, min=0)
+    ] = None,
     top_k: Annotated[
-        int | None, option("Experts per token of --model.", "K", "--top-k", min=1)
+        int | None,
+        option("Experts per token of --model.", "K", "--top-k", panel=ADVANCED, min=1),
     ] = None,
-    experts: Annotated[int | None, option("Use only this many experts.", "N", min=1)] = None,
+    experts: Annotated[
+        int | None, option("Use only this many experts.", "N", panel=CASES, min=1)
+    ] = None,
     routing: Annotated[
-        str, option("balanced, concentrated, zipf:S or trace:FILE.", "KIND")
+        str,
+        option(
+            "Experts that tokens go to.",
+            "KIND",
+            panel=CASES,
+            detail="- balanced: all experts equally often\n- concentrated: few experts\n"
+            "- zipf:S: by a power law\n- trace:FILE: as `ktconv stats --trace FILE` recorded",
+        ),
     ] = "balanced",
     tokens: Annotated[
-        str, option("Tokens per step; default: 1,4,16,64,1024, with --mode sft 256.", "LIST")
+        str,
+        option(
+            "Tokens per step.",
+            "LIST",
+            panel=CASES,
+            detail="The default is 1,4,16,64,1024, with --mode sft 256.",
+        ),
     ] = "",
-    rank: Annotated[str, option("Ranks of LoRA, e.g. 8,16,64.", "LIST")] = "16",
+    rank: Annotated[str, option("Ranks of LoRA, e.g. 8,16,64 (sft).", "LIST", panel=CASES)] = "16",
     threads: Annotated[str, option("Threads, e.g. 1,2; default: one per core.", "LIST")] = "",
     isa: Annotated[
-        str, option("auto, all, or levels: scalar, avx2, avx512, amx, neon.", "LIST")
+        str,
+        option(
+            "Instruction set levels.",
+            "LIST",
+            panel=CASES,
+            detail="auto: the highest of this machine; all: those that have kernels, or that pack "
+            "with --stage pack; or a list of scalar, avx2, avx512, amx, neon.",
+        ),
     ] = "auto",
     numa: Annotated[
         int,
         option(
-            "Parts of the weights; 0: as many as this machine has nodes.",
+            "NUMA parts; 0: one per NUMA node.",
             "N",
+            panel=CASES,
             min=0,
             max=MOST_PARTS,
         ),
     ] = 0,
     iters: Annotated[int | None, option("Iterations per row.", "N", min=1)] = None,
     seconds: Annotated[float, option("Time per row.", "S", min=0.0, max=3600.0)] = 0.5,
-    seed: Annotated[int, option("Random seed of weights, tokens and routing.", "N", min=0)] = 0,
+    seed: Annotated[
+        int, option("Seed of weights, tokens and routing.", "N", panel=ADVANCED, min=0)
+    ] = 0,
     stage: Annotated[
-        BenchStage, choice(BenchStage, "forward: an MoE layer; pack: quantizing and packing.")
+        BenchStage,
+        choice(
+            BenchStage,
+            "Part of the work to measure.",
+            panel=CASES,
+            detail="- forward: an MoE layer\n- pack: quantizing and packing",
+        ),
     ] = "forward",
-    form: Annotated[BenchFormat, choice(BenchFormat, "Output format.", "--format")] = "table",
+    form: Annotated[
+        BenchFormat,
+        choice(BenchFormat, "Form of the result.", "--format", panel=OUTPUT, metavar="FORM"),
+    ] = "table",
     plot: Annotated[
         list[Path] | None,
-        option("Draw a roofline, or tokens/s if the name starts with sweep.", "FILE"),
+        option(
+            "Draw a roofline.",
+            "FILE",
+            panel=OUTPUT,
+            detail="If the name of the file starts with sweep: tokens per second over tokens. May "
+            "be repeated.",
+        ),
     ] = None,
     compare: Annotated[
-        Path | None, option("Compare with a report of --format json.", "FILE")
+        Path | None,
+        option("Compare with a report of --format json.", "FILE", panel=OUTPUT),
     ] = None,
     tolerance: Annotated[
         float,
-        option("Slowdown of a row, as a fraction, that counts as a regression.", "F", min=0.0),
+        option(
+            "Slowdown that counts as a regression.",
+            "F",
+            panel=OUTPUT,
+            min=0.0,
+            detail="A fraction: of the time of a row in --compare.",
+        ),
     ] = 0.1,
     peers: Annotated[
-        bool, flag("--peers", "Also measure other implementations, if installed.")
+        bool,
+        flag("--peers", "Measure other implementations too, if installed.", CASES),
     ] = False,
 ) -> None:
     """Measure the MoE kernels against this machine's own limits.
-
-    The result of every kernel is checked before it is timed; with --mode sft, which needs torch,
-    every gradient. Exit code 1: a kernel was wrong, or a row became slower than in --compare.
+    The result of every kernel is checked before it is timed.
 
     Example: ktconv bench --method int4,int8 --shape deepseek-v3 --experts 32 --tokens 1,64
     """
@@ -93,14 +212,13 @@ def bench(
         from ktconv.system.machine import numa_nodes
 
         effort, shapes, show = Effort(seconds, iters), shape or (), (form, notify, print_text)
-        command.check_mode_options(mode, given_options(context))
+        refuse_conflicts(context, CONFLICTS)
         if stage == "pack":
-            command.check_packing_options(given_options(context))
             with interruptible(lambda: NOTHING_WRITTEN):
                 command.run_packing(method, shapes, isa, effort, seed, *show)
             return
-        weights = bool(method or shape or experts or numa)
-        _check_model(model, weights, choice=(layer, top_k) != (None, None))
+        if model is not None and not Path(model).is_dir():
+            raise UsageError(f"--model {model} is not a directory")
         request = Request(
             methods=command.parse_methods(method),
             shapes=command.parse_shapes(shapes),
@@ -127,17 +245,3 @@ def bench(
                 )
         if bad:
             raise typer.Exit(1)
-
-
-def _check_model(model: str | None, weights: bool, choice: bool) -> None:
-    """`weights`: options that define weights are given; `choice`: --layer or --top-k is given."""
-    if model is None:
-        if choice:
-            raise UsageError("--layer and --top-k belong to --model", "give --model DIR too")
-    elif weights:
-        raise UsageError(
-            "--model uses the converted model's own weights",
-            "omit --method, --shape, --experts and --numa",
-        )
-    elif not model or not Path(model).is_dir():
-        raise UsageError(f"--model {model or '(an empty name)'} is not a directory")

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
+from ktconv.cli.help import CHECKS, OUTPUT, SOURCE, SPEED
 from ktconv.cli.options import (
     ProgressOption,
     SampleOption,
@@ -33,47 +34,69 @@ _HINTS: Hints = {
 
 @reads_source()
 def compare(
-    outputs: Annotated[
-        list[Path], argument("Conversions of one model, with or without other tools.", "OUTPUT")
-    ],
+    outputs: Annotated[list[Path], argument("Conversions of one model, by any tool.", "OUTPUT")],
     source: Annotated[
-        str, option("The original checkpoint: a directory, GGUF file, hub id or URL.", "MODEL")
+        str,
+        option(
+            "The original checkpoint.",
+            "MODEL",
+            panel=SOURCE,
+            detail="A directory, GGUF file, hub id or URL: what the outputs were converted from.",
+        ),
     ],
     reading: Reading = USUAL,
     level: Annotated[
         CompareLevel | None,
         choice(
             CompareLevel,
-            "Errors of weights; also of layers' outputs; also KL divergence and perplexity. "
-            "Default: model, or layers without torch.",
+            "Depth of the comparison.",
+            panel=CHECKS,
+            metavar="LEVEL",
+            detail="Each level includes those before it. The default is model, or layers without "
+            "torch and transformers.\n\n- weights: errors of weights\n- layers: errors of layers' "
+            "outputs\n- model: KL divergence and perplexity",
         ),
     ] = None,
     sample: SampleOption = 1.0,
     seed: SeedOption = 0,
     threads: ThreadsOption = 0,
-    max_memory: Annotated[str | None, option("Memory limit of each verification.", "SIZE")] = None,
+    max_memory: Annotated[str | None, option("Memory limit of each output.", "SIZE")] = None,
     text: TextOption = None,
     windows: WindowsOption = 40,
-    tokens: Annotated[str, option("Tokens of a step at which to measure speed.", "LIST")] = "1,64",
+    tokens: Annotated[
+        str, option("Tokens per step to measure speed at.", "LIST", panel=SPEED)
+    ] = "1,64",
     seconds: Annotated[
-        float, option("Time for each measurement of speed.", "S", min=0.0, max=3600.0)
+        float,
+        option("Time for each measurement of speed.", "S", panel=SPEED, min=0.0, max=3600.0),
     ] = 0.5,
     speed: Annotated[
-        bool, flag("--speed/--no-speed", "Measure the experts in our kernels.")
+        bool,
+        flag("--speed/--no-speed", "Measure the experts in ktconv's kernels.", SPEED),
     ] = True,
     report: Annotated[
-        Path | None, option("Write the table and the plots as an HTML page.", "FILE.html")
+        Path | None,
+        option(
+            "Write the table and the plots as an HTML page.",
+            "FILE.html",
+            panel=OUTPUT,
+            detail="One page that needs nothing else.",
+        ),
     ] = None,
     plot: Annotated[
-        Path | None, option("Draw error and speed over size (png, svg or pdf).", "FILE")
+        Path | None,
+        option(
+            "Draw error and speed over size (png, svg, pdf).",
+            "FILE",
+            panel=OUTPUT,
+            detail="Needs `pip install 'ktconv[plot]'`.",
+        ),
     ] = None,
     progress: ProgressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Compare conversions of one model: size, errors, KL divergence and tokens per second.
-
-    Each OUTPUT is verified against the model, and its experts are measured in our kernels. Exit
-    code 1: a check failed.
+    Each OUTPUT is verified against the model, and its experts are measured in ktconv's kernels.
 
     Example: ktconv compare qwen3-rawint4 qwen3-mix qwen3-fp8 --source Qwen/Qwen3-30B-A3B
     """

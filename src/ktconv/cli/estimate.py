@@ -32,7 +32,7 @@ def estimated(preflight: Preflight) -> dict[str, Any]:
 
 
 def estimate_lines(facts: Facts) -> Iterator[str]:
-    """What was sampled, errors by candidate, by layer for the chosen one, and what they favour."""
+    """The lines of an estimate: the sample, errors by candidate and by layer, and the advice."""
     chosen = chosen_of(facts)
     yield ""
     yield f"Estimated from {_sampled(facts)}."
@@ -163,13 +163,13 @@ def _name(one: Facts) -> str:
 
 
 def _weight_of(one: Facts) -> float:
-    """What candidates are compared by: errors as inputs count them, where that is known."""
+    """The error by which candidates are compared: weighted by inputs, where these are known."""
     error: float = one.get("weighted_relative_rms_error", one["relative_rms_error"])
     return error
 
 
 def advice(facts: Facts) -> str:
-    """Which rule the errors favour, and what other methods cost."""
+    """Sentences about the rule that the errors favour, and what other methods cost."""
     chosen = chosen_of(facts)
     if not _weight_of(chosen):
         return "The sampled weights are kept without any error."
@@ -196,7 +196,7 @@ def _of_rules(best: Facts, amax: Facts) -> str:
 
 
 def _change(chosen: Facts) -> str:
-    """How a command that says `chosen` gets the search."""
+    """The change of options with which a command gets the search, not `chosen`."""
     return ": omit --compat" if chosen["compat"] else ": use --scale search"
 
 

@@ -45,7 +45,7 @@ class Events:
 
 
 class _Notes(io.TextIOBase):
-    """In place of stderr: lines that libraries print there, such as warnings, become notes."""
+    """A stand-in for stderr: lines that libraries print there, such as warnings, become notes."""
 
     encoding = "utf-8"  # some ask for it
 
@@ -69,12 +69,12 @@ class _Notes(io.TextIOBase):
 
 
 def _last_state(line: str) -> str:
-    """What a terminal shows of a line that returns to its start, as bars of libraries do."""
+    """The visible text of a line with carriage returns, such as a progress bar's."""
     return line[line[:-1].rfind("\r") + 1 :]
 
 
 class _Command:
-    """How the running command shows progress; `events` only with `--progress json`."""
+    """The progress mode of the running command; `events` only with `--progress json`."""
 
     mode: Mode = "auto"
     events: Events | None = None
@@ -85,7 +85,7 @@ def mode() -> Mode:
 
 
 def events() -> Events | None:
-    """What writes the events of the running command, if it writes any."""
+    """The writer of the running command's events, if it writes any."""
     return None if calls.is_called() else _Command.events
 
 

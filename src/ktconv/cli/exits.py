@@ -1,4 +1,4 @@
-"""How a command ends: errors and interrupts in words, as exit code, and with --json as JSON."""
+"""The end of a command: errors and interrupts in words, as exit code, and as JSON."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -61,7 +62,7 @@ def _show_wait(wait: waiting.Wait) -> None:
 
 @contextmanager
 def _last_event() -> Iterator[None]:
-    """With `--progress json`, an event for each way to end; `_end` has named most errors."""
+    """Emit an event for each way to end, with `--progress json`; `_end` has named most errors."""
     listener = events()
     code = 0
     try:
@@ -87,7 +88,10 @@ def _caught(as_json: bool, hints: Hints) -> Iterator[None]:
     except OSError as error:  # most are caught in the library, which can name the file or tensor
         where = f" {error.filename}" if error.filename else ""
         message = f"the operating system reported an error{where}: {error.strerror or error}"
-        _fail(error, message, _hint(error, hints) or way_out(error), 3, as_json)
+        hint = _hint(error, hints) or way_out(error)
+        if not where and isinstance(error, FileNotFoundError) and not _has_directory():
+            message, hint = "the current directory was removed", "change to one that exists (cd)"
+        _fail(error, message, hint, 3, as_json)
     except MemoryError as error:
         _fail(error, "out of memory", _hint(error, hints), 3, as_json)
     except RuntimeError as error:
@@ -108,6 +112,15 @@ def _caught(as_json: bool, hints: Hints) -> Iterator[None]:
             notify("")  # leaves the line on which the terminal shows ^C
             notify(f"Interrupted. {next_step}")
         _end("interrupted", next_step, INTERRUPTED, as_json)
+
+
+def _has_directory() -> bool:
+    """Whether relative paths lead anywhere."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _hint(error: BaseException, hints: Hints) -> str | None:

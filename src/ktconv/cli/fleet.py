@@ -76,7 +76,7 @@ def _common(words: Sequence[str]) -> list[str]:
 
 
 def _refused(context: typer.Context, words: Sequence[str]) -> str | None:
-    """What is wrong with these words as arguments of the command; None: nothing."""
+    """The error of these words as arguments of the command; None: they are right."""
     if "" in words:
         return "an argument is empty"
     try:

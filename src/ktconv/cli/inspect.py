@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from ktconv.cli.exits import errors_shown
+from ktconv.cli.help import SOURCE
 from ktconv.cli.output import JsonOption, document_lines, notify, print_result
 from ktconv.cli.parsing import argument, flag
 from ktconv.cli.sources import USUAL, Reading, reads_source
@@ -12,13 +13,16 @@ from ktconv.cli.sources import USUAL, Reading, reads_source
 
 @reads_source("download", "cache_dir")
 def inspect(
-    path: Annotated[str, argument("A checkpoint, GGUF file, output of ktconv, or hub id.", "PATH")],
+    path: Annotated[str, argument("A checkpoint, GGUF file, output or hub id.", "PATH")],
     reading: Reading = USUAL,
     explain: Annotated[
         bool,
         flag(
             "--explain",
-            "Show how experts were found; for unknown names: print a map for --map to edit.",
+            "Show how the experts were found.",
+            SOURCE,
+            "Prints the names and settings that were used, and what is left over. If ktconv does "
+            "not know the names of a checkpoint, prints a map to edit, for --map: docs/maps.md.",
         ),
     ] = False,
     as_json: JsonOption = False,

@@ -63,6 +63,8 @@ WITHOUT = {
     "--from-list": "a program loops over its models; the command starts a process for each",
     "--at-once": "it belongs to --from-list",
 }
+# Old names of arguments, which are taken too, by function.
+OLD_NAMES = {"quantize-gpu": {"method": "algorithm"}}
 # Commands that are no functions, and why.
 COMMANDS_WITHOUT = {"completion": "it is a script for a shell"}
 
@@ -109,7 +111,7 @@ def quantize_cpu(
     dry_run: bool = False,
     estimate: bool = False,
 ) -> Report:
-    """Convert the routed experts of a checkpoint into quantized CPU weights.
+    """Convert the routed experts of a checkpoint into weights for CPUs.
 
     The same call again continues an interrupted run. With `dry_run` the plan is returned, and
     nothing is written.
@@ -124,8 +126,8 @@ def quantize_gpu(
     model: Name,
     output: Name,
     *,
-    method: GpuMethod = "rtn",
-    scheme: Scheme = "W4A16",
+    algorithm: GpuMethod = "rtn",
+    scheme: Scheme | str = "W4A16",
     group_size: int | None = None,
     scale: ScaleRule = "amax",
     experts: Name | None = None,
@@ -154,10 +156,11 @@ def quantize_gpu(
     overwrite: bool = False,
     finalize: bool = False,
     dry_run: bool = False,
+    method: GpuMethod | None = None,
 ) -> Report:
-    """Quantize the routed experts of a checkpoint for GPUs, into a compressed-tensors format.
+    """Quantize the routed experts of a checkpoint for GPUs, as compressed-tensors does.
 
-    The same call again continues an interrupted run.
+    The same call again continues an interrupted run. `method` is the old name of `algorithm`.
 
         report = ktconv.quantize_gpu("Qwen/Qwen3-30B-A3B", "qwen3-w4a16", scheme="W4A16")
         report["classes"]
@@ -458,7 +461,11 @@ def _run(name: str, arguments: Mapping[str, Any]) -> Report:
     from ktconv.errors import UsageError
 
     command = vars(typer.main.get_command(application([name])))["commands"][name]
-    words = _words(command, arguments)
+    given = dict(arguments)
+    for old, new in OLD_NAMES.get(name, {}).items():
+        if (value := given.pop(old, None)) is not None:
+            given[new] = value
+    words = _words(command, given)
     with called() as documents:
         try:
             with command.make_context(name, words) as context:
@@ -480,22 +487,25 @@ def _words(command: Any, arguments: Mapping[str, Any]) -> list[str]:
     options: list[str] = []
     positional: list[str] = []
     for parameter in command.params:
-        value = arguments.get(argument_of(parameter))
+        name = argument_of(parameter)
+        value = arguments.get(name)
         if parameter.opts[0] == "--json":
             options.append("--json")
         elif parameter.opts[0] == "--format":
             options.append("--format=json")
         elif parameter.param_type_name == "argument":
             values = value if isinstance(value, tuple) else (value,)
-            positional += [_text(one) for one in values if one is not None]
+            positional += [_text(name, one) for one in values if one is not None]
         elif value is None or value == parameter.default:
             continue
         elif parameter.is_flag:
+            if value not in (True, False):  # "no" is true to Python
+                raise _refused(name, value, "True or False")
             options.append((parameter.opts if value else parameter.secondary_opts)[0])
         else:
-            several = [value] if isinstance(value, (str, os.PathLike)) else value
-            words = map(_text, several if parameter.multiple else [value])
-            options += [f"{parameter.opts[0]}={word}" for word in words]
+            several = [value] if isinstance(value, _NAME) else value
+            values = several if parameter.multiple else [value]
+            options += [f"{parameter.opts[0]}={_text(name, one)}" for one in values]
     return [*options, "--", *positional]
 
 
@@ -507,7 +517,21 @@ def argument_of(parameter: Any) -> str:
     return f"{name}_" if keyword.iskeyword(name) else name
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, (str, os.PathLike)):
-        return os.fspath(value)
-    return ",".join(map(_text, value)) if isinstance(value, Iterable) else str(value)
+_NAME = (str, bytes, os.PathLike)
+
+
+def _text(name: str, value: Any) -> str:
+    """The word of a value. UsageError for what is no name, number or sequence of them."""
+    if isinstance(value, _NAME):
+        return os.fsdecode(value)
+    if isinstance(value, bool | Mapping):
+        raise _refused(name, value, "a name, a number or a sequence of them")
+    if isinstance(value, Iterable):
+        return ",".join(_text(name, one) for one in value)
+    return str(value)
+
+
+def _refused(name: str, value: Any, right: str) -> Exception:
+    from ktconv.errors import UsageError
+
+    return UsageError(f"{name} must be {right}, not {value!r}", "see the arguments of the function")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ktconv.cli.exits import NOTHING_WRITTEN, interruptible
 from ktconv.cli.output import notify
-from ktconv.errors import UsageError
 from ktconv.system.units import parse_size
 
 if TYPE_CHECKING:
@@ -18,12 +16,11 @@ if TYPE_CHECKING:
     from ktconv.targets.encoded.recipe import Recipe
 
 MixEngine = Literal["vllm", "ktconv", "compressed-tensors"]  # of fit.wish; a test compares them
-_OF_TARGETS = ("--engine", "--methods", "--write-recipe")
 
 
 @dataclass(frozen=True)
 class Mix:
-    """What was given; false without any."""
+    """The options that ask for several methods; false without any."""
 
     recipe: Path | None = None
     target_size: str | None = None
@@ -40,30 +37,6 @@ class Mix:
     @property
     def chooses(self) -> bool:
         return self.target_size is not None or self.target_bits is not None
-
-    @property
-    def option(self) -> str:
-        """That asks for a mix."""
-        if self.recipe is not None:
-            return "--recipe"
-        return "--target-size" if self.target_size is not None else "--target-bits"
-
-    def check(self, given: Set[str]) -> None:
-        """UsageError for options that exclude one another or belong to others."""
-        asked = [name for name in ("--recipe", "--target-size", "--target-bits") if name in given]
-        if len(asked) > 1:
-            raise UsageError(f"{' and '.join(asked)} cannot be combined", "give one of them")
-        for name in _OF_TARGETS:
-            if name in given and not self.chooses:
-                why = "; a recipe names its engine" if name == "--engine" and asked else ""
-                raise UsageError(
-                    f"{name} belongs to --target-size and --target-bits{why}", f"omit {name}"
-                )
-        if self.chooses and self.importance == "weights":
-            raise UsageError(
-                f"--importance weights cannot be combined with {self.option}",
-                "give a file of ktconv stats --importance, or omit it",
-            )
 
     def settled(self, request: Request) -> Request:
         """The request with its recipe; for a size, weights are read and methods compared."""

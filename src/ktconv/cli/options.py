@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ktconv.cli import calls, events
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, interruptible
+from ktconv.cli.help import ADVANCED, CHECKS, OUTPUT
 from ktconv.cli.output import fact_lines, notify, print_result
 from ktconv.cli.parsing import argument, choice, flag, option
 from ktconv.errors import (
@@ -47,16 +48,37 @@ MODEL_HINTS: Hints = {
 
 # Options that several commands have.
 _MODEL = argument(
-    "Checkpoint directory, GGUF file, hub id (org/name) in the local cache, or URL.", "MODEL"
+    "A checkpoint directory, GGUF file, hub id or URL.",
+    "MODEL",
+    "A hub id, org/name, is looked up in the local Hugging Face cache, or read from the hub with "
+    "--download. `org/name:Q4_K_M` chooses one of several GGUF models. Any part of a split GGUF "
+    "file means all of them. URLs: docs/remote.md.",
 )
 _OUTPUT = argument("Output directory; created if missing.", "OUTPUT")
 ModelArgument = Annotated[str, _MODEL]
 OptionalModelArgument = Annotated[str | None, _MODEL]
 OutputArgument = Annotated[Path, _OUTPUT]
 OptionalOutputArgument = Annotated[Path | None, _OUTPUT]
-LayersOption = Annotated[str, option("Convert only these layers, e.g. 0-3,7.", "LIST")]
-MtpOption = Annotated[bool, flag("--mtp/--no-mtp", "Convert multi-token-prediction layers too.")]
-ShardSizeOption = Annotated[str, option("Maximum size of a shard.", "SIZE")]
+LayersOption = Annotated[
+    str,
+    option(
+        "Convert only these layers, e.g. 0-3,7.",
+        "LIST",
+        panel=OUTPUT,
+        detail="Several machines can share one OUTPUT. The last to finish writes the index and the "
+        "manifest, or run --finalize.",
+    ),
+]
+MtpOption = Annotated[
+    bool,
+    flag(
+        "--mtp/--no-mtp",
+        "Convert MTP layers too.",
+        OUTPUT,
+        "MTP: multi-token prediction, layers behind the others that guess further tokens.",
+    ),
+]
+ShardSizeOption = Annotated[str, option("Maximum size of a shard.", "SIZE", panel=OUTPUT)]
 ThreadsOption = Annotated[
     int, option("Worker threads; 0: one per usable CPU.", "T", min=0, max=MAX_THREADS)
 ]
@@ -64,35 +86,76 @@ CopyThreadsOption = Annotated[
     int, option("Worker threads; 0: up to 8.", "T", min=0, max=MAX_THREADS)
 ]
 VerifyOption = Annotated[
-    bool, flag("--verify/--no-verify", "Read back and compare everything written.")
+    bool,
+    flag(
+        "--verify/--no-verify",
+        "Read back what was written.",
+        detail="Everything is unpacked by code of its own and compared with the source. With "
+        "--no-verify it is compared in memory only.",
+    ),
 ]
 RequantizeOption = Annotated[
     bool,
     flag(
         "--requantize",
-        "Quantize anew what the source has in this format already, and could be kept unchanged.",
+        "Re-quantize weights that are in this format already.",
+        ADVANCED,
+        "Codes and scales that the source has in this format are kept unchanged otherwise, "
+        "which adds no error: docs/encodings.md.",
     ),
 ]
 OverwriteOption = Annotated[
-    bool, flag("--overwrite", "Remove what ktconv wrote to OUTPUT and start again.")
+    bool, flag("--overwrite", "Remove what ktconv wrote to OUTPUT, start again.")
 ]
 FinalizeOption = Annotated[
-    bool, flag("--finalize", "Only write index and manifest of layers already converted.")
+    bool,
+    flag(
+        "--finalize",
+        "Only write the index and manifest of finished layers.",
+        ADVANCED,
+        "Used when several machines converted the layers of one OUTPUT.",
+    ),
 ]
 ProgressOption = Annotated[
     events.Mode,
     choice(
         events.Mode,
-        "How progress is shown on stderr; json: one object a line; default: a bar on terminals, "
-        "otherwise lines.",
+        "Form of progress on stderr.",
         "--progress",
+        metavar="MODE",
+        detail="- auto: a bar on terminals, lines elsewhere\n- json: one object a line, for "
+        "programs: docs/progress.md",
     ),
 ]
-SampleOption = Annotated[float, option("Fraction of experts and layers to read, in (0, 1].", "F")]
-SeedOption = Annotated[int, option("Random seed for the sample and random inputs.", "N", min=0)]
-TextOption = Annotated[Path | None, option("Text to read instead of the built-in sample.", "FILE")]
-WindowsOption = Annotated[int, option("Windows of 512 tokens at level model.", "N", min=1)]
-DryRunOption = Annotated[bool, flag("--dry-run", "Print the plan and write nothing.")]
+SampleOption = Annotated[
+    float,
+    option(
+        "Fraction of experts and layers to read, in (0, 1].",
+        "F",
+        panel=CHECKS,
+        detail="A sample has at least one layer, and one expert of every layer; the same --seed "
+        "gives the same sample.",
+    ),
+]
+SeedOption = Annotated[
+    int, option("Seed of the sample and of random inputs.", "N", panel=ADVANCED, min=0)
+]
+TextOption = Annotated[
+    Path | None,
+    option("Text to read instead of the built-in sample.", "FILE", panel=CHECKS),
+]
+WindowsOption = Annotated[
+    int, option("Windows of 512 tokens at level model.", "N", panel=ADVANCED, min=1)
+]
+DryRunOption = Annotated[
+    bool,
+    flag(
+        "--dry-run",
+        "Print the plan and write nothing.",
+        detail="Reads headers, and scales if they are few. The plan has layers, experts, the exact "
+        "output size, memory, disk space, and what is copied or skipped and why.",
+    ),
+]
 
 
 _TRUE = {"1", "ON", "YES", "TRUE"}  # as the hub's library reads variables
@@ -132,7 +195,7 @@ def convert(
 
 
 def _next_step(output: Path, overwrite: bool) -> str:
-    """What an interrupted run left in `output`, and how to continue."""
+    """Say what an interrupted run left in `output`, and how to continue."""
     from ktconv.writer.journal import STATE_DIRECTORY
     from ktconv.writer.manifest import MANIFEST
 
@@ -190,7 +253,7 @@ def preflight_facts(
 
 
 def network_facts(planned: Preflight[Any] | None = None) -> dict[str, Any]:
-    """What came over the network so far, and what `planned` will still transfer; empty for sources
+    """Bytes and requests of the network so far, and what `planned` will transfer; empty for sources
     on this machine."""
     from ktconv.system.opened import store_of
     from ktconv.system.stores import is_remote, transfer
@@ -397,7 +460,7 @@ def _has_room_for_a_bar() -> bool:
 
 
 def progress_mode() -> events.Mode:
-    """How to show progress: never `auto`. UsageError for a bar where there is no room for one."""
+    """The mode to show progress in, never `auto`. UsageError for a bar without room for one."""
     mode, fits = events.mode(), _has_room_for_a_bar()
     if mode == "bar" and not fits:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What all commands share: results on stdout, messages on stderr."""
+"""Output of all commands: results on stdout, messages on stderr."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from ktconv.cli.events import events
 from ktconv.system.text import printable, valid_unicode
 from ktconv.system.units import format_size
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+JsonOption = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Print one JSON document on stdout.\n\nAn error is printed as a document too: "
+        '`{"schema": 1, "error": {"message", "hint", "exit_code"}}`.',
+    ),
+]
 
 
 def given_options(context: typer.Context) -> frozenset[str]:
@@ -52,7 +59,7 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 def folded(line: str, width: int) -> list[str]:
-    """A row of a table for a terminal of so many columns, broken between words; what follows begins
+    """A row of a table for a terminal of this width, broken between words; what follows begins
     where the second column does. Other lines stay whole: commands are copied from there."""
     columns = re.match(r"\s*\S+(?: \S+)*\s{2,}", line)
     if len(line) <= width or columns is None:
@@ -127,5 +134,5 @@ def sentence(text: str) -> str:
 
 
 def document_lines(facts: dict[str, Any]) -> Iterator[str]:
-    """Without the schema number, which only readers of the JSON need."""
+    """The lines of a document without its schema number, which only readers of JSON need."""
     return fact_lines({name: fact for name, fact in facts.items() if name != "schema"})

@@ -3,45 +3,72 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ktconv.cli import help
+from ktconv.cli.commands import COMMANDS
 from ktconv.cli.events import Events
 from ktconv.cli.exits import errors_shown, print_error
 from ktconv.errors import UsageError
-from ktconv.formats.specs import Dialect, names_in, spec_named, spec_of
 from ktconv.system.text import printable
 
-MOST = 2**31 - 1  # of anything that is counted
+if TYPE_CHECKING:
+    from ktconv.formats.dialects import Dialect
+
 MOST_PARTS = 1024  # NUMA nodes of the largest machines
 WORDS = "ktconv.words"  # in the meta of a context: the arguments of the command as they were given
 
 
-def argument(words: str, metavar: str) -> Any:
-    return typer.Argument(help=words, metavar=metavar)
+def _text(words: str, detail: str) -> str:
+    """Join help and detail, which `help.split_help` takes apart again."""
+    return f"{words}\n\n{detail}" if detail else words
 
 
-def option(words: str, metavar: str, *names: str, **limits: Any) -> Any:
-    """An option with a value; `limits` are `min` and `max`, of whole numbers by default MOST."""
+def argument(words: str, metavar: str, detail: str = "") -> Any:
+    return typer.Argument(help=_text(words, detail), metavar=metavar)
+
+
+def option(
+    words: str, metavar: str, *names: str, panel: str = help.RUN, detail: str = "", **limits: Any
+) -> Any:
+    """An option with a value. `words`: its line of --help; `detail`: what --help-all and the site
+    say besides; `limits`: `min` and `max`, of whole numbers by default MOST. The first of `names`
+    is the option's name, others are old spellings."""
     if isinstance(limits.get("min"), int):
-        limits.setdefault("max", MOST)
-    return typer.Option(*names, help=words, metavar=metavar, **limits)
+        limits.setdefault("max", help.MOST)
+    return typer.Option(
+        *names, help=_text(words, detail), metavar=metavar, rich_help_panel=panel, **limits
+    )
 
 
-def flag(names: str, words: str) -> Any:
+def flag(names: str, words: str, panel: str = help.RUN, detail: str = "") -> Any:
     """An option without a value, like "--compat" or "--mtp/--no-mtp"."""
-    return typer.Option(names, help=words)
+    return typer.Option(names, help=_text(words, detail), rich_help_panel=panel)
 
 
-def choice(values: Any, words: str, *names: str) -> Any:
-    """An option that takes the values of a Literal type, in any case."""
-    metavar = "|".join(get_args(values))
-    return typer.Option(*names, help=words, metavar=metavar, case_sensitive=False)
+def choice(
+    values: Any,
+    words: str,
+    *names: str,
+    panel: str = help.RUN,
+    detail: str = "",
+    metavar: str = "NAME",
+) -> Any:
+    """An option that takes the values of a Literal type, in any case. `metavar` stands for them
+    where they are long."""
+    return typer.Option(
+        *names,
+        help=_text(words, detail),
+        metavar=help.metavar_of(get_args(values), metavar),
+        case_sensitive=False,
+        rich_help_panel=panel,
+    )
 
 
 @contextmanager
@@ -51,14 +78,28 @@ def usage_errors_printable() -> Iterator[None]:
         yield
     except Exception as error:
         wrong: Any = error
-        if hasattr(wrong, "format_message"):  # of click, or of the copy of it in typer
+        of_help = type(error).__name__ == "NoArgsIsHelpError"  # its message is the help
+        if hasattr(wrong, "format_message") and not of_help:  # of click, or typer's copy of it
             text = printable(wrong.format_message())
             wrong.format_message = lambda: text
         raise
 
 
+_OF_TYPER = ("--install-completion", "--show-completion")
+
+
 class Group(TyperGroup):
     """The top-level command; handles usage errors of all subcommands."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """Options of `ktconv`; typer's own for completion are hidden, and still work."""
+        found: list[Any] = super().get_params(ctx)
+        for one in found:
+            one.hidden = getattr(one, "hidden", False) or one.opts[0] in _OF_TYPER
+        return found
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        help.write_commands(self, ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         with usage_errors_printable():
@@ -72,15 +113,25 @@ class Group(TyperGroup):
 class Command(TyperCommand):
     """A command that rejects empty values, and reports usage errors like its other errors."""
 
-    def get_short_help_str(self, limit: int = 0) -> str:
-        """The first sentence of the help, in the list of commands, which wraps it."""
-        first, *_ = (self.help or "").strip().split("\n\n")
-        return " ".join(first.split())
+    def __init__(self, *words: Any, **about: Any) -> None:
+        super().__init__(*words, **about)
+        help.split_help(self.params)
 
-    def get_help(self, ctx: Any) -> str:
-        """Several paths in words of people, as wide as before."""
-        shown = "<list[Path]>"
-        return str(super().get_help(ctx)).replace(shown, "<paths>".ljust(len(shown)))
+    def get_short_help_str(self, limit: int = 0) -> str:
+        """The line of the list of commands, which shells show too."""
+        row = COMMANDS.get(str(self.name))
+        return row.summary if row else super().get_short_help_str(limit or 45)
+
+    def get_params(self, ctx: Any) -> Any:
+        return help.with_help_all(super().get_params(ctx), self.get_help_option(ctx))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Arguments as the list of arguments has them, without the braces of newer typers."""
+        pieces = super().collect_usage_pieces(ctx)
+        return [re.sub(r"^\{([^|]*)\}", r"\1", str(piece)) for piece in pieces]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        help.write_command(self, ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         if ctx.resilient_parsing:  # a shell asks for completions
@@ -89,7 +140,7 @@ class Command(TyperCommand):
         ctx.meta[WORDS] = tuple(args)
         refuse_empty_shown(args, as_json)
         try:
-            return super().parse_args(ctx, respelled(self.name, with_defaults(args)))
+            return super().parse_args(ctx, in_dialect(self.name, with_defaults(args)))
         except Exception as error:
             wrong: Any = error
             if hasattr(wrong, "format_message"):  # of click, or of the copy of it in typer
@@ -118,56 +169,49 @@ def with_defaults(words: Sequence[str]) -> list[str]:
     return found
 
 
-# Options of commands that name a format, which other dialects than theirs call otherwise.
-_FORMATS: Mapping[tuple[str | None, str], Dialect] = {
-    ("quantize-cpu", "--method"): "quantize-cpu",
-    ("quantize-gpu", "--scheme"): "quantize-gpu",
+# Options whose value is a format, with the dialect of their command.
+_FORMATS: dict[tuple[str | None, str], Dialect] = {
+    ("quantize-cpu", "--method"): "method",
+    ("quantize-gpu", "--scheme"): "scheme",
 }
 
 
-def respelled(command: str | None, words: Sequence[str]) -> list[str]:
-    """`words` with the command's own names of formats in place of those that kernels, the other
-    command, compressed-tensors and KTransformers have: int4-g32 is rawint4."""
-    found, option = list[str](), ""
-    for number, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if (command, option) in _FORMATS:
-            found.append(_own_name(_FORMATS[command, option], word))
-            option = ""
-        elif equals and (command, name) in _FORMATS:
-            found.append(f"{name}={_own_name(_FORMATS[command, name], value)}")
-        elif word == "--":
-            return [*found, *words[number:]]
-        else:
+def in_dialect(command: str | None, words: Sequence[str]) -> list[str]:
+    """`words` with formats in the command's own names, where they have names of other programs.
+
+    A format that is a scheme with a group size adds --group-size; BadParameter if another is given.
+    """
+    options = {option: dialect for (name, option), dialect in _FORMATS.items() if name == command}
+    if not options:
+        return list(words)
+    from ktconv.formats.dialects import row_named, translated
+
+    found: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word == "--":
+            return [*found, word, *rest]
+        option, equals, value = word.partition("=")
+        if option not in options:
             found.append(word)
-            option = word
-    if command == "quantize-gpu" and (group := _group_of(words)):
-        found = [f"--group-size={group}", *found]
+            continue
+        value = value if equals else next(rest, "")
+        name = translated(value, options[option])
+        found += [f"{option}={name}"] if value else [word]
+        row = row_named(value)
+        if options[option] == "scheme" and row and row.group_size and name != value.upper():
+            found += _group_size(value, row.group_size, words)
     return found
 
 
-def _own_name(dialect: Dialect, value: str) -> str:
-    own = {name.lower() for name in names_in(dialect)}
-    spec = None if value.lower() in own else spec_named(value, dialect)
-    return value if spec is None else spec.name_in(dialect)
-
-
-def _group_of(words: Sequence[str]) -> int | None:
-    """The group size that the name of a scheme in another dialect has, where it is not usual and
-    none is given."""
-    if any(word.partition("=")[0] == "--group-size" for word in words):
-        return None
-    pairs = zip(words, [*words[1:], ""], strict=True)
-    values = [then for word, then in pairs if word == "--scheme"]
-    values += [word.partition("=")[2] for word in words if word.startswith("--scheme=")]
-    value = values[-1] if values else ""
-    own = {name.lower() for name in names_in("quantize-gpu")}
-    spec = None if value.lower() in own else spec_named(value, "quantize-gpu")
-    return (
-        None
-        if spec is None or spec.group == spec_of(spec.scheme, "quantize-gpu").group
-        else spec.group
-    )
+def _group_size(name: str, size: int, words: Sequence[str]) -> list[str]:
+    """The words that ask for this group size, which the format `name` has."""
+    spaced = [after for before, after in pairwise(words) if before == "--group-size"]
+    given = [*spaced, *(w.partition("=")[2] for w in words if w.startswith("--group-size="))]
+    if given and given[-1] != str(size):
+        message = f"{name} has groups of {size}, and --group-size is {given[-1]}; omit one"
+        raise typer.BadParameter(message, param_hint="'--scheme'")
+    return [] if given else [f"--group-size={size}"]
 
 
 # Values that an option does not have, and why.
@@ -221,6 +265,7 @@ def refuse_empty(words: Sequence[str]) -> None:
     """
     for before, word in zip(["", *words], words, strict=False):
         option = re.fullmatch("(-[^=]*)=", word)
-        name = option[1] if option else before if before.startswith("-") else "an argument"
+        named = before.startswith("-") and before != "--"
+        name = option[1] if option else before if named else "an argument"
         if option or not word:
             raise UsageError(f"{name} is empty", "give a value, or omit it")

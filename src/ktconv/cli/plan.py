@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from ktconv.cli.exits import errors_shown
+from ktconv.cli.help import CPUS, GPUS, HOT, OUTPUT
 from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.cli.parsing import MOST_PARTS, argument, choice, flag, option
 from ktconv.cli.sources import USUAL, Reading, reads_source
@@ -16,54 +17,126 @@ PlacementName = Literal["linear", "round_robin", "balanced"]  # as plan.request.
 
 @reads_source("download", "cache_dir")
 def plan(
-    model: Annotated[
-        str, argument("A checkpoint, GGUF file, hub id, or output of quantize-cpu.", "MODEL")
-    ],
+    model: Annotated[str, argument("A checkpoint, GGUF file, hub id or output.", "MODEL")],
     ep: Annotated[
-        int, option("Share experts out over N GPUs, or groups of --tp.", "N", min=1, max=4096)
+        int,
+        option(
+            "Expert parallel: share experts out over N ranks.",
+            "N",
+            panel=GPUS,
+            min=1,
+            max=4096,
+            detail="Each rank is a GPU, or a group of --tp GPUs, and holds whole experts.",
+        ),
     ] = 1,
     tp: Annotated[
-        int, option("Cut each expert into N parts, one for each GPU.", "N", min=1, max=4096)
+        int,
+        option(
+            "Tensor parallel: cut each expert into N parts.",
+            "N",
+            panel=GPUS,
+            min=1,
+            max=4096,
+            detail="One part for each GPU of a rank.",
+        ),
     ] = 1,
     placement: Annotated[
         PlacementName | None,
-        choice(PlacementName, "How --ep shares out; default: linear, with copies balanced."),
+        choice(
+            PlacementName,
+            "Order in which --ep shares experts out.",
+            panel=GPUS,
+            metavar="KIND",
+            detail="The default is linear, with copies or nodes balanced.\n\n- linear: neighbours "
+            "together\n- round_robin: every N-th\n- balanced: by load, as EPLB does",
+        ),
     ] = None,
     redundant: Annotated[
-        int, option("Copies of busy experts in each layer, for balanced.", "N", min=0, max=65536)
+        int,
+        option(
+            "Copies of busy experts in each layer.",
+            "N",
+            panel=GPUS,
+            min=0,
+            max=65536,
+            detail="Used by --placement balanced.",
+        ),
     ] = 0,
     nodes: Annotated[
-        int, option("Machines of --ep, among which balanced keeps groups together.", "N", min=1)
+        int,
+        option(
+            "Machines that the ranks are on.",
+            "N",
+            panel=GPUS,
+            min=1,
+            detail="Used by --placement balanced: the groups among which a router chooses first "
+            "stay on one machine.",
+        ),
     ] = 1,
     load: Annotated[
-        Path | None, option("How often experts are used: a file of ktconv stats.", "FILE")
+        Path | None,
+        option(
+            "Counts of how often experts are used.",
+            "FILE",
+            panel=GPUS,
+            detail="A file of `ktconv stats --json` or `--trace`. Without it all experts count the "
+            "same.",
+        ),
     ] = None,
     gpu_memory: Annotated[
-        str, option("Memory for weights on each GPU: keep as many hot experts as fit.", "SIZE")
+        str,
+        option(
+            "Memory for weights on each GPU.",
+            "SIZE",
+            panel=HOT,
+            detail="Keeps as many of the most used experts as fit, if --hot is not given.",
+        ),
     ] = "",
     hot: Annotated[
-        str | None, option("Keep this many of the most used experts on GPUs, or 20%.", "N")
+        str | None,
+        option(
+            "Keep the N most used experts on GPUs, or 20%.",
+            "N",
+            panel=HOT,
+            detail="Counted over all layers together.",
+        ),
     ] = None,
     per_layer: Annotated[
-        bool, flag("--per-layer", "Choose hot experts in each layer, not among all.")
+        bool,
+        flag("--per-layer", "Choose the same number in each layer.", HOT),
     ] = False,
-    method: Annotated[str | None, option("Weight format on CPUs; default: int4.", "NAME")] = None,
+    method: Annotated[
+        str | None,
+        option(
+            "Weight format on CPUs; default: int4.",
+            "METHOD",
+            panel=CPUS,
+            detail="A format of `ktconv bench --method`; the names of quantize-cpu, "
+            "compressed-tensors and KTransformers are known too.",
+        ),
+    ] = None,
     numa: Annotated[
-        int, option("NUMA parts; 0: as many as this machine has nodes.", "N", min=0, max=MOST_PARTS)
+        int,
+        option("NUMA parts; 0: one per NUMA node.", "N", panel=CPUS, min=0, max=MOST_PARTS),
     ] = 0,
     reading: Reading = USUAL,
     write: Annotated[
         Path | None,
-        option("Write the experts on GPUs, for --experts and --exclude-experts.", "FILE"),
+        option(
+            "Write the experts that are on GPUs.",
+            "FILE",
+            panel=OUTPUT,
+            detail="Read by --experts and --exclude-experts: docs/hot-experts.md.",
+        ),
     ] = None,
     plot: Annotated[
-        Path | None, option("Draw the load of ranks and experts, before and after.", "FILE")
+        Path | None,
+        option("Draw the load of ranks and experts.", "FILE", panel=OUTPUT),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Plan which GPUs and NUMA nodes hold which experts; only headers are read.
-
-    Exit code 2: what was asked for is impossible, for example a cut through a group of weights.
+    What is impossible, such as a cut through a group of weights, is bad usage: exit code 2.
 
     Example: ktconv plan Qwen/Qwen3-30B-A3B --ep 8 --redundant 8 --load counts.json
     """

@@ -70,7 +70,7 @@ class Progression(Observer):
         return format_duration((self.total - self.done) / speed) if speed else "?"
 
     def speeds(self) -> str:
-        """Of the source, and of the network where it comes from there."""
+        """Rates of the source, and of the network for a remote one."""
         return ", ".join(filter(None, [self.speed(), self.network_speed(), self.retries()]))
 
     def speed(self) -> str:
@@ -179,7 +179,7 @@ class EventObserver(Progression):
         )
 
     def _network(self) -> dict[str, int]:
-        """Of sources that are read over a network."""
+        """The network's rate, bytes and requests, for remote sources."""
         if not transfer.stores:
             return {}
         return {

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ktconv.cli.events import events
 from ktconv.cli.exits import errors_shown, interruptible
+from ktconv.cli.help import OUTPUT
 from ktconv.cli.options import ProgressOption, progress_mode, progress_over
 from ktconv.cli.output import JsonOption, notify, print_result
 from ktconv.cli.parsing import argument, flag, option
@@ -20,23 +21,40 @@ def push_command(
     output: Annotated[Path, argument("A finished output of a conversion.", "OUTPUT")],
     repository: Annotated[str, argument("Model repository of the hub: org/name.", "REPOSITORY")],
     private: Annotated[
-        bool, flag("--private", "Make the repository private; refuse one that is public.")
+        bool,
+        flag(
+            "--private",
+            "Make the repository private.",
+            OUTPUT,
+            "One that exists and is public is refused.",
+        ),
     ] = False,
     revision: Annotated[
-        str | None, option("Branch to push to, made if missing; otherwise main.", "BRANCH")
+        str | None,
+        option(
+            "Branch to push to; default: main.",
+            "BRANCH",
+            panel=OUTPUT,
+            detail="Made if it is missing. `refs/pr/NUMBER` is a pull request.",
+        ),
     ] = None,
     create_pr: Annotated[
-        bool, flag("--create-pr", "Open a pull request instead of writing to the branch.")
+        bool,
+        flag("--create-pr", "Open a pull request instead of pushing.", OUTPUT),
     ] = False,
-    message: Annotated[str | None, option("Message of the commit.", "TEXT")] = None,
+    message: Annotated[str | None, option("Message of the commit.", "TEXT", panel=OUTPUT)] = None,
     dry_run: Annotated[
-        bool, flag("--dry-run", "Check the output and list what would be sent; send nothing.")
+        bool,
+        flag(
+            "--dry-run",
+            "Check OUTPUT and list what would be sent.",
+            detail="Sends nothing, and needs no network.",
+        ),
     ] = False,
     progress: ProgressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Send a finished output to the Hugging Face hub, with the token of `hf auth login`.
-
     Run the same command again to continue an interrupted upload.
 
     Example: ktconv push qwen3-int4 org/Qwen3-30B-A3B-int4 --private
@@ -58,7 +76,7 @@ def push_command(
 
 
 def _begin(content: Content) -> None:
-    """Of the bytes that are sent only the hub's library knows, which shows them as bars."""
+    """Say what will be sent. The hub's library shows the bytes that are sent as bars."""
     from ktconv.push.command import not_sent
 
     for line in not_sent(content):

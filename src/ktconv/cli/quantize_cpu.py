@@ -8,27 +8,132 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ktconv.cli import options as common
-from ktconv.cli.encode import ENCODED_METHODS, encode_experts, refuse_options_of_packed
+from ktconv.cli.conflicts import Conflict, belongs, one_of, refuse_conflicts
+from ktconv.cli.encode import ENCODED_METHODS, INTEGERS, encode_experts
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.fleet import convert_list
+from ktconv.cli.help import ACCURACY, ADVANCED, FORMAT, OUTPUT
 from ktconv.cli.mix import Mix, MixEngine
-from ktconv.cli.output import JsonOption, given_options
+from ktconv.cli.output import JsonOption
 from ktconv.cli.parsing import MOST_PARTS, choice, flag, option
-from ktconv.cli.ray import RayOption, RayScratchOption, on_cluster
+from ktconv.cli.ray import RAY_CONFLICTS, RayOption, RayScratchOption, on_cluster
 from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.errors import UsageError
 from ktconv.formats import output_formats
+from ktconv.formats.dialects import ROWS, Names, folded, names_in, translated
 from ktconv.system.units import parse_ranges, parse_size
 
 if TYPE_CHECKING:
     Method = str
-else:
-    _METHODS = (*output_formats(), *ENCODED_METHODS)
+_METHODS = (*output_formats(), *ENCODED_METHODS)
+if not TYPE_CHECKING:
     Method = Literal[_METHODS]
 ScaleRule = Literal["amax", "search"]  # as in ktransformers.py; a test compares them
 DEFAULT_METHOD = next(iter(output_formats()))  # as in Options; a test compares them
 Layout = Literal["safetensors", "layers"]
 _MOST_AT_ONCE = 64  # processes, each with threads and buffers of its own
+ENCODED = ENCODED_METHODS
+
+
+def list_of_methods() -> str:
+    """List the methods, what they are, and their names in other programs."""
+    rows = {row.method: row for row in ROWS}
+    about = "Names in other programs, in brackets, are known too: docs/methods.md.\n\n"
+    return about + "\n".join(
+        f"- {name}: {rows[name].words}{_others(rows[name])}" for name in _METHODS
+    )
+
+
+def _others(row: Names) -> str:
+    """The names of other programs by which --method knows a format."""
+    names = [one for one in names_in(row) if translated(one, "method") == row.method]
+    own = {folded(row.method), folded(row.kernel)}
+    others = [one for one in names if folded(one) not in own and not one.startswith("gint")]
+    return f" ({', '.join(others)})" if others else ""
+
+
+# ---- options that exclude or need one another --------------------------------------------
+
+_MIXES = ("--recipe", "--target-size", "--target-bits")
+# Options of int4 and int8, and why the other methods do not have them.
+_OF_PACKED = {
+    "--calibrate": "its codes are the nearest",
+    "--compat": "the reference converter does not write it",
+    "--estimate": "only errors of int4 and int8 are predicted",
+    "--fold": "its weights are the model's own",
+    "--importance": "its scales follow from the largest weights",
+    "--layout": "these weights are shards with an index",
+    "--numa": "KTransformers cuts these weights into NUMA parts when it loads them",
+    "--save-backward": "KTransformers trains on int4 and int8 only",
+}
+_OTHERS = f"--method={','.join(ENCODED)}"  # than int4 and int8
+_FIXED = f"--method={','.join(name for name in ENCODED if name not in INTEGERS)}"  # have no search
+_NO_MIX = " ".join(f"!{name}" for name in _MIXES)
+_PARTIAL = "engines cannot load an output without all experts"
+
+CONFLICTS = (
+    *belongs(["--at-once"], "--from-list", "omit it"),
+    *one_of(*_MIXES),
+    *belongs(
+        ["--engine"], "--target-size and --target-bits", "omit --engine",
+        why="; a recipe names its engine", when="--recipe",
+    ),
+    *(
+        row
+        for name in ("--engine", "--methods", "--write-recipe")
+        for row in belongs(
+            [name], "--target-size and --target-bits", f"omit {name}",
+            when="!--target-size !--target-bits",
+        )
+    ),
+    *(
+        Conflict(
+            f"--importance=weights {mix}",
+            f"--importance weights cannot be combined with {mix}",
+            "give a file of ktconv stats --importance, or omit it",
+        )
+        for mix in _MIXES[1:]
+    ),
+    *(
+        Conflict(f"{name} {mix}", f"{name} cannot be combined with {mix}", f"omit {name}")
+        for mix in _MIXES
+        for name in sorted(["--method", *_OF_PACKED])
+        if (name, mix) not in [("--importance", one) for one in _MIXES[1:]]
+    ),
+    Conflict(
+        f"--scale {_FIXED} {_NO_MIX}",
+        "--scale does not apply to --method {--method}, whose rule for scales is fixed",
+        "omit it",
+    ),
+    *(
+        Conflict(
+            f"{name} {_OTHERS} {_NO_MIX}",
+            f"{name} does not apply to --method {{--method}}: {why}",
+            "omit it, or use --method int4 or int8",
+        )
+        for name, why in sorted(_OF_PACKED.items())
+    ),
+    *(
+        Conflict(
+            f"{name} !--allow-partial {mixed}",
+            _PARTIAL,
+            f"omit {name}; or add --allow-partial to convert for ktconv's own runtime",
+        )
+        for name in ("--experts", "--exclude-experts")
+        for mixed in (_OTHERS, *_MIXES)
+    ),
+    Conflict(
+        f"--experts --method={','.join(output_formats())} {_NO_MIX}",
+        "--experts does not apply to --method {--method}, whose loader wants all experts",
+        "use --exclude-experts with --allow-partial, or another method",
+    ),
+    Conflict(
+        "--estimate !--dry-run",
+        "--estimate predicts the errors of a conversion without converting",
+        "add --dry-run",
+    ),
+    *RAY_CONFLICTS,
+)  # fmt: skip
 
 
 @reads_source()
@@ -36,75 +141,139 @@ def quantize_cpu_command(
     context: typer.Context,
     model: common.OptionalModelArgument = None,
     output: common.OptionalOutputArgument = None,
-    method: Annotated[Method, choice(Method, "Weight format.")] = DEFAULT_METHOD,
+    method: Annotated[
+        Method,
+        choice(Method, "Weight format.", metavar="METHOD", panel=FORMAT, detail=list_of_methods()),
+    ] = DEFAULT_METHOD,
     recipe: Annotated[
         Path | None,
-        option("Instead of --method: methods by layer, projection and expert.", "FILE.toml"),
+        option(
+            "Methods by layer, projection and expert.",
+            "FILE.toml",
+            panel=FORMAT,
+            detail="Instead of --method: docs/recipes.md.",
+        ),
     ] = None,
     target_size: Annotated[
         str | None,
         option(
-            "Instead of --method: choose methods by measured errors so that OUTPUT has this size.",
+            "Choose methods so that OUTPUT has this size.",
             "SIZE",
+            panel=FORMAT,
+            detail="Instead of --method. Methods are chosen for layers and projections by their "
+            "measured errors. The size is that of the whole output, and is not exceeded: "
+            "docs/recipes.md.",
         ),
     ] = None,
     target_bits: Annotated[
-        float | None, option("The same: bits per weight of the experts, with scales.", "B")
+        float | None,
+        option(
+            "Choose methods by bits per weight, with scales.",
+            "B",
+            panel=FORMAT,
+            detail="Instead of --method. The bits are those of the experts.",
+        ),
     ] = None,
     engine: Annotated[
         MixEngine | None,
         choice(
             MixEngine,
-            "What must load a chosen mix. vllm: one method in a layer; ktconv: the same, of those "
-            "that its kernels have; compressed-tensors: any.",
+            "Engine that must load the chosen mix.",
+            panel=ADVANCED,
+            detail="Used with --target-size and --target-bits.\n\n"
+            "- vllm: one method in each layer\n"
+            "- ktconv: the same, of the methods that its kernels have\n"
+            "- compressed-tensors: a method for each projection of a layer",
         ),
     ] = None,
     methods: Annotated[
-        str | None, option("What --target-size and --target-bits choose from.", "LIST")
+        str | None,
+        option(
+            "Methods that --target-size may choose.",
+            "LIST",
+            panel=ADVANCED,
+            detail="Used with --target-bits too: names, or NAME:GROUP for a method with several "
+            "group sizes. The default is int4-g128, int4-g64, rawint4, int8-g128 and bf16.",
+        ),
     ] = None,
     write_recipe: Annotated[
         Path | None,
-        option("Write the chosen recipe, to edit and run again; with --dry-run too.", "FILE.toml"),
+        option(
+            "Write the chosen recipe, to edit and run again.",
+            "FILE.toml",
+            panel=ADVANCED,
+            detail="Used with --target-size and --target-bits. Measured errors are comments. With "
+            "--dry-run nothing else is written. A recipe that was edited is not overwritten.",
+        ),
     ] = None,
     numa: Annotated[
-        int, option("NUMA parts; 0: one per NUMA node of this machine.", "N", min=0, max=MOST_PARTS)
+        int,
+        option(
+            "NUMA parts; 0: one per NUMA node.",
+            "N",
+            panel=OUTPUT,
+            min=0,
+            max=MOST_PARTS,
+            detail="Applies to int4 and int8; the nodes are this machine's. `ktconv reshard` "
+            "changes it later, without the model.",
+        ),
     ] = 0,
     threads: common.ThreadsOption = 0,
     layers: common.LayersOption = "",
     reading: Reading = USUAL,
     layout: Annotated[
-        Layout, choice(Layout, "Shards with an index, or _layer_L/_numa_N/*.kt folders.")
+        Layout,
+        choice(
+            Layout,
+            "Files of int4 and int8.",
+            panel=OUTPUT,
+            detail="- safetensors: shards with an index\n- layers: folders "
+            "`_layer_L/_numa_N` of .kt files",
+        ),
     ] = "safetensors",
     scale: Annotated[
         ScaleRule | None,
         choice(
             ScaleRule,
-            "How row scales are chosen: by a search for the smallest squared error, or from the "
-            "largest absolute weight (amax).",
+            "Rule for the scales of integers.",
+            panel=ACCURACY,
+            detail="- search: for the smallest squared error of each row or group (the default)\n"
+            "- amax: from the largest absolute weight, as KTransformers and llm-compressor do; "
+            "takes less than half the CPU time\n\nThe format is the same.",
         ),
     ] = None,
     importance: Annotated[
         str | None,
         option(
-            "Weigh squared errors by the inputs of each expert: a file of stats --importance, an "
-            "imatrix of llama.cpp in GGUF form, or the word weights: by the model's own weights.",
+            "Importance of input channels, to weigh errors by.",
             "FILE|weights",
+            panel=ACCURACY,
+            detail="The search for scales weighs squared errors by the inputs of each expert: "
+            "docs/calibration.md.\n\n- FILE: of `ktconv stats MODEL --importance FILE`, or an "
+            "imatrix of llama.cpp in GGUF form\n- weights: derived from the weights of norms, up "
+            "and gate, without a text",
         ),
     ] = None,
     fold: Annotated[
         Literal["up-down"] | None,
         choice(
             Literal["up-down"],
-            "Move factors between up and down of each expert, which make errors smaller and change "
-            "nothing that it computes.",
+            "Cross-layer equalization of up and down.",
+            panel=ACCURACY,
+            detail="Moves a factor for each channel between up and down of every expert, which "
+            "evens out the columns of down. Errors become smaller, and the expert computes the "
+            "same: docs/formats.md, section 9.",
         ),
     ] = None,
     calibrate: Annotated[
         Path | None,
         option(
-            "Choose codes that make up for one another's errors (GPTQ): on the second moments in a "
-            "directory of stats --hessian, or on a text.",
+            "Quantize by GPTQ, on Hessians or on a text.",
             "DIR|FILE",
+            panel=ACCURACY,
+            detail="GPTQ error compensation on the inputs of each expert: docs/calibration.md.\n\n"
+            "- DIR: Hessians of `ktconv stats MODEL --hessian DIR`\n- FILE: a text, which the "
+            "model reads layer by layer while it is converted",
         ),
     ] = None,
     max_shard_size: common.ShardSizeOption = "5GB",
@@ -113,40 +282,65 @@ def quantize_cpu_command(
         bool,
         flag(
             "--save-backward",
-            "Add transposed matrices, which kt-kernel's fine-tuning (SFT) reads.",
+            "Add transposed matrices for kt-kernel's fine-tuning.",
+            ADVANCED,
+            "Twice the bytes. ktconv's own fine-tuning needs none: docs/fine-tuning.md.",
         ),
     ] = False,
-    experts_only: Annotated[bool, flag("--experts-only", "Omit non-expert tensors.")] = False,
+    experts_only: Annotated[
+        bool, flag("--experts-only", "Omit non-expert tensors.", OUTPUT)
+    ] = False,
     mtp: common.MtpOption = True,
     compat: Annotated[
-        bool, flag("--compat", "Round to bf16 first, for the reference converter's bytes.")
+        bool,
+        flag(
+            "--compat",
+            "Write the bytes of KTransformers' own converter.",
+            ADVANCED,
+            "Rounds FP8, FP16 and FP32 to bf16 first, and chooses scales by amax.",
+        ),
     ] = False,
     requantize: common.RequantizeOption = False,
-    verify: Annotated[
-        bool, flag("--verify/--no-verify", "Read back and unpack everything written.")
-    ] = True,
+    verify: common.VerifyOption = True,
     overwrite: common.OverwriteOption = False,
     finalize: common.FinalizeOption = False,
     experts: Annotated[
         Path | None,
         option(
-            "Convert only the experts listed in this file, not int4 or int8; needs "
-            "--allow-partial.",
+            "Convert only the experts in this file.",
             "FILE",
+            panel=ADVANCED,
+            detail="Needs --allow-partial; not with int4 and int8: docs/hot-experts.md.",
         ),
     ] = None,
     exclude_experts: Annotated[
-        Path | None, option("Omit the experts listed in this file; needs --allow-partial.", "FILE")
+        Path | None,
+        option(
+            "Omit the experts in this file.",
+            "FILE",
+            panel=ADVANCED,
+            detail="Needs --allow-partial. For ktconv's own runtime, where GPUs have these "
+            "experts: docs/hot-experts.md.",
+        ),
     ] = None,
     allow_partial: Annotated[
-        bool, flag("--allow-partial", "Allow an output that KTransformers cannot load.")
+        bool,
+        flag(
+            "--allow-partial",
+            "Allow an output that KTransformers cannot load.",
+            ADVANCED,
+            "An output that lacks experts is for ktconv's own runtime only.",
+        ),
     ] = False,
     allow_activation_mismatch: Annotated[
         bool,
         flag(
             "--allow-activation-mismatch",
-            "Convert experts of which KTransformers would compute something else, such as those of "
-            "DeepSeek-V4 and gpt-oss.",
+            "Allow an activation that KTransformers lacks.",
+            ADVANCED,
+            "Converts a model whose activation is not supported by KTransformers' INT4 and INT8 "
+            "kernels, which compute plain SiLU: other activations, clamps, biases, no gate. For "
+            "ktconv's own runtime; docs/families.md has every family.",
         ),
     ] = False,
     ray: RayOption = None,
@@ -156,42 +350,53 @@ def quantize_cpu_command(
         bool,
         flag(
             "--estimate",
-            "With --dry-run: predict the errors of methods and scales from a sample of rows.",
+            "Predict errors from a sample, with --dry-run.",
+            ACCURACY,
+            "Compares int4, int8 and the rules for scales by a sample of rows, in less than a "
+            "minute: docs/estimate.md.",
         ),
     ] = False,
     from_list: Annotated[
         Path | None,
-        option("Convert several models: a line MODEL OUTPUT [options] for each.", "FILE"),
+        option(
+            "Convert the models in a list.",
+            "FILE",
+            panel=ADVANCED,
+            detail="A line `MODEL OUTPUT [options]` for each, comments after `#`, quotes as in a "
+            "shell. Options of the command are for all models, those of a line overrule them. "
+            "Instead of MODEL and OUTPUT.",
+        ),
     ] = None,
     at_once: Annotated[
         int,
-        option("With --from-list: so many models at the same time.", "N", min=1, max=_MOST_AT_ONCE),
+        option(
+            "Models of --from-list to convert in parallel.",
+            "N",
+            panel=ADVANCED,
+            min=1,
+            max=_MOST_AT_ONCE,
+        ),
     ] = 1,
     progress: common.ProgressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Convert the routed experts of a checkpoint into quantized CPU weights.
-
+    """Convert the routed experts of a checkpoint into weights for CPUs.
     Run the same command again to continue an interrupted run.
 
-    Example: ktconv quantize-cpu Qwen/Qwen3-30B-A3B qwen3-int4 --method int4 --numa 2
+    Example: ktconv quantize-cpu Qwen/Qwen3-30B-A3B qwen3-int4 --numa 2
     """
     with errors_shown(as_json, common.MODEL_HINTS, progress):
         if from_list is not None:
             convert_list(context, from_list, (model, output), at_once, as_json)
             return
-        if "--at-once" in given_options(context):
-            raise UsageError("--at-once belongs to --from-list", "omit it")
+        refuse_conflicts(context, CONFLICTS)
         if model is None or output is None:
             raise UsageError(
                 f"missing argument {'MODEL' if model is None else 'OUTPUT'}",
                 "give MODEL and OUTPUT, or --from-list FILE",
             )
         mix = Mix(recipe, target_size, target_bits, engine, methods, write_recipe, importance)
-        mix.check(given_options(context))
-        encoded = method in ENCODED_METHODS or bool(mix)
-        if encoded:
-            refuse_options_of_packed(context, mix or method)
+        encoded = method in ENCODED or bool(mix)
         size = parse_size(max_shard_size, "--max-shard-size")
         source = reading.source(model, headers_only=dry_run, output=output)
         wanted: dict[str, Any] = {
@@ -213,24 +418,18 @@ def quantize_cpu_command(
             "allow_activation_mismatch": allow_activation_mismatch,
         }
         if encoded:
-            cluster = ray, ray_scratch, reading.cache_dir
+            cluster = ray, ray_scratch
             encode_experts(
                 mix or method,
                 scale,
                 wanted,
                 kept,
                 experts,
-                allow_partial,
                 cluster,
                 dry_run,
                 as_json,
             )
             return
-        if experts is not None:
-            raise UsageError(
-                f"--experts does not apply to --method {method}, whose loader wants all experts",
-                "use --exclude-experts with --allow-partial, or another method",
-            )
         from ktconv.cli.estimate import estimate_lines, estimated
         from ktconv.quantize.packed.run import Request, prepare, quantize_cpu
         from ktconv.targets.packed.target import Options
@@ -252,14 +451,7 @@ def quantize_cpu_command(
             importance=_source_of_importance(importance),
             calibrate=calibrate,
         )
-        if estimate and not dry_run:
-            raise UsageError(
-                "--estimate predicts the errors of a conversion without converting",
-                "add --dry-run",
-            )
-        on_nodes = on_cluster(
-            ray, ray_scratch, request, reading.cache_dir, quantize_cpu, there="quantize_cpu_on"
-        )
+        on_nodes = on_cluster(ray, ray_scratch, request, quantize_cpu, there="quantize_cpu_on")
         with on_nodes as (request, job):
             preflight = prepare(request)
             facts, lines = dict[str, Any](), list[str]()

@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
+from ktconv.cli.conflicts import Conflict, belongs
+from ktconv.cli.help import ADVANCED
 from ktconv.cli.parsing import option
-from ktconv.errors import UsageError
 
 if TYPE_CHECKING:
     from ktconv.cli.options import Job
@@ -24,16 +25,32 @@ if TYPE_CHECKING:
 RayOption = Annotated[
     str | None,
     option(
-        "Convert on the nodes of a Ray cluster: HOST:PORT, auto (the default: RAY_ADDRESS, or the "
-        "cluster of this machine) or local.",
+        "Work on the nodes of a Ray cluster: docs/ray.md.",
         "[ADDRESS]",
         "--ray",
+        detail="- HOST:PORT: the cluster there\n- auto: RAY_ADDRESS, or the cluster of this "
+        "machine; the same without a value\n- local: this machine alone",
     ),
 ]
 RayScratchOption = Annotated[
     Path | None,
-    option("With --ray, for an OUTPUT that nodes do not share: their local directory.", "DIR"),
+    option(
+        "Local directory of each node, for --ray.",
+        "DIR",
+        panel=ADVANCED,
+        detail="Needed for an OUTPUT that the nodes do not share.",
+    ),
 ]
+
+
+RAY_CONFLICTS = (
+    *belongs(["--ray-scratch"], "--ray", "add --ray, or omit it"),
+    Conflict(
+        "--cache-dir --ray",
+        "--cache-dir keeps what one process reads, and cannot be combined with --ray",
+        "omit it; each node reads only the layers that it converts",
+    ),
+)
 
 
 @contextmanager
@@ -41,23 +58,14 @@ def on_cluster(
     address: str | None,
     scratch: Path | None,
     request: AnyRequest,
-    cache_dir: Path | None,
     job: Job,
     there: str,
 ) -> Iterator[tuple[AnyRequest, Job]]:
     """The request with the threads of one node's job, and what runs it: the function `there` of
-    distributed.conversion; without an address `job`, with the request as it is. UsageError for
-    options that need one process."""
+    distributed.conversion; without an address `job`, with the request as it is."""
     if address is None:
-        if scratch is not None:
-            raise UsageError("--ray-scratch belongs to --ray", "add --ray, or omit it")
         yield request, job
         return
-    if cache_dir is not None:
-        raise UsageError(
-            "--cache-dir keeps what one process reads, and cannot be combined with --ray",
-            "omit it; each node reads only the layers that it converts",
-        )
     from ktconv.distributed import conversion
     from ktconv.distributed.cluster import connected
 
@@ -69,18 +77,13 @@ def on_cluster(
 
 @contextmanager
 def reading_on(
-    address: str | None, request: VerifyRequest, other: Path | None
+    address: str | None, request: VerifyRequest
 ) -> Iterator[tuple[VerifyRequest, Reading | None]]:
     """The request with the threads of one node's job, and what reads for `verify`; without an
     address both are as they are on one machine."""
     if address is None:
         yield request, None
         return
-    if other is not None:
-        raise UsageError(
-            "--ray does not apply when comparing two conversions",
-            "omit it, or verify each against its --source",
-        )
     from ktconv.distributed.cluster import connected
     from ktconv.distributed.verification import OnNodes
 

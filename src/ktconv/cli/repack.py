@@ -7,6 +7,7 @@ from typing import Annotated
 
 from ktconv.cli import options as common
 from ktconv.cli.exits import Hints, errors_shown
+from ktconv.cli.help import OUTPUT, SOURCE
 from ktconv.cli.output import JsonOption
 from ktconv.cli.parsing import MOST_PARTS, argument, flag, option
 from ktconv.cli.sources import USUAL, Reading, reads_source
@@ -21,16 +22,35 @@ def merge_command(
     layers_dir: Annotated[
         Path,
         argument(
-            "Directory of _layer_L/_numa_N/*.kt, from ktconv or another converter.", "LAYERS_DIR"
+            "Directory of _layer_L/_numa_N/*.kt.",
+            "LAYERS_DIR",
+            "Written by `quantize-cpu --layout layers` or another converter. Missing, duplicate "
+            "and mixed files are errors that name the file.",
         ),
     ],
     output: common.OutputArgument,
     source: Annotated[
-        str | None, option("Original model, for its other tensors, config and tokenizer.", "MODEL")
+        str | None,
+        option(
+            "Original model.",
+            "MODEL",
+            panel=SOURCE,
+            detail="Other tensors, config and tokenizer are copied from it.",
+        ),
     ] = None,
     reading: Reading = USUAL,
-    experts_only: Annotated[bool, flag("--experts-only", "Omit non-expert tensors.")] = False,
-    mtp: Annotated[bool | None, flag("--mtp/--no-mtp", "Include or omit MTP layers.")] = None,
+    experts_only: Annotated[
+        bool, flag("--experts-only", "Omit non-expert tensors.", OUTPUT)
+    ] = False,
+    mtp: Annotated[
+        bool | None,
+        flag(
+            "--mtp/--no-mtp",
+            "Include or omit MTP layers.",
+            OUTPUT,
+            "The default is what the manifest says, else all in LAYERS_DIR.",
+        ),
+    ] = None,
     max_shard_size: common.ShardSizeOption = "5GB",
     threads: common.CopyThreadsOption = 0,
     verify: common.VerifyOption = True,
@@ -40,7 +60,6 @@ def merge_command(
     as_json: JsonOption = False,
 ) -> None:
     """Merge layer folders into safetensors shards, byte for byte what quantize-cpu writes.
-
     Run the same command again to continue an interrupted run.
 
     Example: ktconv merge qwen3-layers qwen3-int4 --source Qwen/Qwen3-30B-A3B
@@ -66,14 +85,27 @@ def merge_command(
 def reshard_command(
     packed: Annotated[Path, argument("Converted weights: shards or layer folders.", "PACKED")],
     output: common.OutputArgument,
-    numa: Annotated[int, option("New number of NUMA parts.", "N", min=1, max=MOST_PARTS)],
+    numa: Annotated[
+        int, option("New number of NUMA parts.", "N", panel=OUTPUT, min=1, max=MOST_PARTS)
+    ],
     source: Annotated[
-        str | None, option("Convert again from this model instead, which is always exact.", "MODEL")
+        str | None,
+        option(
+            "Original model, to convert again from.",
+            "MODEL",
+            panel=SOURCE,
+            detail="Always exact, also where parts are joined whose scales differ.",
+        ),
     ] = None,
     reading: Reading = USUAL,
     importance: Annotated[
         Path | None,
-        option("With --source: the file that quantize-cpu --importance was given.", "FILE"),
+        option(
+            "File that quantize-cpu --importance was given.",
+            "FILE",
+            panel=SOURCE,
+            detail="Needed with --source, if the conversion had one.",
+        ),
     ] = None,
     max_shard_size: common.ShardSizeOption = "5GB",
     threads: common.CopyThreadsOption = 0,
@@ -84,7 +116,6 @@ def reshard_command(
     as_json: JsonOption = False,
 ) -> None:
     """Change the number of NUMA parts of a conversion without changing any weight.
-
     Splitting always works: the parts of down inherit the row scales. Joining needs equal scales in
     the joined parts, or --source.
 

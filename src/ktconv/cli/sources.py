@@ -10,6 +10,7 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_type_hints
 
+from ktconv.cli.help import ADVANCED, SOURCE
 from ktconv.cli.output import notify
 from ktconv.cli.parsing import flag, option
 from ktconv.errors import UsageError
@@ -21,32 +22,60 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How a command is to read its source; a field is an option of every command that
+    """Options about the source of a command; each field is an option of every command that
     `reads_source` says it of. What does not change where bytes come from is `ModelSource`'s."""
 
     revision: Annotated[
-        str | None, option("Branch, tag or commit of a model of the hub.", "REV", "--revision")
+        str | None,
+        option("Branch, tag or commit of a hub model.", "REV", "--revision", panel=SOURCE),
     ] = None
     download: Annotated[
         bool,
         flag(
-            "--download", "Read a model from the hub if it is not in the local cache; keep nothing."
+            "--download",
+            "Read a model from the hub if it is not in the cache.",
+            SOURCE,
+            "Only the bytes that are needed are read, and nothing is stored: docs/remote.md.",
         ),
     ] = False
     cache_dir: Annotated[
-        Path | None, option("Keep what is read of a remote source here, for other runs.", "DIR")
+        Path | None,
+        option(
+            "Keep what is read of a remote source here.",
+            "DIR",
+            panel=SOURCE,
+            detail="Other runs read it again from there instead of the network: docs/remote.md.",
+        ),
     ] = None
     config: Annotated[
         Path | None,
-        option("Take config.json and tokenizer from this directory, not from the model's.", "DIR"),
+        option(
+            "Directory with config.json and tokenizer to use.",
+            "DIR",
+            panel=SOURCE,
+            detail="The model's own files are not used then; a GGUF model has none.",
+        ),
     ] = None
     map: Annotated[
         Path | None,
-        option("Names of experts in a model that ktconv does not know.", "FILE.toml", "--map"),
+        option(
+            "Names of the experts in a model unknown to ktconv.",
+            "FILE.toml",
+            "--map",
+            panel=ADVANCED,
+            detail="`ktconv inspect MODEL --explain` drafts the file: docs/maps.md. The default is "
+            "the map that an output records.",
+        ),
     ] = None
     tower: Annotated[
         str | None,
-        option("Of several towers with experts: this one, not the language model.", "NAME"),
+        option(
+            "Tower to use if several have experts.",
+            "NAME",
+            panel=ADVANCED,
+            detail="The default is the language model; of a finished output, the tower that it "
+            "records.",
+        ),
     ] = None
 
     def source(
@@ -67,7 +96,8 @@ class Reading:
         return ModelSource(found, cache=self.cache_dir, **kept)
 
     def source_if(self, model: str | None, *, output: Path | None = None) -> ModelSource | None:
-        """The same of --source. UsageError for options about a source that is not given."""
+        """The source that --source means; None without it. UsageError for other options about it
+        then."""
         if model:
             return self.source(model, output=output)
         for name in sorted(_SAME):
@@ -88,7 +118,7 @@ class Reading:
             for name, given in (("revision", revision), ("download", download)):
                 if given:
                     raise UsageError(
-                        f"--{name} is for models of the hub, and {model} is none",
+                        f"--{name} is for models of the hub, and {model} is not one",
                         f"give org/name, or omit --{name}",
                     )
             _refuse_cache(cache_dir, model)

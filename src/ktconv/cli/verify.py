@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from ktconv.cli.conflicts import Conflict, refuse_conflicts
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
+from ktconv.cli.help import ADVANCED, CHECKS, OUTPUT, RUN, SOURCE
 from ktconv.cli.options import (
     ProgressOption,
     SampleOption,
@@ -26,6 +28,23 @@ from ktconv.errors import MemoryShortError, SourceChangedError
 from ktconv.system.units import parse_ranges, parse_size
 
 Level = Literal["structure", "weights", "layers", "model"]  # as verify.LEVELS
+_OF_ONE = (
+    "--source", "--config", "--map", "--tower", "--importance", "--calibrate", "--level",
+    "--gradients", "--text", "--work-dir", "--max-ppl-increase", "--max-kl", "--with", "--tp",
+    "--ep", "--ray",
+)  # fmt: skip
+_ONE_ALONE = "omit it, or verify each against its --source"
+_CARD = "omit it, or verify OUTPUT against its --source"
+CONFLICTS = (
+    *(
+        Conflict(
+            f"{name} OTHER", f"{name} does not apply when comparing two conversions", _ONE_ALONE
+        )
+        for name in _OF_ONE
+    ),
+    Conflict("--card OTHER", "--card does not apply when comparing two conversions", _CARD),
+    Conflict("--card !--source", "--card does not apply without --source", _CARD),
+)
 _HINTS: Hints = {
     SourceChangedError: "make sure nothing writes there, then verify again",
     MemoryShortError: "run --level layers, or use a machine with more memory",
@@ -35,79 +54,157 @@ _HINTS: Hints = {
 
 @reads_source()
 def verify(
+    context: typer.Context,
     output: Annotated[
-        Path, argument("Output of quantize-cpu, quantize-gpu or another converter.", "OUTPUT")
+        Path,
+        argument(
+            "Output of quantize-cpu, quantize-gpu or another tool.",
+            "OUTPUT",
+            "An output without a manifest can be verified too, with --source.",
+        ),
     ],
-    other: Annotated[
-        Path | None, argument("Another conversion to compare OUTPUT with.", "OTHER")
-    ] = None,
+    other: Annotated[Path | None, argument("A conversion to compare OUTPUT with.", "OTHER")] = None,
     source: Annotated[
-        str | None, option("The original checkpoint: a directory, GGUF file or hub id.", "MODEL")
+        str | None,
+        option(
+            "The original checkpoint.",
+            "MODEL",
+            panel=SOURCE,
+            detail="A directory, GGUF file, hub id or URL. Without it only the structure is "
+            "checked.",
+        ),
     ] = None,
     reading: Reading = USUAL,
     importance: Annotated[
         Path | None,
-        option("The file that quantize-cpu --importance was given, to prove scales by.", "FILE"),
+        option(
+            "File that quantize-cpu --importance was given.",
+            "FILE",
+            panel=ADVANCED,
+            detail="Scales are proven by it; without it they are only proven to be possible.",
+        ),
     ] = None,
     calibrate: Annotated[
         Path | None,
-        option("Second moments that quantize-cpu --calibrate used, to prove scales by.", "DIR"),
+        option(
+            "Hessians that quantize-cpu --calibrate was given.",
+            "DIR",
+            panel=ADVANCED,
+            detail="Scales are proven by them; without them they are only proven to be possible.",
+        ),
     ] = None,
     level: Annotated[
         Level | None,
-        choice(Level, "How much to check; default: layers, or structure without --source."),
+        choice(
+            Level,
+            "Depth of the check.",
+            panel=CHECKS,
+            metavar="LEVEL",
+            detail="Each level includes those before it. The default is layers, or structure "
+            "without --source.\n\n- structure: every tensor, checksum and copied file\n"
+            "- weights: every element against the source\n- layers: the kernels' results\n"
+            "- model: perplexity and KL divergence",
+        ),
     ] = None,
     sample: SampleOption = 1.0,
     seed: SeedOption = 0,
     threads: ThreadsOption = 0,
     max_memory: Annotated[
-        str | None, option("Memory limit; default: headers plus 1.5GiB.", "SIZE")
+        str | None,
+        option("Memory limit; default: headers plus 1.5GiB.", "SIZE", panel=RUN),
     ] = None,
-    tokens: Annotated[int, option("Tokens per layer at level layers.", "N", min=1, max=2048)] = 16,
+    tokens: Annotated[
+        int,
+        option("Tokens per layer at level layers.", "N", panel=ADVANCED, min=1, max=2048),
+    ] = 16,
     gradients: Annotated[
-        bool, flag("--gradients", "At level layers, also check every gradient of LoRA.")
+        bool,
+        flag(
+            "--gradients",
+            "Check every gradient of LoRA at level layers.",
+            CHECKS,
+            "Runs LoRA with a fixed seed, forward and backward, on every instruction set, and "
+            "reports the errors that quantization causes in gradients. Needs torch.",
+        ),
     ] = False,
     text: TextOption = None,
     windows: WindowsOption = 40,
     work_dir: Annotated[
         Path | None,
-        option("Folder for hidden states at level model; default: in the cache.", "DIR"),
+        option(
+            "Folder for hidden states at level model.",
+            "DIR",
+            panel=ADVANCED,
+            detail="An interrupted run continues from there. The default is in the user's cache.",
+        ),
     ] = None,
     max_ppl_increase: Annotated[
-        float | None, option("Maximum increase of perplexity; 0.02 is 2 %.", "F", min=0.0)
+        float | None,
+        option(
+            "Maximum increase of perplexity; 0.02 is 2 %.",
+            "F",
+            panel=CHECKS,
+            min=0.0,
+            detail="The default is 0.05 for INT4 and 0.01 for INT8.",
+        ),
     ] = None,
     max_kl: Annotated[
-        float | None, option("Maximum mean KL divergence, in nats.", "F", min=0.0)
+        float | None,
+        option(
+            "Maximum mean KL divergence, in nats.",
+            "F",
+            panel=CHECKS,
+            min=0.0,
+            detail="The default is 0.05 for INT4 and 0.01 for INT8.",
+        ),
     ] = None,
     beside: Annotated[
         Path | None,
         option(
-            "Check that both outputs together contain every expert exactly once.", "OTHER", "--with"
+            "Output that has the other experts of the model.",
+            "OTHER",
+            "--with",
+            panel=CHECKS,
+            detail="Checks that both together have every expert exactly once: docs/hot-experts.md.",
         ),
     ] = None,
     tp: Annotated[
-        str, option("Tensor-parallel sizes that GPU experts must support, e.g. 1,2,4.", "LIST")
+        str,
+        option(
+            "Tensor-parallel sizes to support, e.g. 1,2,4.",
+            "LIST",
+            panel=CHECKS,
+            detail="Checked for GPU experts: a size that they cannot be cut into fails.",
+        ),
     ] = "",
     ep: Annotated[
         str,
-        option("Expert-parallel sizes that must divide the experts evenly, e.g. 1,2,4.", "LIST"),
+        option(
+            "Expert-parallel sizes to support, e.g. 1,2,4.",
+            "LIST",
+            panel=CHECKS,
+            detail="Checked for GPU experts: a size that does not divide them evenly fails.",
+        ),
     ] = "",
     report: Annotated[
-        Path | None, option("Write a self-contained HTML report.", "FILE.html")
+        Path | None,
+        option("Write a self-contained HTML report.", "FILE.html", panel=OUTPUT),
     ] = None,
     card: Annotated[
-        bool, flag("--card", "Add the figures to OUTPUT's model card if all checks pass.")
+        bool,
+        flag(
+            "--card",
+            "Add the figures to OUTPUT's model card.",
+            OUTPUT,
+            "If all checks pass. A section that is there is replaced, or removed where one fails.",
+        ),
     ] = False,
     ray: RayOption = None,
     progress: ProgressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Check that a conversion is complete, uncorrupted and as accurate as its format allows.
-
-    Levels, each including the previous ones: structure (every tensor, checksum and copy), weights
-    (every element against the source), layers (the kernels' results), model (perplexity). For GPU
-    experts, also checks how engines load and split them (--tp, --ep). With two outputs: reports
-    whether they are equal, or where they differ. Exit code 1: a check failed.
+    With two outputs: report whether they are equal, or where they differ.
 
     Example: ktconv verify qwen3-int4 --source Qwen/Qwen3-30B-A3B --report report.html
     """
@@ -115,6 +212,7 @@ def verify(
         from ktconv.verify.command import run
         from ktconv.verify.request import Thresholds, VerifyRequest
 
+        refuse_conflicts(context, CONFLICTS)
         request = VerifyRequest(
             output=output,
             source=reading.source_if(source, output=output),
@@ -137,10 +235,7 @@ def verify(
         )
         with (
             interruptible(lambda: NOTHING_WRITTEN),
-            reading_on(ray, request, other) as (
-                request,
-                read,
-            ),
+            reading_on(ray, request) as (request, read),
         ):
             facts, lines, passed = run(request, progress_over, notify, other, report, read, card)
         print_result(as_json, {**facts, **network_facts()}, lambda: lines)

@@ -34,7 +34,7 @@ from ktconv.source import Checkpoint, ModelSource, TensorRef
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.reading.reader import KeptReader, SourceReader
 from ktconv.source.reading.scale_scan import Chosen, scales_bytes, scan_scales
-from ktconv.source.side_files import RECORDS
+from ktconv.source.side_files import RECORDS, flaws
 from ktconv.source.source_card import source_card
 from ktconv.system import machine
 from ktconv.system.files import remove, remove_empty, sync, translated, write_durably
@@ -318,7 +318,7 @@ class Conversion(ABC):
         if manifest is None:
             return False
         self._refuse_others(manifest.record)
-        return self._adopted(self._intact(manifest))
+        return self._adopted(self._intact(manifest), manifest)
 
     def _claim(self) -> list[Unit]:
         """Lock what this run is for; other machines may work on the other layers."""
@@ -348,7 +348,7 @@ class Conversion(ABC):
             if there is not None:
                 self._refuse_others(there)
         intact = self._intact(manifest) if manifest is not None else {}
-        if self._adopted(intact):
+        if manifest is not None and self._adopted(intact, manifest):
             if self.lock.try_acquire(self._all_bytes()):
                 shutil.rmtree(self.journal.directory, ignore_errors=True)
             return True
@@ -385,13 +385,24 @@ class Conversion(ABC):
             if (record := self.state.intact_record(unit, there.get(unit.key)))
         }
 
-    def _adopted(self, intact: dict[str, Record]) -> bool:
+    def _adopted(self, intact: dict[str, Record], manifest: Manifest) -> bool:
         """Whether these are all units and the final files exist; then all count as done."""
         if len(intact) < len(self.plan.units) or not self.state.final_files_present():
             return False
+        self._note_changed_files(manifest)
         for key, record in intact.items():
             self._mark_done(key, record)
         return True
+
+    def _note_changed_files(self, manifest: Manifest) -> None:
+        """Names side files that are not as they were written. They may have been edited on purpose,
+        so they stay."""
+        for flaw in flaws(self.output, manifest.side_files or {}):
+            if flaw.check in ("changed file", "damaged file"):
+                self.observer.noted(
+                    f"{flaw.message}, and stays as it is: to have it written anew, remove it and "
+                    "run the same command again"
+                )
 
     def _find_done(self) -> None:
         """Add units of the journal, where other runs may have recorded some too."""

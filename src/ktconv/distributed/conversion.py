@@ -256,9 +256,9 @@ def refuse_on_cluster(request: Request | GpuRequest) -> None:
     if isinstance(request, GpuRequest):
         if request.options.method != "rtn":
             raise UsageError(
-                f"--method {request.options.method} runs the whole model in one process, and "
+                f"--algorithm {request.options.method} runs the whole model in one process, and "
                 "cannot be combined with --ray",
-                "use --method rtn, or omit --ray",
+                "use --algorithm rtn, or omit --ray",
             )
         return
     if request.calibrate is not None and request.calibrate.is_file():

@@ -17,9 +17,10 @@ from typing import Any
 from ktconv.distributed.cluster import Cluster
 from ktconv.distributed.driver import Listener, raise_failures, run_jobs
 from ktconv.distributed.jobs import Failure, Job, Reporter, node_name
-from ktconv.distributed.requests import decode, encode, job_memory
+from ktconv.distributed.requests import decode, encode, job_memory, source_record
 from ktconv.distributed.units import Watched
 from ktconv.errors import CheckpointError
+from ktconv.source import ModelSource
 from ktconv.targets.packed.matrix_check import ErrorStats
 from ktconv.verify.request import Thresholds, VerifyRequest
 from ktconv.verify.run import prepare
@@ -129,12 +130,20 @@ def _record(request: VerifyRequest, level: str) -> Record:
     there = replace(
         request,
         level="structure" if level == "structure" else "weights",
-        source=None if request.original is None else request.original.portable(),
+        source=None,
         thresholds=Thresholds(),
         gradients=False, text=None, work_dir=None, beside=None, tp=None, ep=None,
     )  # fmt: skip
     names = [one.name for one in fields(there) if one.name != "thresholds"]
-    return {name: encode(getattr(there, name)) for name in names}
+    source = request.original and source_record(request.original)
+    return {name: encode(getattr(there, name)) for name in names} | {"source": source}
+
+
+def _request(record: Record) -> VerifyRequest:
+    """The opposite of `_record`."""
+    given = decode(record)
+    source = given["source"] and ModelSource(**given["source"])
+    return VerifyRequest(**{**given, "source": source})
 
 
 def _item(record: Record) -> ItemResult:
@@ -161,7 +170,7 @@ def _opened(arguments: Record) -> OutputVerifier:
     """The verifier of this run, prepared once in this process."""
     key = arguments["run"]
     if key not in _verifiers:
-        verifier = prepare(VerifyRequest(**decode(arguments["request"])))
+        verifier = prepare(_request(arguments["request"]))
         if _digest(verifier.checks) != arguments["digest"]:
             raise CheckpointError(
                 f"{verifier.request.output} or its source on {node_name()} is not what it is on "

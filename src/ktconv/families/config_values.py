@@ -56,6 +56,8 @@ _COUNT = _Rule(is_whole, "a number of experts")
 _LAYERS = _Rule(is_whole, "a number of layers")
 # -1 can mean "none", and in Hunyuan's files false does.
 _INTEGER = _Rule(lambda value: type(value) is int or value is False, "an integer")
+# Every n-th layer: no reader has an n of 0.
+_PERIOD = _Rule(lambda value: is_whole(value, 1), "a number of at least 1")
 _OBJECT = _Rule(lambda value: isinstance(value, dict), "an object")
 _LIST = _Rule(
     lambda value: isinstance(value, list) and all(type(one) is int for one in value),
@@ -94,9 +96,9 @@ _FREQUENCY = _Rule(
     lambda value: (
         all(type(one) is bool or is_whole(one) for one in value)
         if isinstance(value, list)
-        else is_whole(value)
+        else is_whole(value, 1)
     ),
-    "an integer or a list of 0 and 1",
+    "a number of at least 1 or a list of 0 and 1",
 )
 _ROPE = _Rule(
     lambda value: (
@@ -134,7 +136,7 @@ _RULES: Mapping[str, _Rule] = {
     "logit softcap": _SOFTCAP,
     "p-norm": _NORM,
     "top_k": _TOP_K,
-    **dict.fromkeys(("n_group", "topk_group", "leading dense layers", "sparse step"), _INTEGER),
+    **dict.fromkeys(("n_group", "topk_group", "leading dense layers", "MoE offset"), _INTEGER),
     "zero experts": _COUNT,
     "hash layers": _LAYERS,
     "shared experts": _SHARED,
@@ -151,7 +153,7 @@ _RULES: Mapping[str, _Rule] = {
     "kind of each block": _KINDS,
     "MoE layers in a text": _NUMBERS,
     **dict.fromkeys(("first MoE layer", "last MoE layer"), _INDICES),
-    **dict.fromkeys(("MoE interval", "MoE period", "MoE offset", "MoE step"), _INTEGER),
+    **dict.fromkeys(("sparse step", "MoE interval", "MoE period", "MoE step"), _PERIOD),
 }
 # Of keys that ktconv itself does not read.
 _UNREAD: Mapping[str, _Rule] = {

@@ -248,6 +248,9 @@ class Family:
     interleaved: bool = False
     beside: tuple[str, ...] = ()
     unfused: Matrices = USUAL  # what engines call the matrices of experts that are stored together
+    # Names of transformers' modules where they are not the checkpoint's: patterns that are replaced
+    # one after the other in a module's name; "a|b" makes two names of one.
+    modules: tuple[tuple[str, str], ...] = ()
     no_gpu: bool = False  # no engine reads quantized experts of it one by one
     fused_only: bool = False  # neither does transformers (5.17), or it does not know the family
     latent: tuple[str, ...] = ()  # projections in the block into and out of the experts' width

@@ -75,6 +75,77 @@ _ERNIE = _router(replace(_SOFTMAX, correction=True, epsilon=0.0, least_sum=1e-12
 # What comes before the list of layers in models that see.
 _VISION, _LANGUAGE = "model.language_model.", "language_model.model."
 
+# Modules of transformers' models: what wraps a language model, and the language model alone.
+_WRAPPED = (
+    (r"^language_model\.lm_head$", "lm_head"),
+    (r"^language_model\.(?:model\.)?", "model.language_model."),
+    (r"^(vision_tower|multi_modal_projector)\.", r"model.\1."),
+)
+_TEXT_ALONE = ((r"^model\.language_model\.", "model."),)
+_FORGET_GATE = (r"\.self_attn\.(f_[ab]_proj)$", r".self_attn.forget_gate.\1")
+_OF_M3 = (
+    (r"\.block_sparse_moe\.", ".mlp."),
+    (r"^vision_tower\.vision_model\.encoder\.", "vision_tower."),
+    (r"^patch_merge_mlp\.", "multi_modal_projector.merge_"),
+    *_WRAPPED,
+    (r"\.self_attn\.index_", ".self_attn.indexer."),
+    (r"\.(?:gate|up)_proj$", ".gate_up_proj"),
+)
+_OF_OCR2 = (
+    (r"^model\.layers\.", "model.language_model.layers."),
+    (r"^model\.projector\.layers$", "model.multi_modal_projector"),
+    (r"^model\.sam_model\.blocks\.", "model.vision_tower.sam_encoder.layers."),
+    (r"^model\.qwen2_model\.model\.model\.", "model.vision_tower.vision_encoder."),
+)
+_OF_KIMI_VL = (
+    (r"^vision_tower\.encoder\.(.*)\.wo$", r"vision_tower.encoder.\1.attn.proj"),
+    (r"\.wqkv$", ".attn.q_proj|.attn.k_proj|.attn.v_proj"),
+    (r"^(vision_tower\..*\.mlp)\.fc1$", r"\1.fc2"),
+    (r"^(vision_tower\..*\.mlp)\.fc0$", r"\1.fc1"),
+    (r"^vision_tower\.encoder\.", "vision_tower."),
+    (r"^mm_projector\.proj\.0$", "model.mm_projector.in_proj"),
+    (r"^mm_projector\.proj\.2$", "model.mm_projector.out_proj"),
+    *_WRAPPED,
+    (r"\.blocks\.", ".layers."),
+)
+_OF_V4 = (
+    (r"^layers\.", "model.layers."),
+    (r"^head$", "lm_head"),
+    (r"\.attn\.", ".self_attn."),
+    (r"\.ffn\.", ".mlp."),
+    (r"\.indexer\.compressor\.", ".compressor.indexer."),
+    (r"\.indexer\.weights_proj$", ".compressor.indexer.scorer.weights_proj"),
+    (r"\.indexer\.wq_b$", ".compressor.indexer.q_b_proj"),
+    (r"\.w(q_a|q_b|kv|o_a|o_b)$", r".\1_proj"),
+    (r"\.wgate$", ".gate_proj"),
+    (r"\.shared_experts\.w1$", ".shared_experts.gate_proj"),
+    (r"\.shared_experts\.w2$", ".shared_experts.down_proj"),
+    (r"\.shared_experts\.w3$", ".shared_experts.up_proj"),
+)
+_OF_ERNIE_VL = (
+    (r"\bvision_model\.", "vision_tower."),
+    (r"^model\.layers\.", "model.language_model.layers."),
+    (r"\.((?:spatial|temporal)_linear)\.0$", r".\1.fc1"),
+    (r"\.((?:spatial|temporal)_linear)\.2$", r".\1.fc2"),
+)
+_OF_STEP = (
+    (r"^model\.layers\.", "model.language_model.layers."),
+    (r"\.moe\.gate$", ".mlp.gate"),
+    (r"\.share_expert\.", ".mlp.shared_experts."),
+    (r"^vit_large_projector$", "model.multi_modal_projector"),
+    (r"^vision_model\.transformer\.resblocks\.", "model.vision_model.layers."),
+    # q, k and v are a parameter of one module with out_proj
+    (r"\.attn\.out_proj$",
+     ".self_attn.out_proj|.self_attn.q_proj|.self_attn.k_proj|.self_attn.v_proj"),
+    (r"\.mlp\.c_fc$", ".mlp.fc1"),
+    (r"\.mlp\.c_proj$", ".mlp.fc2"),
+)  # fmt: skip
+_OF_AXK2 = (
+    (r"\.W_down$", ".mlp.fc1"),
+    (r"\.W_up$", ".mlp.fc2"),
+    (r"\.self_attn\.q_b_proj$", ".self_attn.q_gate_proj"),
+)
+
 # Tensors of GGUF files, whatever the model is; `blk.3.ffn_gate.5.weight` is of old ones.
 _GGUF = Family(
     (),
@@ -115,7 +186,7 @@ ROWS = (
            routing=_router(_SOFTMAX, "renormalise"),
            released=(
                Released("qwen3_omni_moe", "Qwen3-Omni-MoE (thinker)", prefix="thinker.model."),)),
-    Family(("qwen3_5_moe",), shared="shared_expert", norm_less_one=True,
+    Family(("qwen3_5_moe",), shared="shared_expert", norm_less_one=True, modules=_TEXT_ALONE,
            routing=_router(_SOFTMAX),
            released=(
                Released("qwen3_5_moe", "Qwen3.5, Qwen3.6, Qwen3.8-2.4T-A95B", "F1",
@@ -126,7 +197,7 @@ ROWS = (
            routing=_router(_SOFTMAX),
            released=(
                Released("qwen3_vl_moe", "Qwen3-VL-MoE", "F2", "bf16 fp8-block", prefix=_VISION),)),
-    Family(("qwen4_exp",), shared="shared_expert", norm_less_one=True,
+    Family(("qwen4_exp",), shared="shared_expert", norm_less_one=True, modules=_TEXT_ALONE,
            routing=_router(_SOFTMAX, "renormalise"),
            released=(
                Released("qwen4_exp", "Qwen3.8-Flash-Next", "F1", prefix=_VISION, shared=True),
@@ -143,16 +214,17 @@ ROWS = (
            routing=_router(_SHARES, "correction"),
            released=(Released("minimax_m2", "MiniMax-M2, M2.5, M2.7", "W", "fp8-block"),)),
     Family(("minimax_m3_vl",), **_MIXTRAL, correction="e_score_correction_bias",
-           norm_less_one=True,
+           norm_less_one=True, modules=_OF_M3,
            activation=_OAI,
            routing=_router(replace(_SHARES, routed_scaling_factor=2.0), "scale"),
            released=(
                Released("minimax_m3_vl", "MiniMax-M3", "W", "bf16 fp8-block nvfp4",
                         prefix=_LANGUAGE, shared=True, mxfp8=True),)),
-    Family(("phimoe",), **_MIXTRAL,
+    Family(("phimoe",), **_MIXTRAL, modules=((r"\.block_sparse_moe\.gate$", ".mlp.router"),),
            routing=_router(replace(_PLAIN, jitter=0.01), "router jitter"),
            released=(Released("phimoe", "Phi-3.5-MoE", "W"),)),
     Family(("kimi_linear",), **_MIXTRAL,
+           modules=(_FORGET_GATE, (r"\.block_sparse_moe\.", ".mlp.")),
            routing=_noaux(routed_scaling_factor=2.446),
            keys={"top_k": ("num_experts_per_token",), "n_group": ("num_expert_group",),
                  "scoring": ("moe_router_activation_func",), "renormalise": ("moe_renormalize",)},
@@ -169,7 +241,7 @@ ROWS = (
            released=(Released("deepseek_v2", "DeepSeek-V2, -Lite", shared=True),)),
     # deepseek_vl_v2 is what releases say, of DeepSeek-OCR and DeepSeek-VL2 too; their text sections
     # need not have a model_type
-    Family(("deepseek_ocr2", "deepseek_vl_v2"),
+    Family(("deepseek_ocr2", "deepseek_vl_v2"), modules=_OF_OCR2,
            routing=_GREEDY,
            released=(Released("deepseek_ocr2", "DeepSeek-OCR-2", shared=True),)),
     Family(("deepseek_v3", "deepseek_v32", "kimi_k2"),
@@ -179,14 +251,14 @@ ROWS = (
                         "N", "fp8-block", shared=True),
                Released("deepseek_v32", "DeepSeek-V3.2", "N", "fp8-block", shared=True),
                Released("kimi_k2", "Kimi-K2-Thinking", "N", "int4-packed", shared=True))),
-    Family(("kimi_k25",),
+    Family(("kimi_k25",), modules=_OF_KIMI_VL,
            routing=_noaux(n_group=8, topk_group=4, routed_scaling_factor=2.5),
            released=(
                Released("kimi_k25", "Kimi-K2.5, K2.6", "N", "int4-packed", prefix=_LANGUAGE,
                         shared=True),)),
     # No family has another bias under the name gate.bias.
     Family(("deepseek_v4",), block="ffn", matrices=NUMBERED_W, shared_matrices=NUMBERED_W,
-           correction="gate.bias", norm="ffn_norm",
+           correction="gate.bias", norm="ffn_norm", modules=_OF_V4,
            activation=_CLAMPED,
            router_table="gate.tid2eid",
            routing=_router(
@@ -211,7 +283,7 @@ ROWS = (
            routing=_noaux(routed_scaling_factor=2.5),
            released=(
                Released("glm_moe_dsa", "GLM-5, 5.1, 5.2", "N", "bf16 fp8-block", shared=True),)),
-    Family(("glm5_next",),
+    Family(("glm5_next",), modules=(_FORGET_GATE,),
            activation=_CLAMPED,
            routing=_noaux(routed_scaling_factor=2.5),
            released=(
@@ -237,19 +309,21 @@ ROWS = (
            keys={"experts": ("moe_num_experts",), "top_k": ("moe_k",)},
            released=(Released("ernie4_5_moe", "ERNIE-4.5-21B-A3B, 300B-A47B", shared=True),)),
     Family(("ernie4_5_vl_moe",), correction="moe_statics.e_score_correction_bias",
-           router_is_transposed=True, correction_rows=2, modalities=True,
+           router_is_transposed=True, correction_rows=2, modalities=True, modules=_OF_ERNIE_VL,
            routing=_ERNIE,
            released=(Released("ernie4_5_vl_moe", "ERNIE-4.5-VL (text experts)", shared=True),)),
     Family(("hunyuan_v1_moe",), router="gate.wg", shared="shared_mlp",
            routing=_router(_SOFTMAX),
            released=(Released("hunyuan_v1_moe", "Hunyuan-A13B", shared=True),)),
     Family(("hy_v3",), router="router.gate", correction="expert_bias", shared="shared_mlp",
+           modules=((r"\.mlp\.shared_mlp\.", ".mlp.shared_experts."),),
            routing=_router(replace(_CORRECTED, routed_scaling_factor=2.826), "scale"),
            keys={"scale": ("router_scaling_factor",)},
            released=(Released("hy_v3", "Hy3", shared=True),)),
     Family(("hy_v4",), fused_only=True, mtp="mtp_layers",
            # as transformers saves them, which renames what in attention is a linear_gate
            shared_matrices=Matrices("linear_gate", "up_proj", "down_proj"),
+           modules=((r"\.linear_gate$", ".gate_proj"),),
            activation=_CLAMPED, shared_limit=False,
            routing=_noaux(routed_scaling_factor=2.827),
            released=(
@@ -265,7 +339,7 @@ ROWS = (
                         "bf16 fp8-block int4-packed mxfp4", shared=True))),
     Family(("step3p5", "step3p7"), fused_only=True, block="moe", experts="",
            correction="router_bias",
-           shared="share_expert", norm_less_one=True,
+           shared="share_expert", norm_less_one=True, modules=_OF_STEP,
            routing=_router(_SHARES, "scale"),
            keys={"top_k": ("moe_top_k",), "scale": ("moe_router_scaling_factor",)},
            released=(
@@ -291,14 +365,14 @@ ROWS = (
            keys={"renormalise": ("route_norm",), "scale": ("route_scale",)},
            released=(Released("afmoe", "Trinity", shared=True),)),
     Family(("aria",), fused_only=True, no_gpu=True, matrices=Matrices("", "", "fc2", "fc1"),
-           router="router",
+           router="router", modules=_WRAPPED,
            routing=_router(_LOGITS),
            keys={"experts": ("moe_num_experts",)},
            released=(Released("aria", "Aria", "F8", prefix=_LANGUAGE, shared=True),)),
     Family(("axk1",),
            routing=_noaux(n_group=8, topk_group=4, routed_scaling_factor=2.5),
            released=(Released("axk1", "A.X-K1", shared=True),)),
-    Family(("axk2",),
+    Family(("axk2",), modules=_OF_AXK2,
            routing=_noaux(masked=0.0, routed_scaling_factor=2.5),
            released=(Released("axk2", "A.X-K2", shared=True),)),
     Family(("beam",), fused_only=True,
@@ -387,6 +461,7 @@ ROWS = (
            routing=_router(replace(_CORRECTED, by_logits=True, renormalise=False), "renormalise"),
            released=(Released("kolibri1", "Kolibri-1", shared=True),)),
     Family(("laguna",), shared="shared_expert", correction="experts.e_score_correction_bias",
+           modules=((r"\.mlp\.shared_expert\.", ".mlp.shared_experts."),),
            beside=("e_score_correction_bias",),
            routing=Router(
                _SHARES, frozenset(("scale", "logit softcap")), never=("weight on input",)),
@@ -398,6 +473,7 @@ ROWS = (
                replace(_CORRECTED, epsilon=1e-6), "renormalise", "scale", "correction"),
            released=(Released("lfm2_moe", "LFM2-MoE", "W"),)),
     Family(("llama4",), block="feed_forward", router="router", shared="shared_expert",
+           modules=((r"^language_model\.", ""),),
            routing=_router(
                RouterSpec("sigmoid", by_logits=True, renormalise=False, weight_on_input=True)),
            released=(

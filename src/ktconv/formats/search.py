@@ -151,6 +151,9 @@ def _lane_sums(terms: F32) -> F64:
     lanes = np.zeros((len(terms), _LANES))
     for begin in range(0, terms.shape[1], _BLOCK):
         block = terms[:, begin : begin + _BLOCK].reshape(len(terms), -1, _LANES)
-        lanes += np.add.accumulate(block, axis=1)[:, -1]  # unlike a sum, always in this order
+        sums, *others = np.array(block.swapaxes(0, 1), order="C")
+        for other in others:  # unlike np.sum, always in this order
+            sums += other
+        lanes += sums
     total: F64 = np.add.accumulate(lanes, axis=1)[:, -1]
     return total

@@ -2,15 +2,14 @@
 
 A row is a kind of numbers with the weights that share a scale. The same numbers are stored in
 different tensors: packed for kernels (`kernel`), as quantize-cpu writes checkpoints (`cpu`), as
-compressed-tensors has them (`scheme`), as KTransformers loads them (`kt`). Kernels and other
-programs know some by more names (`also`).
+compressed-tensors has them (`scheme`), as KTransformers loads them (`kt`). `dialects` looks names
+up, with those of other programs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 CHANNEL = -1  # a group: one scale per row
@@ -29,18 +28,11 @@ class FormatSpec:
     cpu: str = ""  # of --method of quantize-cpu
     scheme: str = ""  # of --scheme of quantize-gpu, with --group-size `group` where it has several
     kt: tuple[str, ...] = ()  # of --kt-method: methods whose weights have these numbers
-    also: tuple[str, ...] = ()
     block: int = 1  # rows that share a scale
 
     @property
     def is_int(self) -> bool:
         return self.kind.startswith("int")
-
-    @cached_property
-    def names(self) -> frozenset[str]:
-        """All names, in lower case."""
-        own = (self.kernel, self.cpu, self.scheme, *self.kt, *self.also)
-        return frozenset(name.lower() for name in own if name)
 
     def name_in(self, dialect: Dialect) -> str:
         """What a dialect calls it; empty where that does not have it."""
@@ -53,9 +45,7 @@ def _groups(kind: str, cpu: Mapping[int, str], *kt: str) -> Iterator[FormatSpec]
     pack those in fp16."""
     bits, scheme = int(kind[3:]), f"W{kind[3:]}A16"
     for group in (32, 64, 128):
-        own = cpu.get(group, "")
-        also = (f"g{kind}-g{group}", f"{kind}-g{group}", *(["gint4"] if own == "rawint4" else []))
-        yield FormatSpec(kind, bits, group, f"g{kind}-{group}", own, scheme, kt, also)
+        yield FormatSpec(kind, bits, group, f"g{kind}-{group}", cpu.get(group, ""), scheme, kt)
     for group in (32, 64, 128):
         yield FormatSpec(kind, bits, group, f"g{kind}-{group}-f32", kt=kt)
 
@@ -65,7 +55,7 @@ SPECS = (
     FormatSpec("int8", 8, CHANNEL, "int8", "int8", "W8A16", ("AMXINT8",)),
     *_groups("int4", {32: "rawint4", 64: "int4-g64", 128: "int4-g128"}, "RAWINT4", "GPTQ_INT4"),
     *_groups("int8", {128: "int8-g128"}),
-    FormatSpec("fp8", 8, 128, "fp8", "fp8", "FP8_BLOCK", ("FP8",), ("fp8-block",), block=128),
+    FormatSpec("fp8", 8, 128, "fp8", "fp8", "FP8_BLOCK", ("FP8",), block=128),
     FormatSpec("fp8", 8, CHANNEL, "fp8-channel", "fp8-channel", "FP8_DYNAMIC", ("FP8_PERCHANNEL",)),
     FormatSpec("mxfp4", 4, 32, "mxfp4", "mxfp4", "MXFP4A16", ("MXFP4",)),
     FormatSpec("mxfp8", 8, 32, cpu="mxfp8", kt=("MXFP8",)),
@@ -75,7 +65,6 @@ SPECS = (
     FormatSpec("int4", 4, 128, cpu="awq"),
     FormatSpec("bf16", 16, 0, "bf16", "bf16", kt=("BF16",)),
 )
-_KERNEL_ALSO = {"gptq-int4": "gint4-128"}  # whose numbers the kernels have under that name
 
 
 def kernel_of(kind: str, group: int) -> str | None:
@@ -89,24 +78,6 @@ def spec_of(name: str, dialect: Dialect) -> FormatSpec:
     """The row that a dialect calls so; the usual groups of 128 where several are."""
     found = [one for one in SPECS if one.name_in(dialect) == name]
     return next((one for one in found if one.group == USUAL_GROUP), found[0])
-
-
-def spec_named(name: object, dialect: Dialect) -> FormatSpec | None:
-    """The row of a format by its name in any dialect, in any case, if `dialect` has that format. Of
-    rows with the same name in another dialect: the one with the usual groups of 128, then the one
-    that KTransformers' method is named after."""
-    if not isinstance(name, str):
-        return None
-    wanted = name.lower()
-    wanted = _KERNEL_ALSO.get(wanted, wanted) if dialect == "kernel" else wanted
-    found = [one for one in SPECS if one.name_in(dialect) and wanted in one.names]
-
-    def rank(one: FormatSpec) -> tuple[bool, ...]:
-        own, usual = one.name_in(dialect).lower() == wanted, one.group == USUAL_GROUP
-        by_scheme = one.scheme.lower() == wanted and usual
-        return not own, not by_scheme, [name.lower() for name in one.kt[:1]] != [wanted]
-
-    return min(found, key=rank, default=None)
 
 
 def names_in(dialect: Dialect) -> tuple[str, ...]:

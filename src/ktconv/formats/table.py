@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from ktconv.errors import UsageError
-from ktconv.formats.specs import spec_named
+
+from .dialects import aliases_of_kernel, translated
 
 if TYPE_CHECKING:
     from ktconv.native import Layout
@@ -84,6 +85,11 @@ class Format:
     tolerance: float = 0.01  # see above
     max_error_steps: float = math.inf  # see above; of formats with a quantizer of that bound
     output: bool = False  # whether quantize-cpu writes it; needs max_error_steps
+
+    @cached_property
+    def aliases(self) -> tuple[str, ...]:
+        """Other names of the format, in lower case."""
+        return aliases_of_kernel(self.key)
 
     @cached_property
     def layout(self) -> Layout:
@@ -200,7 +206,7 @@ INT8 = Format(
 )
 
 
-def _group_int(bits: int, group: int, scale_dtype: str = "bf16") -> Format:
+def _group_int(bits: int, group: int, *, scale_dtype: str = "bf16") -> Format:
     """Checkpoints of this kind have scales in bf16, or in fp16, which float32 has exactly."""
     variant = "" if scale_dtype == "bf16" else f"-{scale_dtype}"
     key = f"gint{bits}-{group}{variant}"
@@ -245,10 +251,11 @@ def output_named(name: str) -> Format | None:
 
 
 def format_named(name: str) -> Format:
-    """A row of FORMATS, by its name in any dialect (`specs`); else UsageError."""
-    spec = spec_named(name, "kernel")
-    if spec is not None:
-        return FORMATS[spec.kernel]
+    """A row of FORMATS, by its key or a name in another dialect; else UsageError."""
+    if isinstance(name, str):
+        row = FORMATS.get(name.lower()) or FORMATS.get(translated(name, "kernel"))
+        if row is not None:
+            return row
     raise UsageError(f"unknown method {name!r}", f"available: {', '.join(FORMATS)}")
 
 

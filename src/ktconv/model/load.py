@@ -86,18 +86,6 @@ def check_language_model(directory: Path) -> None:
     _class_for(_language_config(load_config(directory)), directory)
 
 
-def linear_modules(directory: Path) -> list[str]:
-    """Names of the linear layers in the language model that transformers builds for a local
-    config.json, without any weights. Raises as `check_language_model` does."""
-    import torch
-
-    config = _language_config(load_config(directory))
-    kind = _class_for(config, directory)
-    with loading(directory, str(directory), directory, CONFIG_NAME), torch.device("meta"):
-        model = kind.from_config(_unquantized(config), trust_remote_code=False)
-    return [name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)]
-
-
 def load_tokenizer(directory: Path, name: Path | None = None) -> Any:
     """The tokenizer of a local checkpoint; raises as `load_config` does, CheckpointError also where
     there is none."""

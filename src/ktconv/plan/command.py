@@ -40,6 +40,8 @@ def run(request: PlanRequest, notify: Notify = silent) -> tuple[dict[str, Any], 
     )
     check_written(written, (*request.source.files(), request.load))
     planned = make_plan(request)
+    for note in planned.model.notes:
+        notify(f"note: {note}")
     if request.write is not None:
         chosen = expert_set(planned.on_gpus)
         if not chosen:

@@ -65,6 +65,7 @@ class Model:
     config: ModelSettings
     other_bytes: int  # of all tensors that are not routed experts
     packed: PackedWeights | None = None
+    notes: Sequence[str] = ()  # of the checkpoint, as `inspect` shows them
 
     @cached_property
     def experts(self) -> dict[int, int]:
@@ -136,7 +137,7 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Model:
         for one in checkpoint.layers
     ]
     other = sum(tensor.nbytes for tensor in checkpoint.other_tensors)
-    return Model(str(checkpoint.path), layers, checkpoint.config, other)
+    return Model(str(checkpoint.path), layers, checkpoint.config, other, notes=checkpoint.notes)
 
 
 def _of_packed(found: PackedWeights) -> Model:

@@ -71,7 +71,7 @@ def check_revision(name: str | None) -> None:
     if wrong:
         raise UsageError(
             f"--revision {name} cannot be a branch",
-            "give a name like int4 or v1.0, of letters, digits, -, _, . and /, without ..",
+            "give a name like int4 or v1.0, of letters, digits, -, _, / and single dots",
         )
     if _COMMIT.fullmatch(name):
         raise UsageError(

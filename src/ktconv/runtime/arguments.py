@@ -86,8 +86,8 @@ def _expect_tokens(ids: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of ids, which has the tokens of x, whose `shape` is given."""
     found = shape_of("ids", ids)
     if len(found) != len(shape) or found[:-1] != shape[:-1]:
+        wanted = ", ".join([*map(str, shape[:-1]), "top-k"])
         raise UsageError(
-            f"ids must have the shape {[*shape[:-1], 'top-k']}, as x is {list(shape)}; "
-            f"got {list(found)}"
+            f"ids must have the shape [{wanted}], as x is {list(shape)}; got {list(found)}"
         )
     return found

@@ -35,6 +35,7 @@ _COMPANION = re.compile(
     r"weight\.absmax)$|_(scale_inv|blocks|scales)$"
 )
 _CODES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8")  # dtypes of quantized weights
+_HEADS = {"lm_head", "head", "output", "unembed"}
 _LARGE_FACTOR = 100.0  # of the experts' sum; the largest in the table of families is 16
 
 
@@ -62,7 +63,23 @@ def check_agreement(
         f"{note} (layer{'s' if indices[1:] else ''} {format_ranges(indices)})"
         for note, indices in notes.items()
     ]
-    return [*found, *_odd_settings(content), *_check_quantization(config, layers, others)]
+    return [
+        *found,
+        *_odd_settings(content),
+        *_missing_head(content, others),
+        *_check_quantization(config, layers, others),
+    ]
+
+
+def _missing_head(content: Mapping[str, Any], others: Sequence[TensorRef]) -> Iterator[str]:
+    """A note where the model has embeddings, but no head, which config.json says is not theirs."""
+    modules = {one.name.removesuffix(".weight").rpartition(".")[2] for one in others}
+    tied = text_section(content).get("tie_word_embeddings") is not False
+    if "embed_tokens" in modules and not tied and not modules & _HEADS:
+        yield (
+            f"no tensor is the head (lm_head.weight), although {CONFIG_NAME} says "
+            "tie_word_embeddings false: loaders would start with a random one"
+        )
 
 
 def _odd_settings(content: Mapping[str, Any]) -> Iterator[str]:

@@ -83,6 +83,7 @@ class ModelConfig:
     listed_sizes: Sequence[ListSetting]  # of intermediate_size, where it is a list
     listed_experts: Sequence[ListSetting]
     top_k: Sequence[Setting | ListSetting]  # experts per token, from every key that is present
+    null_top_k: str | None  # the key, where config.json has null instead of a number
     zero_experts: int  # that a router can choose too, and that have no weights
     rows_beside_experts: int | None  # of routers, for no expert with weights; None: not known
     turned_router: bool | None  # whether routers are stored [in, out]; None: not known
@@ -113,8 +114,13 @@ class ModelConfig:
         )
 
     def top_k_fault(self, experts: int, layer: int | None = None) -> str | None:
-        """A sentence if a token is to go to more experts than the `experts` of a layer; of lists
-        the largest value counts where `layer` is None."""
+        """A sentence if a token is to go to more experts than the `experts` of a layer, or to null;
+        of lists the largest value counts where `layer` is None."""
+        if self.null_top_k is not None and layer is not None:
+            return (
+                f"{CONFIG_NAME}: {self.null_top_k} is null, but a layer has {experts} experts, of "
+                "which a token needs a number"
+            )
         for setting in self.top_k:
             most = setting.value if isinstance(setting, Setting) else setting.most(layer)
             if most > experts + self.zero_experts:
@@ -215,6 +221,7 @@ def interpret_config(
             *_lists(text, keys("experts of each layer"), num_layers, num_mtp, by_layer=True),
         ],
         top_k=_top_k(sections, num_layers, num_mtp),
+        null_top_k=_null_top_k(sections),
         zero_experts=sum(setting.value for setting in _scalars(sections, keys("zero experts"))),
         rows_beside_experts=rows_beside_experts(content),
         turned_router=row.router_is_transposed if row is not None else None,
@@ -312,6 +319,14 @@ def _top_k(
         if number.value not in listed.values and number.key in sections[0]:
             raise contradiction(number.key, number.value, listed.key, listed.values)
     return [number, *lists]
+
+
+def _null_top_k(sections: Sequence[Mapping[str, Any]]) -> str | None:
+    """The first key of experts per token, if there are such keys and all of them are null; readers
+    have defaults of their own for a key that is missing, and none for null."""
+    given = [(key, one[key]) for one in sections for key in table.FAMILIES.keys("top_k")
+             if key in one]  # fmt: skip
+    return given[0][0] if given and all(value is None for _, value in given) else None
 
 
 def _mtp_layers(sections: Sequence[Mapping[str, Any]]) -> int:

@@ -23,7 +23,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
-from ktconv.errors import UsageError
+from ktconv.errors import CheckpointError, UsageError
 from ktconv.families import table
 from ktconv.families.config import text_section
 from ktconv.families.names import RouterTensors, SharedExpert
@@ -161,6 +161,8 @@ def read_map(path: Path | NamingMap | None) -> NamingMap | None:
         data = read_small(path.parent, path.name, _MAX_MAP_BYTES)
     except MissingFileError:
         raise UsageError(f"--map {path} does not exist", "name a map; " + _HINT) from None
+    except CheckpointError as error:
+        raise UsageError(str(error), "name a map, a TOML file; " + _HINT) from None
     try:
         found = parse_map(data.decode(), f"--map {path}")
     except UnicodeDecodeError as error:

@@ -8,6 +8,7 @@ All of it is checked, because a truncated or patched shard could otherwise be re
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -134,6 +135,12 @@ def _read_length_and_json(path: Path, opened: Opened, file_bytes: int) -> bytes:
             _DAMAGED,
         )
     raw = opened.take(length, 8)
+    if raw.startswith(codecs.BOM_UTF8):
+        raise CheckpointError(
+            f"the header of {path} begins with a byte order mark, which no reader of safetensors "
+            "accepts",
+            "Save the file again with the library safetensors; a text editor may have changed it.",
+        )
     if not raw.lstrip(_JSON_SPACE).startswith(b"{"):  # as the reference reader
         raise CheckpointError(f"the header of {path} does not start with '{{'", _DAMAGED)
     return raw

@@ -119,6 +119,12 @@ class ModelSettings:
         quantization."""
         return _without_quantization(self._whole)
 
+    @property
+    def families(self) -> list[Family]:
+        """The rows of the table of families for the whole file, then for its text section."""
+        kinds = (one.get("model_type") for one in reversed(sections_of(self._whole)))
+        return [row for kind in kinds if (row := table.FAMILIES.of(kind)) is not None]
+
     def keys(self) -> list[str]:
         """Keys of the whole file."""
         return list(self._whole)

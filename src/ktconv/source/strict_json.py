@@ -44,8 +44,14 @@ def parse_object(
     except ValueError as error:
         raise CheckpointError(f"{source} is not valid JSON: {error}", hint) from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{source} is not a JSON object but a {type(value).__name__}", hint)
+        raise CheckpointError(f"{source} is not a JSON object but {_kind(value)}", hint)
     return value
+
+
+def _kind(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return {list: "a list", str: "a string"}.get(type(value), "a number")
 
 
 def _unique_keys(

@@ -128,19 +128,9 @@ def _write(
 
 def _check(request: StatsRequest) -> None:
     """Everything that can be checked before a model is loaded."""
-    ways = [
-        name for name in ("hot", "hot_share", "hot_total") if getattr(request, name) is not None
-    ]
-    if len(ways) > 1:
-        one, other = (f"--{name.replace('_', '-')}" for name in ways[:2])
-        raise UsageError(f"{one} and {other} cannot be combined", "use one of them")
     if request.hot_share is not None and not 0 < request.hot_share <= 1:
         raise UsageError(
             f"--hot-share must be in (0, 1], got {request.hot_share:g}", "for example 0.9"
-        )
-    if request.write is not None and not ways:
-        raise UsageError(
-            "--write needs a number of experts to select", "add --hot N or --hot-share F"
         )
     for option, path, ending in (
         ("--trace", request.trace, ".safetensors"),
@@ -149,8 +139,6 @@ def _check(request: StatsRequest) -> None:
     ):
         if path is not None and path.suffix != ending:
             raise UsageError(f"{option} {path} does not end in {ending}", f"name a {ending} file")
-    if request.placement is not None and request.layers is not None:
-        raise UsageError("--placement needs all layers", "omit --layers")
     check_written(_files(request), _read(request))
 
 

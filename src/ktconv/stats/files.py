@@ -24,14 +24,16 @@ from ktconv.source.config import MAX_SIZE
 from ktconv.source.strict_json import parse_object
 from ktconv.stats.counts import NUM_LAYERS, LayerCounts, Statistics, from_facts
 from ktconv.system.arrays import I32, I64
-from ktconv.system.files import refuse_device, translated
+from ktconv.system.files import refuse_device
 from ktconv.system.pointers import refuse_pointer_at
+from ktconv.system.regular_files import read_given
 from ktconv.system.units import parse_ranges
 from ktconv.writer.option_files import WrittenFile
 from ktconv.writer.shards import Tensor, plan_shard
 
 PLACEMENT = ".pt"  # the ending by which sglang-kt knows it
 _COUNT = "logical_count"
+_COUNTS = "give the output of ktconv stats --json"
 _OF_TRACE = {"layers", "experts"}  # its metadata
 
 
@@ -84,13 +86,13 @@ def write_trace(path: Path, ids: Mapping[int, I32], experts: Mapping[int, int]) 
 def read_statistics(path: Path) -> Statistics:
     """Counts that `ktconv stats` wrote: with --json, or as a trace. Raises a KtconvError for any
     other file."""
-    refuse_device(path, "the file of counts")
-    refuse_pointer_at(path)
+    what = "the file of counts"
     if path.suffix == ".safetensors":
+        refuse_device(path, what)
+        refuse_pointer_at(path)
         return read_trace(path)
-    with translated("read", path):
-        data = path.read_bytes()
-    return from_facts(parse_object(data, str(path), "give the output of ktconv stats --json"), path)
+    data = read_given(path, what, _COUNTS)
+    return from_facts(parse_object(data, str(path), _COUNTS), path)
 
 
 def read_trace(path: Path) -> Statistics:

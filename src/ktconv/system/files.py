@@ -37,6 +37,7 @@ _KINDS: dict[int, tuple[type[ResourceError], str, str | None]] = {  # class, rea
         "files this large are not allowed here",
         "raise the limit of the file system or process",
     ),
+    errno.ENAMETOOLONG: (ResourceError, "the name is too long", "choose a shorter name"),
     errno.EMFILE: (ResourceError, "too many open files", _OPEN_FILES),
     errno.ENFILE: (ResourceError, "too many open files on this machine", None),
 }

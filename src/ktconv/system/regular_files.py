@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ktconv.errors import CheckpointError, ResourceError
-from ktconv.system.files import opened_fd
-from ktconv.system.pointers import POINTER_BYTES, refuse_pointer
+from ktconv.errors import CheckpointError, ResourceError, UsageError
+from ktconv.system.files import opened_fd, refuse_device
+from ktconv.system.pointers import POINTER_BYTES, refuse_pointer, refuse_pointer_at
 from ktconv.system.stores import RemotePath
 from ktconv.system.units import format_size
 
@@ -127,6 +127,28 @@ def read_small(directory: Path, name: str | Path, limit: int = MAX_SMALL_BYTES) 
     """All bytes of a file beside the weights; raises as `opened_small`."""
     with opened_small(directory, name, limit) as descriptor:
         return b"".join(read_chunks(directory / name, descriptor, limit))
+
+
+def read_given(path: Path, what: str, hint: str, limit: int = MAX_CONFIG_BYTES) -> bytes:
+    """All bytes of FILE of the option `what`, a file or a pipe, of at most `limit` bytes. Raises
+    UsageError where no file is, for a device and for a larger file, PointerError for a pointer of
+    Git LFS, ResourceError where the system refuses."""
+    refuse_device(path, what)
+    refuse_pointer_at(path)
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(f"{what} {path} does not exist", hint) from None
+    except IsADirectoryError:
+        raise UsageError(f"{what} {path} is a directory", hint) from None
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if len(data) > limit:
+        raise UsageError(
+            f"{what} {path} is larger than {format_size(limit)}, the limit for such a file", hint
+        )
+    return data
 
 
 def unreadable(path: Path, error: OSError) -> ResourceError:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
 from typing import TypeVar
 
 Task = TypeVar("Task")
@@ -69,32 +67,3 @@ class AwaitedThread(threading.Thread):
             if self._running.acquire(timeout=0.5):
                 self._running.release()
         self.join()
-
-
-def uninterrupted(call: Callable[[], Result]) -> Result:
-    """What `call` returns. An interrupt that comes meanwhile is raised when it has ended: libraries
-    that do not expect one swallow it, or make an error of their own of it. The second one is not
-    kept back."""
-    if threading.current_thread() is not threading.main_thread():
-        return call()  # no interrupt gets here
-    came: list[int] = []
-    before = {
-        number: handler
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if callable(handler := signal.getsignal(number))
-    }
-
-    def keep(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        if len(came) > 1:
-            before[signal.Signals(number)](number, frame)
-
-    for number in before:
-        signal.signal(number, keep)
-    try:
-        return call()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if came:
-            signal.raise_signal(came[0])

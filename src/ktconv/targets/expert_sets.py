@@ -18,8 +18,7 @@ from typing import Any
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.source.strict_json import parse_object
-from ktconv.system.files import io_error
-from ktconv.system.pointers import refuse_pointer_at
+from ktconv.system.regular_files import read_given
 from ktconv.system.units import format_ranges, parse_ranges
 from ktconv.writer.option_files import WrittenFile
 
@@ -107,12 +106,7 @@ def read_expert_set(path: Path, option: str = "--experts") -> ExpertSet:
     """Read FILE of `option`. Raises a KtconvError that names what is wrong with it."""
     if not path.is_file():
         raise UsageError(f"{option}: {path} is not a file", _FORM)
-    refuse_pointer_at(path)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise io_error("read", path, error) from error
-    content = parse_object(data, str(path), _FORM)
+    content = parse_object(read_given(path, option, _FORM), str(path), _FORM)
     if content.get("kind") == COUNTS:
         raise UsageError(
             f"{path} contains counts, not a set of experts",
@@ -174,7 +168,7 @@ def expert_set_file(path: Path) -> WrittenFile:
 
 
 def _is_written(path: Path) -> bool:
-    return path.read_bytes() == _text(read_expert_set(path))
+    return read_given(path, "--write", _FORM) == _text(read_expert_set(path))
 
 
 def write_expert_set(chosen: ExpertSet, path: Path) -> None:

@@ -37,7 +37,7 @@ def run(
     written = None if report is None else report_file(report)
     check_written([written], _read(request, other))
     if card:
-        _check_card(request, other)
+        check_card(request.output)
     if other is not None:
         outcome = _compare(request, other, progression, notify)
     else:
@@ -63,25 +63,6 @@ def _compare(
 ) -> Outcome:
     from ktconv.verify import compare
 
-    for option, value in (
-        ("source", request.source),
-        ("importance", request.importance),
-        ("calibrate", request.calibrate),
-        ("level", request.level),
-        ("gradients", request.gradients or None),
-        ("text", request.text),
-        ("work-dir", request.work_dir),
-        ("max-ppl-increase", request.thresholds.max_ppl_increase),
-        ("max-kl", request.thresholds.max_kl),
-        ("with", request.beside),
-        ("tp", request.tp),
-        ("ep", request.ep),
-    ):
-        if value is not None:
-            raise UsageError(
-                f"--{option} does not apply when comparing two conversions",
-                "omit it, or verify each against its --source",
-            )
     plan = compare.make_plan(request.output, other, request.sample, request.seed)
     need = Need(max((task.memory for task in plan.tasks), default=0))
     budget = plan_memory(need, request.max_memory, request.threads, None)
@@ -109,15 +90,6 @@ def _read(request: VerifyRequest, other: Path | None) -> list[str | Path | None]
         request.output, other, request.beside, request.importance, request.calibrate, request.text,
         *(request.original.files() if request.original else ()),
     ]  # fmt: skip
-
-
-def _check_card(request: VerifyRequest, other: Path | None) -> None:
-    if other is not None or not request.source:
-        what = "when comparing two conversions" if other is not None else "without --source"
-        raise UsageError(
-            f"--card does not apply {what}", "omit it, or verify OUTPUT against its --source"
-        )
-    check_card(request.output)
 
 
 def _write_report(file: WrittenFile, outcome: Outcome, notify: Notify) -> None:

@@ -19,6 +19,8 @@ from ktconv.distributed.models.listing import Entry, read_list
 from ktconv.distributed.models.runs import Fleet
 from ktconv.errors import UsageError
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 
 def listed(tmp_path: Path, *lines: str) -> Path:
     path = tmp_path / "models.txt"
@@ -156,6 +158,14 @@ def test_other_wrong_words(tmp_path: Path) -> None:
     refused(ktconv("quantize-cpu"), 2, "issing argument MODEL")
     with pytest.raises(UsageError, match="refused"):
         read_list(path, lambda words: "refused")
+
+
+def test_long_lines_are_refused_at_once(tmp_path: Path) -> None:
+    """Splitting them takes time that grows with the square of their length."""
+    path = listed(tmp_path, f"{EXAMPLE} {tmp_path}/a", "[" * (4 << 20))
+    path.write_text(path.read_text()[: 4 << 20])
+    said = "line 2 of " + str(path) + ": it has 4,19"
+    refused(ktconv("quantize-cpu", "--from-list", path), 2, said, "the limit is 65,536")
 
 
 def test_an_interrupt_ends_all_runs_and_keeps_what_is_done(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from ktconv.errors import CheckpointError, UsageError
 
+pytestmark = pytest.mark.torch
+
 
 @pytest.fixture
 def streams(torch: Any) -> list[tuple[Any, Any]]:

@@ -12,6 +12,8 @@ from helpers.streamed import on_meta, routed
 
 from ktconv.source import open_checkpoint
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 FAMILIES = list(SAVED)
 # Its bf16 rows are multiplied in float32, where products depend on the rows beside a row.
 IN_FLOAT32 = "openai_privacy_filter"

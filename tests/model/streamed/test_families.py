@@ -24,6 +24,8 @@ from ktconv.errors import CheckpointError
 from ktconv.model import load_model
 from ktconv.source import open_checkpoint
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 WITHOUT_LANGUAGE_MODEL = "openai_privacy_filter"
 NOT_RUN_BEFORE_5_23 = "deepseek_v4, resaved"
 FAMILIES = [name for name in SAVED if name not in (WITHOUT_LANGUAGE_MODEL, NOT_RUN_BEFORE_5_23)]

@@ -19,6 +19,8 @@ from helpers.streamed import experts_module, on_meta, site_of
 from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.system import files
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 DTYPES = ["bfloat16", "float32", "float16"]
 
 

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from helpers.wide_moe import layer_shapes
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 HIDDEN, INNER, EXPERTS, VOCAB, FEW, MANY = 256, 512, 8, 1024, 4, 12
 LAYER = layer_shapes(HIDDEN, INNER, EXPERTS, queries=256)
 MIB = 1 << 20

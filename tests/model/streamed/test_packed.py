@@ -17,6 +17,8 @@ from ktconv.source import open_checkpoint
 from ktconv.source.settings import ModelSettings
 from ktconv.targets.expert_sets import expert_set
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 CHOSEN = {0: [0, 3], 1: [7]}  # of 8
 
 

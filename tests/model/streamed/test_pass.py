@@ -21,6 +21,8 @@ from helpers.passes import Kept, Passed, in_memory, windows
 from ktconv.errors import CheckpointError, DiskFullError
 from ktconv.model import load_model
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 LAYERS = 6
 KILLS = 4
 

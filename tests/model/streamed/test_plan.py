@@ -27,6 +27,8 @@ from ktconv.source import open_checkpoint
 from ktconv.source.reading.reader import SourceReader
 from ktconv.system import machine
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 WINDOWS = [48] * 6
 
 

@@ -15,6 +15,8 @@ from helpers.streamed import experts_module, on_meta, routed, site_of
 from ktconv.errors import CheckpointError, ResourceError
 from ktconv.source import Checkpoint, open_checkpoint
 
+pytestmark = pytest.mark.torch
+
 EXPERTS, HIDDEN, INNER = 6, 128, 256
 SOURCE = "model.layers.0.mlp.experts"
 

@@ -25,6 +25,8 @@ from ktconv.errors import CheckpointError, DiskFullError, KtconvError, ResourceE
 from ktconv.model.streamed.states import STATE_FILE, Resumed, Scratch, States
 from ktconv.source import open_checkpoint
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 ALL_DTYPES = [
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8,
     torch.int8, torch.int16, torch.int32, torch.int64,

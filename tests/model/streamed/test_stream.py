@@ -17,6 +17,8 @@ from ktconv.model.evaluate import windows
 from ktconv.model.load import load_tokenizer
 from ktconv.system.arrays import Array
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 
 class Kept:
     """A watcher that keeps what it sees."""

@@ -28,6 +28,8 @@ from ktconv.model.streamed.work import (
 from ktconv.source import open_checkpoint
 from ktconv.writer.journal import OutputLock
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 ONE, OTHER = {"kind": "one"}, {"kind": "other"}
 
 

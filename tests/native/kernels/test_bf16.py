@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 from ktconv.formats import bf16
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 
+pytestmark = pytest.mark.slow
+
 LAYOUT = Layout.of("bf16")
 SHAPES = [(32, 32), (64, 96), (128, 544), (160, 1024), (96, 2080), (32, 7168), (64, 7200)]
 TINY = 2.0**-126

@@ -27,6 +27,8 @@ from native.kernels.product import (
 from ktconv.formats import fp8
 from ktconv.formats.decode import E4M3FN_VALUES
 
+pytestmark = pytest.mark.slow
+
 GROUPS = {"block": 128, "row": 0}
 SHAPES = {
     "block": [(32, 128), (160, 384), (96, 1152), (288, 256), (32, 7168), (64, 7296)],

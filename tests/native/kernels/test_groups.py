@@ -27,6 +27,8 @@ from native.kernels.product import (
 from ktconv.formats import gint4, gint8, groups, mxfp4
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 
+pytestmark = pytest.mark.slow
+
 KINDS = {
     "mxfp4-ue8m0": ("mxfp4", 32, "ue8m0"),
     "mxfp4-bf16": ("mxfp4", 32, "bf16"),

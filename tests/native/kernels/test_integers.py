@@ -22,6 +22,8 @@ from native.kernels.product import (
 from ktconv.formats import FORMATS
 from ktconv.formats.kt_layout import pack_codes
 
+pytestmark = pytest.mark.slow
+
 KERNELS = ("int8", "int4")
 LARGEST = {"int8": 127, "int4": 7}
 STEP = {"int8": 1, "int4": 16}

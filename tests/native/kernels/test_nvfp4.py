@@ -24,6 +24,8 @@ from native.kernels.product import (
 
 from ktconv.formats import FORMATS, groups, nvfp4
 
+pytestmark = pytest.mark.slow
+
 LAYOUT = Layout.of("nvfp4", 0, "f32")
 ROW = FORMATS["nvfp4"]
 SHAPES = [(32, 32), (64, 96), (160, 384), (96, 1152), (32, 2080), (32, 7168), (64, 7296)]

@@ -17,6 +17,8 @@ from helpers.golden import splitmix64
 from helpers.paths import ROOT
 from helpers.recoded import change_recorded, encode, values_of
 
+pytestmark = pytest.mark.slow
+
 CASES = json.loads((ROOT / "tests/data/golden/golden_public.json").read_text())["awq_cases"]
 SOURCE = "model.layers.0.mlp.experts"
 

@@ -21,6 +21,8 @@ from ktconv.runtime.layers import native_experts
 from ktconv.source import open_checkpoint
 from ktconv.targets.encoded.scheme import SCHEMES, names_of
 
+pytestmark = pytest.mark.slow
+
 WIDE = ("fp8", "gptq-int4")  # 192 columns are no whole blocks of 128
 METHODS = [
     name for name in names_of("quantize-cpu") if SCHEMES[name].kt_method and name not in WIDE

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from helpers.families import bf16, numbered, random_weights, simple_config, writ
 from ktconv.formats import output_formats
 from ktconv.targets.encoded.scheme import names_of
 
+pytestmark = pytest.mark.slow
+
 EXPERT = 1  # the odd one
 CPU = [*output_formats(), *names_of("quantize-cpu")]
 METHODS = [("quantize-cpu", "--method", name) for name in CPU]
@@ -24,7 +27,9 @@ SEARCHED = [("quantize-gpu", "--scheme", name, "--scale", "search") for name in 
 HALF = {"gptq-int4", "awq"}  # whose scales are binary16, of 65504 at most
 
 
-def model_of(directory: Path, largest: float = 1.0, outlier: float = 0.0) -> Path:
+def model_of(
+    directory: Path, largest: float = 1.0, outlier: float = 0.0, encode: Any = bf16
+) -> Path:
     """An expert whose largest weights are `largest`; `outlier`: one weight of each of another's
     matrices."""
     weights = random_weights()
@@ -33,9 +38,22 @@ def model_of(directory: Path, largest: float = 1.0, outlier: float = 0.0) -> Pat
         stack[EXPERT] = (wide / np.abs(wide).max() * largest).astype(np.float32)
         if outlier:
             stack[2, 5, 7] = outlier
-    tensors = numbered("model.layers.0.mlp.experts", weights)
+    tensors = numbered("model.layers.0.mlp.experts", weights, encode=encode)
     tensors["model.layers.0.mlp.gate.weight"] = bf16(weights.gate[:, 0])
     return write_checkpoint(directory, tensors, simple_config())
+
+
+@pytest.mark.parametrize("words", METHODS, ids=" ".join)
+def test_float32_weights_beyond_bf16(words: tuple[str, ...], tmp_path: Path) -> None:
+    """What is finite is not called an infinity where a format rounds to bf16 first."""
+    model = model_of(tmp_path / "model", 3.4e38, encode=np.float32)
+    result = ktconv(words[0], model, tmp_path / "output", *words[1:])
+    assert "NaN" not in result.stderr
+    if result.exit_code == 0:
+        assert check(tmp_path / "output", model, "weights").passed
+    else:
+        refused(result, 2, "")
+        assert any(one in result.stderr for one in ("beyond bf16", "would have infinite weights"))
 
 
 def converted(model: Path, output: Path, words: tuple[str, ...]) -> str:

@@ -24,6 +24,8 @@ from ktconv.targets.encoded.names import fits, patterns_of
 from ktconv.targets.encoded.recipe import Recipe, parse_recipe, read_recipe
 from ktconv.targets.encoded.scheme import MIXABLE, MIXED
 
+pytestmark = pytest.mark.slow
+
 # Every method that can be mixed, in layers, projections and experts.
 EVERYTHING = """
 method = "int4-g128"

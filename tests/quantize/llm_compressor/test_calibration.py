@@ -13,6 +13,8 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.quantize.llm_compressor.gptq.calibration import load_tokenizer, read_samples
 from ktconv.targets.encoded.target import Calibration
 
+pytestmark = pytest.mark.torch
+
 
 class Letters:
     """A tokenizer: a token per letter, a special one in front."""

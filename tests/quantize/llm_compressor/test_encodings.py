@@ -13,6 +13,8 @@ from helpers.gpu import experts_of, floats, quantize
 
 from ktconv.formats.decode import round_to_bf16
 
+pytestmark = pytest.mark.torch
+
 pytest.importorskip("llmcompressor")
 
 CHOSEN = (

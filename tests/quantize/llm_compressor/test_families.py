@@ -14,6 +14,8 @@ from helpers.gpu import modules, quantize
 from ktconv.errors import CheckpointError
 from ktconv.verify import VerifyRequest, verify
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 # Transformers has other modules than the checkpoint's names say, or reads experts in fused form.
 RENAMED = ("minimax_m3_vl", "phimoe", "kimi_k25, resaved", "hy_v3", "axk2", "llama4")
 FUSED = ("gemma4", "granitemoe", "step3p7", "hy_v4")

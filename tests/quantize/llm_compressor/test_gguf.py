@@ -26,6 +26,8 @@ pytest.importorskip("gguf")
 
 from helpers.ggml import HALVES, block_size, blocks_of
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 F32 = NDArray[np.float32]
 SIZE = 256  # of every matrix, so that all types fit
 LAYERS, EXPERTS = 2, 3

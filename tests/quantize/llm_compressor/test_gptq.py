@@ -30,6 +30,8 @@ from ktconv.quantize.llm_compressor.gptq.coverage import Counter
 from ktconv.quantize.llm_compressor.run import prepare, quantize_gpu
 from ktconv.targets.encoded.target import Calibration, Options
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 PARTS = ("weight_packed", "weight_scale", "weight_shape")
 EVALUATED = 10  # windows of 512 tokens from the start of a model's text; calibration has the rest
@@ -623,7 +625,7 @@ def test_a_model_that_is_no_language_model(small: Path, text: Path, tmp_path: Pa
         match=r"/model is of type vit, for which transformers \S+ has no language model",
     ) as raised:
         quantize(model, tmp_path / "output", text, group_size=32, self_test=True)
-    assert "--method rtn" in str(raised.value.hint)
+    assert "--algorithm rtn" in str(raised.value.hint)
 
 
 def test_what_the_library_raises_is_one_sentence(

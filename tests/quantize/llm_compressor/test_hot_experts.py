@@ -15,6 +15,8 @@ from ktconv.cli.app import app
 from ktconv.inspect.inspection import inspect_path
 from ktconv.targets.expert_sets import expert_set, read_expert_set, write_expert_set
 
+pytestmark = pytest.mark.torch
+
 pytest.importorskip("llmcompressor")
 
 

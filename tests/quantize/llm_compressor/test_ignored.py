@@ -15,6 +15,8 @@ from helpers.oneshot import take_experts_apart
 from ktconv.targets.encoded.ignored import ignored_modules
 from ktconv.writer.shards import Tensor
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 
 def ignored(tensors: Mapping[str, tuple[int, ...]]) -> list[str]:
     return ignored_modules(Tensor(name, "BF16", shape, 0) for name, shape in tensors.items())

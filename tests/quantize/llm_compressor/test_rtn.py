@@ -29,6 +29,8 @@ from helpers.paths import EXAMPLE
 
 from ktconv.formats.decode import round_to_bf16
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 SOURCE = "model.layers.0.mlp.experts"
 
 

@@ -23,6 +23,8 @@ from ktconv import native
 from ktconv.cli.app import app
 from ktconv.cli.quantize_gpu import GpuMethod, ScaleRule, Scheme
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.process]
+
 SOURCE = "model.layers.0.mlp.experts"
 LAYERS = 12
 
@@ -222,10 +224,10 @@ def written(directory: Path, extra: dict[str, Any] | None = None, **config: Any)
         (("--max-memory=50MB",), "is too small"),
         (("--layers=99",), f"the last MoE layer is {LAYERS - 1}"),
         (("--max-shard-size=1kB",), "too small for tensor"),
-        (("--device=cuda",), "--device cuda belongs to --method gptq"),
-        (("--dataset=x.txt",), "--dataset belongs to --method gptq"),
-        (("--no-self-test",), "--self-test belongs to --method gptq"),
-        (("--method=gptq", "--max-memory=8GB"), "--max-memory belongs to --method rtn"),
+        (("--device=cuda",), "--device cuda belongs to --algorithm gptq"),
+        (("--dataset=x.txt",), "--dataset belongs to --algorithm gptq"),
+        (("--no-self-test",), "--self-test belongs to --algorithm gptq"),
+        (("--method=gptq", "--max-memory=8GB"), "--max-memory belongs to --algorithm rtn"),
         (("--experts=nowhere.json",), "nowhere.json is not a file"),
     ],
 )
@@ -262,7 +264,7 @@ def test_gptq_without_llm_compressor(
         module, "find_spec", lambda name: None if name == "llmcompressor" else find_spec(name)
     )
     result = run(model, tmp_path / "out", "--method=gptq", "--dataset=x.txt")
-    refused(result, 2, "--method gptq needs llmcompressor, which is not installed")
+    refused(result, 2, "--algorithm gptq needs llmcompressor, which is not installed")
     assert "pip install 'ktconv[gpu]'" in result.stderr
 
 

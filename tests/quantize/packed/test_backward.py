@@ -42,6 +42,8 @@ from ktconv.targets.expert_sets import expert_set, write_expert_set
 from ktconv.targets.packed.target import Options, options_of_record
 from ktconv.writer.staging import ShardStaging
 
+pytestmark = pytest.mark.slow
+
 LAYERS, EXPERTS, INNER = 2, 2, 512
 
 

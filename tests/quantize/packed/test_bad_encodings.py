@@ -11,6 +11,8 @@ from helpers.cli import refused, run
 from helpers.encoded import HIDDEN, INNER, SOURCE, encoded_model
 from helpers.families import Raw, Tensor, bf16, e8m0, fp8
 
+pytestmark = pytest.mark.slow
+
 N, K = INNER, HIDDEN  # outputs and inputs of `up`
 F32, F16, U8, I8, I32, I64 = np.float32, np.float16, np.uint8, np.int8, np.int32, np.int64
 UP = f"{SOURCE}.1.up_proj"

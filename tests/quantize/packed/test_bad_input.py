@@ -46,6 +46,8 @@ from ktconv.source import open_checkpoint
 from ktconv.source.reading.reader import SourceReader
 from ktconv.targets.packed.target import Options
 
+pytestmark = pytest.mark.slow
+
 SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
 INDEX = "model.safetensors.index.json"
 

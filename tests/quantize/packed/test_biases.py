@@ -25,6 +25,8 @@ from ktconv.verify import Request as VerifyRequest
 from ktconv.verify import verify
 from ktconv.verify.compare import compare
 
+pytestmark = pytest.mark.slow
+
 ALLOW: dict[str, Any] = {"allow_activation_mismatch": True}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from helpers.convert import (
     all_files,
     assert_output,
@@ -37,6 +38,8 @@ from numpy.typing import NDArray
 
 from ktconv.source import PROJECTIONS
 from ktconv.source.reading import matrices as matrix_reader
+
+pytestmark = pytest.mark.slow
 
 Floats = NDArray[np.float32]
 SOURCE = "model.layers.{}.mlp.experts"

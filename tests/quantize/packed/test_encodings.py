@@ -30,6 +30,8 @@ from ktconv.conversion import tasks
 from ktconv.formats.decode import round_to_bf16
 from ktconv.source.reading import matrices as matrix_reader
 
+pytestmark = pytest.mark.slow
+
 SOURCE = "model.layers.0.mlp.experts"
 Floats = NDArray[np.float32]
 

@@ -38,6 +38,8 @@ from ktconv.system.units import parse_ranges
 from ktconv.targets.expert_sets import expert_set, write_expert_set
 from ktconv.targets.packed.target import Options
 
+pytestmark = pytest.mark.slow
+
 F32 = NDArray[np.float32]
 REQUEST = {"layers", "threads", "exclude_experts", "allow_partial"}
 FEW = Limits(rows=STEP)  # of all experts of these models

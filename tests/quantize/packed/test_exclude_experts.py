@@ -28,6 +28,8 @@ from ktconv.targets.packed.target import Options
 from ktconv.verify import VerifyRequest
 from ktconv.verify.run import verify
 
+pytestmark = pytest.mark.slow
+
 CHOSEN = expert_set({0: [0, 3, 7], 1: [5]})  # of 8; the first and the last too
 EXPERTS = {(layer, expert) for layer in range(2) for expert in range(8)}
 KEPT = {(layer, expert) for layer, expert in EXPERTS if expert not in CHOSEN.of(layer)}

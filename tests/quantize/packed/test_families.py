@@ -37,6 +37,8 @@ from helpers.paths import EXAMPLE, MODELS
 from ktconv.formats import output_formats
 from ktconv.quantize.packed.run import Request, prepare
 
+pytestmark = pytest.mark.slow
+
 # By family: where the decoder's tensors are, and what that becomes. Everything else keeps
 # its name, but for a leading "model.".
 DECODERS = {

@@ -38,6 +38,8 @@ from ktconv.source.reading.matrices import Factors, MatrixReader
 from ktconv.source.reading.reader import SourceReader
 from ktconv.targets.packed.target import Options, options_of_record
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, INNER, EXPERTS = 256, 512, 2
 LAYERS = (0, 1)
 FOLD: dict[str, Any] = {"fold": "up-down"}

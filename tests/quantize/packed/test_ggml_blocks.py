@@ -29,6 +29,8 @@ from helpers.ggml import F32, U8, blocks_of, values_of
 from helpers.gguf_files import Blocks, write_gguf
 from helpers.harmless import assert_safe, run
 
+pytestmark = pytest.mark.slow
+
 EXPERTS, ROWS, COLS = 3, 256, 768
 CONFIG = interpret_config({"hidden_size": COLS, "moe_intermediate_size": ROWS})
 FLOATS = {"F32": np.float32, "F16": np.float16}

@@ -27,6 +27,8 @@ pytest.importorskip("gguf")
 
 from helpers.ggml import HALVES, block_size, blocks_of
 
+pytestmark = pytest.mark.slow
+
 needs_torch = pytest.mark.skipif(
     find_spec("torch") is None or find_spec("transformers") is None, reason="needs transformers"
 )

@@ -17,6 +17,8 @@ from helpers.families import Raw, Tensor, simple_config, write_checkpoint
 from ktconv import native
 from ktconv.formats import PROJECTIONS
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 SCRIPT = """
 import json, sys
 from helpers.convert import convert

@@ -38,6 +38,8 @@ from ktconv.targets.packed.target import Options
 from ktconv.verify import Request as VerifyRequest
 from ktconv.verify import Result, verify
 
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
 pytest.importorskip("torch")
 
 F32 = NDArray[np.float32]

@@ -29,6 +29,8 @@ from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.stats.importance_file import LayerImportance
 from ktconv.targets.packed.target import ImportanceRecord, Options, options_of_record
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, INNER, EXPERTS = 128, 256, 3
 LAYERS = (0, 1)
 Change = Callable[[dict[int, LayerImportance]], object]

@@ -30,6 +30,8 @@ from ktconv.quantize.packed.run import Request, prepare
 from ktconv.targets.packed.target import Options
 from ktconv.writer.manifest import Manifest, read_manifest
 
+pytestmark = pytest.mark.slow
+
 SOURCE = "model.layers.0.mlp.experts"
 HIDDEN, INNER = 256, 384
 F32 = NDArray[np.float32]

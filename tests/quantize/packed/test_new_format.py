@@ -25,6 +25,8 @@ from ktconv.merge import merge
 from ktconv.reshard import Request as ReshardRequest
 from ktconv.reshard import reshard
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 rows = pytest.mark.parametrize("row", with_format.ROWS.values(), ids=lambda row: row.key)
 
 

@@ -20,6 +20,8 @@ from ktconv.source.encodings import ENCODINGS
 from ktconv.source.encodings.grids import load_groups
 from ktconv.source.types import BlockGrid, GroupIndex, TensorRef
 
+pytestmark = pytest.mark.slow
+
 NV = "nvfp4, compressed-tensors"
 
 
@@ -36,8 +38,13 @@ def test_units_are_those_of_the_library() -> None:
         assert unit == native.stored_unit(one.name)
 
 
-@pytest.mark.parametrize(("method", "numa"), [("int4", 1), ("int4", 3), ("int8", 2)])
-@pytest.mark.parametrize("kind", KINDS)
+# Parts that begin within units of every kind; the others, which meet no more of a decoder than
+# that, in turns.
+@pytest.mark.parametrize(
+    ("kind", "method", "numa"),
+    [(kind, "int4", 3) for kind in KINDS]
+    + [(kind, *(("int4", 1) if number % 2 else ("int8", 2))) for number, kind in enumerate(KINDS)],
+)
 def test_numbered_experts(kind: str, method: str, numa: int, tmp_path: Path) -> None:
     model, weights, nbytes = encoded_model(tmp_path / "model", kind)
     assert open_checkpoint(model).layers[0].encoding == KINDS[kind].name

@@ -52,6 +52,8 @@ from ktconv.formats.decode import round_to_bf16
 from ktconv.system.files import write_behind
 from ktconv.writer import staging
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 SOURCE = "model.layers.{}.mlp.experts"
 LAYERS = {index: random_weights(128, 128, 3, seed=index) for index in range(3)}
 NORM = bf16(np.ones(128))

@@ -36,6 +36,8 @@ from ktconv.targets.encoded.target import Options
 from ktconv.verify import Request as VerifyRequest
 from ktconv.verify import verify
 
+pytestmark = pytest.mark.slow
+
 UP = f"{SOURCE}.1.up_proj"
 # Zeros by kind: of the three matrices of two experts, whose outputs and inputs are 384 and 256, or
 # 256 and 384 of down. Two of a grid are zero; of NVFP4 all of a row, and one of every other row.

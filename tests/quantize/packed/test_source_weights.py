@@ -30,6 +30,8 @@ from ktconv.repack.reshard import reshard
 from ktconv.source import open_checkpoint
 from ktconv.targets.packed.target import BY_WEIGHTS, Options, options_of_record
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, INNER, EXPERTS = 640, 256, 2  # columns of up: more than one block of lanes
 LAYERS = (0, 1)  # the second has no norm
 Floats = NDArray[np.float32]

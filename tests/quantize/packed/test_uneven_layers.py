@@ -17,6 +17,8 @@ from ktconv.merge import merge
 from ktconv.runtime import MoELayer
 from ktconv.verify import VerifyRequest, verify
 
+pytestmark = pytest.mark.slow
+
 COUNTS = (6, 4)
 ENGINES = "Layers have different numbers of experts: KTransformers, vLLM, SGLang and transformers"
 

@@ -28,6 +28,8 @@ from ktconv.targets.encoded.recipe import parse_recipe, read_recipe
 from ktconv.targets.encoded.scheme import MIXED
 from ktconv.targets.encoded.target import Options
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -28,6 +28,8 @@ from ktconv.runtime.layers.load import activation_of, moe_layers
 from ktconv.source.settings import ModelSettings
 from ktconv.system.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 F32 = NDArray[np.float32]
 
 

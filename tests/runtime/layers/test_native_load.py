@@ -46,6 +46,8 @@ from ktconv.runtime.layers import KERNEL_BOUND, Experts, native_experts, native_
 from ktconv.source import open_checkpoint
 from ktconv.system.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 F32 = NDArray[np.float32]
 
 # The format that a layer in each encoding is held in; None: no format has its numbers.

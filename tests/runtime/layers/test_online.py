@@ -22,6 +22,8 @@ from ktconv.native import Activation, Layout
 from ktconv.runtime.layers import KERNEL_BOUND, Experts, native_experts, open_experts, pack_online
 from ktconv.system.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 F32 = NDArray[np.float32]
 HIDDEN, INNER, EXPERTS = 256, 384, 3
 

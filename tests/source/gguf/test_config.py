@@ -82,7 +82,7 @@ def test_extra_layers(tmp_path: Path) -> None:
 def test_one_architecture_of_three_families(
     function: int | None, kind: str, method: str | None, tmp_path: Path
 ) -> None:
-    config = opened(tmp_path, "deepseek2", expert_gating_func=function).config
+    config = opened(tmp_path, "deepseek2", expert_gating_func=function).config.content
     assert (config["model_type"], config.get("topk_method")) == (kind, method)
     assert router_of(config, 0).n_group == 1  # llama.cpp has groups only where they are given
 
@@ -126,19 +126,19 @@ def test_glm_4_7_flash_is_told_from_deepseek_v2(blocks: int, tokens: int, tmp_pa
 
 
 def test_activations(tmp_path: Path) -> None:
-    assert expert_activation(opened(tmp_path, "gpt-oss").config).alpha == 1.702
-    assert expert_activation(opened(tmp_path, "gemma4").config).function == "gelu_tanh"
-    assert expert_activation(opened(tmp_path, "grok").config).function == "gelu"
+    assert expert_activation(opened(tmp_path, "gpt-oss").config.content).alpha == 1.702
+    assert expert_activation(opened(tmp_path, "gemma4").config.content).function == "gelu_tanh"
+    assert expert_activation(opened(tmp_path, "grok").config.content).function == "gelu"
     with_mtp: dict[str, Any] = {
         "block_count": 2,
         "nextn_predict_layers": 1,
         "swiglu_clamp_exp": [0.0, 7.0],
     }
-    assert opened(tmp_path, **with_mtp).config["swiglu_limit"] == [0.0, 7.0]
+    assert opened(tmp_path, **with_mtp).config.content["swiglu_limit"] == [0.0, 7.0]
     with pytest.raises(CheckpointError, match=r"m\.gguf contradicts itself: swiglu_limit lists 3"):
         opened(tmp_path, **{**with_mtp, "swiglu_clamp_exp": [0.0, 7.0, 7.0]})
-    assert "swiglu_limit" not in opened(tmp_path, swiglu_clamp_exp=[0.0]).config
-    assert opened(tmp_path, swiglu_clamp_exp=7.0).config["swiglu_limit"] == 7.0
+    assert "swiglu_limit" not in opened(tmp_path, swiglu_clamp_exp=[0.0]).config.content
+    assert opened(tmp_path, swiglu_clamp_exp=7.0).config.content["swiglu_limit"] == 7.0
 
 
 def test_a_limit_per_layer(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_limit_per_layer(tmp_path: Path) -> None:
     assert [layer.activation.limit for layer in model.layers] == [math.inf, 7.0][
         : len(model.layers)
     ]
-    step = opened(tmp_path, "step35", **limits).config
+    step = opened(tmp_path, "step35", **limits).config.content
     assert step["swiglu_limits"] == [0.0, 7.0] and step["swiglu_limits_shared"] == [16.0, 0.0]
     clamped = expert_activation(step, 1)
     assert clamped.limit == 7.0 and clamped.limit_after
@@ -161,7 +161,7 @@ def test_a_limit_per_layer(tmp_path: Path) -> None:
 
 def test_sizes_of_experts_without_a_key_of_their_own(tmp_path: Path) -> None:
     plain = opened(tmp_path, "llama", expert_feed_forward_length=None, feed_forward_length=INNER)
-    assert plain.config["intermediate_size"] == INNER
+    assert plain.config.content["intermediate_size"] == INNER
     with pytest.raises(CheckpointError, match=r"the metadata of m\.gguf has intermediate_size 64"):
         opened(tmp_path, "llama", expert_feed_forward_length=None, feed_forward_length=64)
 
@@ -169,8 +169,8 @@ def test_sizes_of_experts_without_a_key_of_their_own(tmp_path: Path) -> None:
 def test_dense_layers(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"first_k_dense_replace in the metadata of m\.gguf"):
         opened(tmp_path, leading_dense_block_count=1)
-    config = opened(tmp_path, leading_dense_block_count=1, interleave_moe_layer_step=2).config
-    assert "first_k_dense_replace" not in config
+    model = opened(tmp_path, leading_dense_block_count=1, interleave_moe_layer_step=2)
+    assert "first_k_dense_replace" not in model.config.content
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_without_an_architecture(tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_keeps_its_name(tmp_path: Path) -> None:
-    config = opened(tmp_path, "next-year-moe").config
+    config = opened(tmp_path, "next-year-moe").config.content
     assert config["model_type"] == "next-year-moe" and config["num_experts"] == EXPERTS
 
 

@@ -12,6 +12,8 @@ import pytest
 from ktconv.source.remote import ahead
 from ktconv.source.remote.ahead import ReadAhead
 
+pytestmark = [pytest.mark.slow, pytest.mark.network]
+
 FILES = {name: random.Random(name).randbytes(100_000) for name in ("a", "b")}
 
 

@@ -12,6 +12,8 @@ from ktconv.errors import CheckpointError
 from ktconv.source.remote import attempts
 from ktconv.source.remote.network_errors import is_cut_off, is_of_network
 
+pytestmark = [pytest.mark.slow, pytest.mark.network]
+
 
 class BusyError(ResetError):
     """429, with what the server says about it."""

@@ -13,6 +13,8 @@ from source.remote.conftest import Served
 from ktconv.source.remote import attempts, mirror
 from ktconv.source.remote.cached import CachedStore
 
+pytestmark = [pytest.mark.slow, pytest.mark.network]
+
 CONTENT = random.Random(0).randbytes(50_000)
 
 

@@ -30,6 +30,8 @@ from ktconv.source.remote.attempts import fetch
 from ktconv.source.remote.store import Store, open_store
 from ktconv.source.remote.urls import parse_url
 
+pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.network]
+
 URL = "hf://org/model"
 
 

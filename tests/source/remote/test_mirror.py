@@ -22,6 +22,8 @@ from ktconv.source.remote import attempts, mirror, transfer
 from ktconv.source.remote.store import RemoteFile
 from ktconv.system.stores import local_path
 
+pytestmark = [pytest.mark.slow, pytest.mark.network]
+
 URL = "hf://org/model"
 
 

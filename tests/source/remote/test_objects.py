@@ -34,6 +34,8 @@ from ktconv.source.remote.store import Store, open_store
 from ktconv.source.remote.urls import parse_url
 from ktconv.source.remote.web import gguf_parts
 
+pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.network]
+
 pytest.importorskip("aiohttp")
 pytest.importorskip("fsspec")
 pytest.importorskip("tenacity")

@@ -12,6 +12,8 @@ import pytest
 
 from ktconv.source.remote import scratch
 
+pytestmark = [pytest.mark.slow, pytest.mark.network]
+
 MAKE = "from ktconv.source.remote import scratch; print(scratch.make(), flush=True); input()"
 
 

@@ -17,6 +17,8 @@ from helpers.hub_server import Fault
 from helpers.paths import ROOT
 from helpers.web_server import WebServer, serving
 
+pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.network]
+
 pytest.importorskip("aiohttp")
 
 

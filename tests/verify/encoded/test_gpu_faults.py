@@ -25,6 +25,8 @@ from ktconv.verify.encoded.output import is_gpu_output
 from ktconv.verify.encoded.quantization import Group
 from ktconv.verify.encoded.rounding import bound_steps
 
+pytestmark = pytest.mark.slow
+
 Copy = Callable[..., Path]
 EXPERT = "model.layers.1.mlp.experts.2"
 UP = f"{EXPERT}.up_proj"

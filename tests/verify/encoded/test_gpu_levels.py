@@ -18,6 +18,8 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.verify import Request, Result, Thresholds, verify
 from ktconv.verify.encoded.output import GpuOutput
 
+pytestmark = pytest.mark.slow
+
 LIMITS = Thresholds(max_ppl_increase=0.2, max_kl=0.2)
 
 

@@ -24,6 +24,8 @@ from ktconv.verify.side_by_side.request import CompareRequest
 from ktconv.verify.side_by_side.run import Row, compare, dominated
 from ktconv.verify.side_by_side.speed import Speed, kinds_of_output
 
+pytestmark = pytest.mark.slow
+
 MIX = 'method = "int4-g128"\n[[rule]]\nlayers = "1,3"\nmethod = "fp8-channel"\n'
 
 NO_KERNELS = """engine = "compressed-tensors"

@@ -10,6 +10,7 @@ from typing import Any
 from ktconv.compat.kt.methods import Method, method_named
 from ktconv.errors import UsageError
 from ktconv.native import Activation
+from ktconv.source.config import MAX_SIZE
 from ktconv.system.numbers import real, whole, wholes
 
 
@@ -57,7 +58,7 @@ def settings(
     swiglu_alpha: Any,
 ) -> Settings:
     """UsageError names the argument that cannot be used."""
-    experts = whole("num_experts", num_experts, 1)
+    experts = whole("num_experts", num_experts, 1, MAX_SIZE)
     top_k = whole("num_experts_per_tok", num_experts_per_tok, 1)
     if top_k > experts:
         raise UsageError(

@@ -19,6 +19,7 @@ from ktconv.runtime.layers.native_load import layer_of
 from ktconv.runtime.layers.plain import NotExactError
 from ktconv.source import Checkpoint
 from ktconv.source import MoELayer as MoELayerHeaders
+from ktconv.system.units import counted
 
 
 def load_layer(
@@ -86,8 +87,8 @@ def _of_output(
         _refuse_format(settings, [found.format.key])
     if found.parts != settings.parts:
         raise UsageError(
-            f"{settings.weight_path} is cut into {found.parts} NUMA parts, but threadpool_count is "
-            f"{settings.parts}",
+            f"{settings.weight_path} is cut into {counted(found.parts, 'NUMA part')}, but "
+            f"threadpool_count is {settings.parts}",
             f"give threadpool_count={found.parts}, or cut it anew: ktconv reshard",
         )
     return found

@@ -17,9 +17,10 @@ from ktconv.errors import UsageError
 from ktconv.source.locate import hub_model
 from ktconv.source.remote import is_url
 from ktconv.source.remote.urls import shown_model
-from ktconv.system.regular_files import read_small
+from ktconv.system.regular_files import read_given
 
 MAX_LIST_BYTES = 4 << 20
+MAX_LINE = 64 << 10  # characters; shlex takes time that grows with their square
 # They belong to the list, and not to one of its lines.
 OF_THE_LIST = ("--from-list", "--at-once", "--json", "--progress", "--help", "-h")
 
@@ -50,9 +51,13 @@ def read_list(path: Path, check: Check) -> list[Entry]:
     """The entries of a list. UsageError names the file and the line of what cannot be: quotes
     without an end, a line without OUTPUT, options that `check` refuses, a MODEL that is nowhere,
     an OUTPUT that two lines share, or that is inside of another or of a source."""
-    text = read_small(path.absolute().parent, path.name, MAX_LIST_BYTES).decode(errors="replace")
+    data = read_given(path, "--from-list", _LINES, MAX_LIST_BYTES)
+    text = data.decode(errors="replace")
     entries = []
     for number, line in enumerate(text.splitlines(), 1):
+        if len(line) > MAX_LINE:
+            why = f"it has {len(line):,} characters; the limit is {MAX_LINE:,}"
+            raise _wrong(path, number, why)
         try:
             words = shlex.split(line, comments=True)
         except ValueError as error:
@@ -60,11 +65,12 @@ def read_list(path: Path, check: Check) -> list[Entry]:
         if words:
             entries.append(_entry(path, number, words, check))
     if not entries:
-        raise UsageError(f"{path} names no models", "write a line MODEL OUTPUT for each")
+        raise UsageError(f"{path} names no models", _LINES)
     _check_places(path, entries)
     return entries
 
 
+_LINES = "write a line MODEL OUTPUT for each"
 _FORM = "write MODEL OUTPUT [options]"
 
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from importlib.util import find_spec
 
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import LayerUnit
 from ktconv.conversion.run import Conversion
-from ktconv.errors import CheckpointError, UsageError
+from ktconv.errors import UsageError
 from ktconv.quantize.encoded.request import DecodedCopy, Preflight, Request, buffer_sizes
 from ktconv.quantize.encoded.task import EncodeTask, encoding_buffers
 from ktconv.source import TensorRef
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.reading.reader import SourceReader
 from ktconv.system.text import Notify, silent
-from ktconv.system.threads import uninterrupted
 from ktconv.targets.encoded import config
+from ktconv.targets.encoded.ignored import names_in_transformers
 from ktconv.targets.encoded.sections import ignored_in
 from ktconv.targets.encoded.target import CONFIG, RECIPE, RECIPE_TOML, RENAMED, Plan
 from ktconv.writer.journal import Record
@@ -38,8 +37,8 @@ class Encode(Conversion):
         """Refuse what the method cannot do; bytes of memory that it needs beside the workers'."""
         if request.device.lower() not in ("auto", "cpu"):
             raise UsageError(
-                f"--device {request.device} belongs to --method gptq: rounding to nearest runs on "
-                "the CPU, faster than weights reach a GPU",
+                f"--device {request.device} belongs to --algorithm gptq: rounding to nearest runs "
+                "on the CPU, faster than weights reach a GPU",
                 "omit it",
             )
         return 0
@@ -64,26 +63,16 @@ class Encode(Conversion):
 
     @cached_property
     def _renamed(self) -> list[str]:
-        """Linear layers of transformers' model that have other names in the output; none where
-        transformers is not installed or does not have the model, or nothing names them."""
+        """What transformers calls modules that have other names in the output; empty where it
+        does not read the output, or nothing in config.json names modules."""
         section = config.quantization_config(self.plan)
         if not self.plan.target.read_by_transformers(self.plan.moe_layers):
             return []
         if section is None or not (named := set(ignored_in(section))):
             return []
-        if find_spec("torch") is None or find_spec("transformers") is None:
-            return []
-        from ktconv.model.load import linear_modules
-
-        checkpoint = self.plan.checkpoint
-        try:
-            # An interrupt in transformers can look as if it did not have the model.
-            found = uninterrupted(
-                lambda: linear_modules(checkpoint.side_directory or checkpoint.path)
-            )
-        except CheckpointError:
-            return []
-        return sorted({*found} - named)
+        others = (tensor for unit in self.plan.others for tensor in unit.tensors())
+        rows = self.plan.checkpoint.config.families
+        return sorted(names_in_transformers(others, rows) - named)
 
     def about_made_files(self) -> Record:
         return {RENAMED: self._renamed} if self._renamed else {}

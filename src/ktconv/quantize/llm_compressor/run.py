@@ -27,21 +27,21 @@ def prepare(request: Request) -> Preflight:
     """Open the checkpoint and plan. Reads headers only, writes nothing; gptq alone needs torch."""
     method = request.options.method
     if method not in METHODS:
-        raise UsageError(f"--method {method} is unknown", f"available: {', '.join(METHODS)}")
+        raise UsageError(f"--algorithm {method} is unknown", f"available: {', '.join(METHODS)}")
     if method != "gptq":
         return run.prepare(request)
     _require_libraries()
     if request.options.scheme not in GPTQ_SCHEMES:
         raise UsageError(
-            f"--scheme {request.options.scheme} does not go with --method gptq, which rounds to "
+            f"--scheme {request.options.scheme} does not go with --algorithm gptq, which rounds to "
             "integers",
-            f"use --scheme {' or '.join(GPTQ_SCHEMES)}, or --method rtn",
+            f"use --scheme {' or '.join(GPTQ_SCHEMES)}, or --algorithm rtn",
         )
     if request.source.map is not None:
         raise UsageError(
-            f"--map cannot be combined with --method {method}: transformers loads the model, and "
-            "by its own names",
-            "use --method rtn",
+            f"--map cannot be combined with --algorithm {method}: transformers loads the model, "
+            "and by its own names",
+            "use --algorithm rtn",
         )
     return run.prepare(request, Gptq, LIBRARIES_MEMORY)
 
@@ -62,4 +62,4 @@ def quantize_gpu(
 def _require_libraries() -> None:
     for package in ("torch", "transformers", "compressed_tensors", "llmcompressor"):
         if find_spec(package) is None:
-            raise UsageError(f"--method gptq needs {package}, which is not installed", INSTALL)
+            raise UsageError(f"--algorithm gptq needs {package}, which is not installed", INSTALL)

@@ -9,6 +9,7 @@ from pathlib import Path
 from ktconv import __version__
 from ktconv.quantize.recipes.run import Fitted
 from ktconv.quantize.recipes.wish import Wish
+from ktconv.system.regular_files import read_given
 from ktconv.writer.option_files import WrittenFile
 
 _SEAL = "# SHA-256 of the lines above: "  # an edited file is not overwritten
@@ -20,7 +21,8 @@ def recipe_file(path: Path) -> WrittenFile:
 
 
 def _is_unedited(path: Path) -> bool:
-    text, seal, digest = path.read_text().rpartition(_SEAL)
+    data = read_given(path, "--write-recipe", "give the name of a new file")
+    text, seal, digest = data.decode().rpartition(_SEAL)
     return bool(seal) and digest == _digest(text)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ktconv.errors import UsageError
+from ktconv.formats.dialects import translated
 from ktconv.source import PROJECTIONS, MoELayer, Projection
 from ktconv.targets.encoded.engines import ENGINES
 from ktconv.targets.encoded.recipe import FIRST_ENGINE, Method
@@ -67,6 +68,8 @@ class Wish:
 def method_named(text: str) -> Method:
     """A name of MIXABLE, with :GROUP where the method has several groups (W8A16:-1)."""
     name, _, size = text.partition(":")
+    if name not in MIXABLE:
+        name = translated(name, "method")
     if name not in MIXABLE:
         raise UsageError(
             f"--methods: {name} cannot be mixed", f"methods of recipes: {', '.join(MIXABLE)}"

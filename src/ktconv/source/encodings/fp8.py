@@ -1,9 +1,9 @@
 """FP8 E4M3 weights with scales of any granularity: value = fp8 * scale of its block.
 
 Scales have many names; in spite of "inv" in DeepSeek's they are all multiplied. How many inputs
-and outputs share one is in the shape of the scales: one for the tensor, one per output (channel),
-one per output and group of inputs (MXFP8: 32), or a grid of blocks, 128 x 128 if
-config.json says no other size.
+and outputs share one is in the shape of the scales: one for the tensor, or for gate and for up in
+a tensor of both, one per output (channel), one per output and group of inputs (MXFP8: 32), or a
+grid of blocks, 128 x 128 if config.json says no other size.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def _groups(roles: Roles, view: StoredView, config: ModelConfig) -> BlockGrid | 
 
 def _tensor(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
     grid = _groups(roles, view, config)
-    whole = outputs_and_inputs(view)
-    if grid is None or (grid.block_rows, grid.block_cols) != whole:
+    outputs, inputs = outputs_and_inputs(view)
+    if grid is None or grid.block_cols != inputs or grid.block_rows not in (outputs, view.rows):
         return None
     return Quantization(grid)
 

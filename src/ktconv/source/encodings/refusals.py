@@ -117,6 +117,12 @@ def unsupported(parts: Parts, encodings: Iterable[Encoding]) -> CheckpointError:
                 "Merge it (merge_and_unload of PEFT) and save the model again, or use the model "
                 "without it.",
             )
+        if part == "weight_scales" and "weight_blocks" in parts:
+            return CheckpointError(
+                f"{tensor.name} and {parts['weight_blocks'].name}: MXFP4 in blocks, as gpt-oss has "
+                "it, is read of all experts of a layer in one tensor, not of one expert",
+                _HINT,
+            )
         if what := _foreign(part):
             return CheckpointError(
                 f"{tensor.name} ({tensor.dtype}): {what} is not supported as an input", _HINT

@@ -111,14 +111,16 @@ def integer_scales(tensor: TensorRef, view: StoredView, config: ModelConfig) -> 
 def grid_of_groups(
     tensor: TensorRef, view: StoredView, number: str, config: ModelConfig
 ) -> BlockGrid | None:
-    """`tensor` as a grid of one number per tensor, or per output and a group of its inputs, see
-    `group_size`."""
+    """`tensor` as a grid of one number per tensor, per half of gate and up together, or per output
+    and a group of its inputs, see `group_size`."""
     outputs, inputs = outputs_and_inputs(view)
     count = _elements(tensor)
     if count in (1, view.experts):
         whole = grid_with_blocks(tensor, view, number, (outputs, inputs))
         if whole is not None or not tensor.shape:
             return whole
+    if count == 2 * (view.experts or 1) and view.step == 1 and outputs == 2 * view.rows:
+        return grid_with_blocks(tensor, view, number, (view.rows, inputs))
     groups, rest = divmod(count, NUMBERS[number].height(outputs) * (view.experts or 1))
     size = None if rest else group_size(inputs, groups, config)
     return None if size is None else grid_with_blocks(tensor, view, number, (1, size))

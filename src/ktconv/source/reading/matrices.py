@@ -273,8 +273,10 @@ class MatrixReader:
         flat = at * unit.items + (col % unit.unit_cols if unit.items == unit.unit_cols else 0)
         position = ", ".join(str(int(i)) for i in np.unravel_index(flat, tensor.shape))
         scales, scale = self.load_scales(), matrix.scale
-        if self.factors is not None and math.isfinite(value := self._without_factors(row, col)):
-            return _beyond(tensor, f"{value:.4g} at [{position}]")
+        if (self.factors is not None or self.round_to_bf16) and math.isfinite(
+            value := self._as_stored(row, col)
+        ):
+            return _beyond(tensor, f"{value:.4g} at [{position}]", self.factors is not None)
         if scales is not None and scale is not None and self._is_finite(at, col % unit.unit_cols):
             block_row, block_col = _origin(scale, row, col)
             group = block_col // scale.block_cols
@@ -292,8 +294,8 @@ class MatrixReader:
             "download the file again; if the original contains it, the model cannot be quantized",
         )
 
-    def _without_factors(self, row: int, col: int) -> float:
-        """The weight at (row, col) as the model has it."""
+    def _as_stored(self, row: int, col: int) -> float:
+        """The weight at (row, col) as the model has it, without factors, and not rounded."""
         plain, unit = MatrixReader(self.reader, self.matrix), self.matrix.element
         first = row // unit.unit_rows * unit.unit_rows
         chunk = range(first, first + unit.unit_rows)
@@ -411,11 +413,16 @@ class MatrixReader:
         )
 
 
-def _beyond(tensor: TensorRef, what: str) -> CheckpointError:
+def _beyond(tensor: TensorRef, what: str, folded: bool) -> CheckpointError:
+    where = f"tensor {tensor.name} in {tensor.file}: {what}"
+    if folded:
+        return CheckpointError(
+            f"{where} times the factor that --fold chose is beyond float32", "omit --fold"
+        )
     return CheckpointError(
-        f"tensor {tensor.name} in {tensor.file}: {what} times the factor that --fold chose is "
-        "beyond float32",
-        "omit --fold",
+        f"{where} is beyond bf16, to which weights are rounded first",
+        "use a format that does not round to bf16 first, such as --method fp8; such a weight is "
+        "probably damaged",
     )
 
 

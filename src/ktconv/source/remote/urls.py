@@ -87,7 +87,8 @@ def parse_url(model: str) -> Url:
     if match is None or (scheme := match["scheme"].lower()) not in SCHEMES:
         raise UsageError(
             f"{_without_secrets(model)} is not a URL that ktconv reads",
-            "use hf://org/name, s3://bucket/prefix, gs://bucket/prefix or https://host/directory/",
+            "use hf://org/name, s3://bucket/prefix, gs://bucket/prefix or https://host/directory/; "
+            "give a directory of this machine by its path alone",
         )
     if scheme == "hf":
         return _hub_url(model, match["rest"])

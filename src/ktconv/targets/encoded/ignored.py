@@ -12,6 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
+from ktconv.families.family import Family
+from ktconv.families.names import is_in_experts
 from ktconv.source import TensorRef
 from ktconv.targets.encoded.module_classes import class_of
 from ktconv.writer.shards import Tensor
@@ -56,14 +58,23 @@ def plain_modules(tensors: Iterable[Stored]) -> set[str]:
 def ignored_modules(tensors: Iterable[Stored], renamed: Iterable[str] = ()) -> list[str]:
     """The list `ignore`, sorted, for an output whose unpacked tensors are `tensors`: their modules
     by every name that an engine has for them, and the head, which may have no weight of its own.
-    `renamed`: names in transformers' model, which has many families' modules under other names
-    than their checkpoints."""
+    `renamed`: see `names_in_transformers`."""
     names = plain_modules(tensors)
     if not any(name.rpartition(".")[2] == HEAD for name in names):
         names.add(HEAD)
     names |= set(_joined(names))
     names |= set(_renamed(names))
     return sorted({*names, *_of_drafts(names), *_shorter(names), *renamed})
+
+
+def names_in_transformers(tensors: Iterable[Stored], rows: Iterable[Family]) -> set[str]:
+    """What transformers calls the modules of `tensors` in its own model, where that is another
+    name: by the row of each model type in config.json, the whole model's first."""
+    plain = {name for name in plain_modules(tensors) if not is_in_experts(name)}
+    found = set(plain)
+    for pattern, names in dict.fromkeys(change for row in rows for change in row.modules):
+        found = {re.sub(pattern, to, one) for one in found for to in names.split("|")}
+    return found - plain
 
 
 def _joined(names: Set[str]) -> Iterator[str]:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.formats.dialects import translated
 from ktconv.source import PROJECTIONS, MoELayer, Projection
 from ktconv.system.regular_files import MissingFileError, read_small
 from ktconv.system.units import format_ranges, parse_ranges
@@ -282,6 +283,8 @@ class _Parser:
         if not isinstance(name, str):
             self._fail(f"{where}method", "is missing" if name is None else "must be a name")
         available = f"methods of recipes: {', '.join(MIXABLE)}"
+        if name not in MIXABLE:
+            name = translated(name, "method")
         if name not in MIXABLE:
             self._fail(f"{where}method", f"{name!r} {_why_not(name)}", available)
         row = SCHEMES[name]

@@ -26,8 +26,9 @@ from ktconv.source.model_source import ModelSource
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
 from ktconv.targets.encoded.layouts.base import Layout
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
+from ktconv.targets.encoded.layouts.plain import BF16
 from ktconv.targets.encoded.recipe import Recipe, parse_recipe
-from ktconv.targets.encoded.scheme import CHANNEL, FORMATS, MIXABLE, MIXED, SCHEMES, Scheme
+from ktconv.targets.encoded.scheme import CHANNEL, FORMATS, MIXABLE, MIXED, ROWS, SCHEMES, Scheme
 from ktconv.targets.encoded.target import RECIPE, EncodedTarget, Options
 from ktconv.targets.expert_sets import others as left
 from ktconv.targets.expert_sets import set_of_record
@@ -82,7 +83,8 @@ class GpuOutput(OpenedOutput):
     layers: Mapping[int, Sequence[int]]  # ids of experts with at least one tensor
     method: str  # rtn, gptq or unknown; search: without a manifest, as the scales are
     config: Mapping[str, Any]
-    scheme: Scheme | None  # by our manifest; MIXED: `scheme_of` has that of each matrix
+    # By our manifest, or by the tensors where there is none; MIXED: `scheme_of` has each matrix's.
+    scheme: Scheme | None
     recipe: Recipe | None
     numbers: Mapping[str, int]  # of layers, by the path of their experts
 
@@ -191,10 +193,55 @@ def is_gpu_output(directory: Path) -> bool:
         return False
     if any(name.endswith(f".{PACK_QUANTIZED.parts[0]}") for name in packed.others):
         return True
+    if unrecorded_scheme(packed.others) is not None:
+        return True
     try:
         return quantization_section_of(read_config(directory).content) is not None
     except KtconvError:
         return False
+
+
+def unrecorded_scheme(tensors: Mapping[str, TensorRef]) -> Scheme | None:
+    """The format of experts without a manifest, by the names, dtypes and shapes of the tensors of
+    one; None for packed integers, which config.json describes, and for plain bf16, which an output
+    has in common with every checkpoint."""
+    parts: dict[str, dict[str, TensorRef]] = {}
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        if part != BIAS and is_expert(module):
+            parts.setdefault(module, {})[part] = tensor
+    found = next(iter(parts.values()), {})
+    for row in ROWS:
+        if row.layout in (PACK_QUANTIZED, BF16) or found.keys() != {*row.layout.parts}:
+            continue
+        for size in row.groups:
+            scheme = Scheme(row.name, size)
+            if _fits(scheme, found):
+                return scheme
+    return None
+
+
+def _fits(scheme: Scheme, found: Mapping[str, TensorRef]) -> bool:
+    """Whether some matrix of the scheme has these tensors, of which the first shows its size: a
+    number of a row in each byte, two of them, or eight inputs in each word."""
+    codes = found[scheme.layout.parts[0]]
+    if len(codes.shape) != 2:
+        return False
+    height, width = codes.shape
+    shapes = (height, width), (height, 2 * width), (width, 8 * height), (height, 8 * width)
+    for rows, cols in shapes:
+        for half in (False, True):
+            try:
+                sizes = scheme.sizes(rows, cols, half)
+            except ValueError:  # the format has no such matrix
+                continue
+            planned = scheme.layout.tensors("", sizes)
+            if all(
+                (found[part].dtype, found[part].shape) == (one.dtype, one.shape)
+                for part, one in zip(scheme.layout.parts, planned, strict=True)
+            ):
+                return True
+    return False
 
 
 def open_gpu_output(output: Path, source: ModelSource | str | None) -> GpuOutput:
@@ -206,6 +253,8 @@ def open_gpu_output(output: Path, source: ModelSource | str | None) -> GpuOutput
     packed = open_packed(output)
     manifest = _usable(read_manifest(output))
     scheme = _scheme(manifest)
+    if manifest is None and not Journal(output).run_file.exists():
+        scheme = unrecorded_scheme(packed.others)
     recipe = _recipe(manifest)
     quantization, why_not, config = _quantization(output, manifest, scheme)
     checkpoint = open_checkpoint(source) if source else None
@@ -224,7 +273,7 @@ def open_gpu_output(output: Path, source: ModelSource | str | None) -> GpuOutput
         modules=modules,
         layers=_experts_by_layer(modules),
         others=others,
-        method=_method(output, manifest, quantization),
+        method="rtn" if manifest is None and scheme else _method(output, manifest, quantization),
         config=config,
         scheme=scheme,
         recipe=recipe,

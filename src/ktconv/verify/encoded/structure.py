@@ -3,14 +3,16 @@ everything else is as in the source."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ktconv.source import ExpertMatrix, TensorRef
 from ktconv.source.config import CONFIG_NAME
 from ktconv.source.encodings.base import BIAS
+from ktconv.source.settings import ModelSettings
 from ktconv.targets.encoded.config import quantization_section
+from ktconv.targets.encoded.ignored import names_in_transformers
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.encoded.module_classes import class_of
 from ktconv.targets.encoded.names import patterns_of, target_pattern
@@ -84,6 +86,9 @@ class GpuStructureCheck(StructureCheck):
         """Checks all of quantization_config, since engines use keys that are not read elsewhere."""
         output = self._output
         section, ours = output.config.get("quantization_config"), None
+        if output.scheme is not None and not output.ours:
+            self._note_section(section)
+            return
         if output.ours and (ours := self._written()) is None:
             if section is not None:
                 self._wrong_config(
@@ -99,11 +104,30 @@ class GpuStructureCheck(StructureCheck):
         for path in quantization_elsewhere(output.config):
             self._wrong_config(f"{CONFIG_NAME} also describes quantization in {path}.")
 
+    def _note_section(self, section: Any) -> None:
+        """Without a manifest nothing says that ktconv wrote these experts: other tools describe the
+        same numbers otherwise."""
+        written = self._written()
+        if not isinstance(section, Mapping):
+            found = [f"{CONFIG_NAME} has no quantization_config"] if written else []
+        else:
+            found = [
+                f"{CONFIG_NAME}: quantization_config.{difference}"
+                for difference in unlike_ours(section, written or {})
+            ]
+        for difference in found[:3]:
+            self._findings.note(difference)
+
     def _written(self) -> dict[str, Any] | None:
         """The quantization_config that ktconv writes for these experts and other tensors."""
         output = self._output
-        assert output.manifest is not None and output.scheme is not None
-        scheme, renamed = replace(output.scheme, search=False), output.manifest.names(RENAMED)
+        assert output.scheme is not None
+        scheme = replace(output.scheme, search=False)
+        if output.manifest is not None:
+            renamed: Iterable[str] = output.manifest.names(RENAMED)
+        else:
+            rows = ModelSettings(output.config).families
+            renamed = names_in_transformers(output.others.values(), rows)
         if output.plan is not None:
             others: Any = (tensor for unit in output.plan.others for tensor in unit.tensors())
             target, layers = output.plan.target, output.plan.layers

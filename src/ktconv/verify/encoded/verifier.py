@@ -9,10 +9,11 @@ from math import prod
 
 from ktconv.errors import UsageError
 from ktconv.source import ExpertMatrix, TensorRef
-from ktconv.source.reading.buffers import BufferSizes
+from ktconv.source.reading.buffers import Buffers, BufferSizes
 from ktconv.source.reading.matrices import buffer_bytes, chunk_rows
 from ktconv.targets.encoded.kept import is_kept
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
+from ktconv.targets.encoded.scheme import Scheme
 from ktconv.targets.encoded.target import weight_dtype
 from ktconv.verify.encoded.encoded import EncodedCheck
 from ktconv.verify.encoded.layers import GpuLayersCheck
@@ -24,7 +25,7 @@ from ktconv.verify.encoded.rounding import rules_of
 from ktconv.verify.encoded.structure import GpuStructureCheck
 from ktconv.verify.encoded.unrecorded import Rule, rules_by_group
 from ktconv.verify.encoded.weights import DecodedCheck, ModuleCheck, largest_error
-from ktconv.verify.findings import Facts
+from ktconv.verify.findings import Facts, Findings
 from ktconv.verify.reading import Context
 from ktconv.verify.runner import Check
 from ktconv.verify.totals import ItemResult, Totals
@@ -33,6 +34,7 @@ from ktconv.writer.manifest import MANIFEST
 
 _PER_ELEMENT = 6  # bytes of a chunk: float32, a level, and at most as much of packed words
 _ROUNDING_BYTES = 8 << 20
+_SOME = 9  # matrices that tell how all were encoded; some of them can be damaged
 
 
 class GpuVerifier(OutputVerifier):
@@ -97,6 +99,7 @@ class GpuVerifier(OutputVerifier):
         }
         sources = output.source_layers if context.compare else {}
         found = self._unrecorded(context)
+        unrecorded = self._unrecorded_way(context)
         output = self.output
         rules = rules_of(output.method, output.ours)
         for module in output.modules.values():
@@ -116,8 +119,9 @@ class GpuVerifier(OutputVerifier):
                     by_rule = rules_of("rtn", output.ours)
                     yield ModuleCheck(context, module, group, by_rule, matrix, layer)
             elif self._is_encoded(matrix):
-                scheme = output.scheme_of(module)
-                again = self.requantized
+                scheme, again = output.scheme_of(module), self.requantized
+                if unrecorded is not None:
+                    scheme, again = unrecorded
                 yield EncodedCheck(context, module, scheme, again, matrix, layer)
             else:
                 yield ModuleCheck(context, module, group, rules, matrix, layer)
@@ -126,7 +130,7 @@ class GpuVerifier(OutputVerifier):
         """By group the rule of packed integers of which no manifest tells it: a recipe tells those
         of GPTQ. A failure where none explains them."""
         output = self.output
-        if output.ours or output.method == "gptq" or not context.compare:
+        if output.ours or output.scheme or output.method == "gptq" or not context.compare:
             return {}
         assert context.reader is not None
         found = rules_by_group(output, context.reader)
@@ -149,6 +153,36 @@ class GpuVerifier(OutputVerifier):
                 "matrices are checked, not every element"
             )
         return found
+
+    def _unrecorded_way(self, context: Context) -> tuple[Scheme, bool] | None:
+        """For a format that only tensors tell: the way that explains most of some experts, of
+        scales by the largest weight or by the search, and of codes that are the source's or not.
+        The checks hold all experts to it, so that damage is found by whatever it disagrees with."""
+        output, scheme = self.output, self.output.scheme
+        if output.ours or scheme is None or not context.compare:
+            return None
+        sources = output.source_layers
+        some = [
+            (module, layer.experts[module.where.expert][module.where.proj], layer)
+            for module in output.modules.values()
+            if module.where is not None
+            and (layer := sources.get(-1 if module.layer is None else module.layer)) is not None
+            and module.where.expert < len(layer.experts)
+        ]
+        some = some[:: max(1, len(some) // _SOME)][:_SOME]
+        searches = (True, False) if scheme.row.is_int else (False,)
+        ways = [(replace(scheme, search=one), again) for one in searches for again in (False, True)]
+        buffers = Buffers(self.buffer_sizes())
+
+        def explained(way: tuple[Scheme, bool]) -> int:
+            count = 0
+            for module, matrix, layer in some:
+                alone = replace(context, findings=Findings())
+                EncodedCheck(alone, module, *way, matrix, layer).run(buffers, lambda _: None)
+                count += not alone.findings.count()
+            return count
+
+        return max(ways, key=explained)
 
     @property
     def requantized(self) -> bool:

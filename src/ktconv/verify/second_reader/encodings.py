@@ -169,10 +169,13 @@ def _scaled(
 
 
 def _by_shape(source: Source, count: int) -> tuple[int, int] | None:
-    """Outputs and inputs that share one of `count` scales: of the tensor, or of rows in groups."""
+    """Outputs and inputs that share one of `count` scales: of the tensor, of gate or of up in a
+    tensor of both, or of rows in groups."""
     place = source.place
     if count == 1:
         return place.outs, place.ins
+    if count == 2 and place.step == 1 and place.outs == 2 * place.rows:
+        return place.rows, place.ins
     groups, rest = divmod(count, place.outs)
     width = 0 if rest or not groups else _width(source, groups)
     return (1, width) if width else None

@@ -25,7 +25,7 @@ from ktconv.system.files import refuse_device
 from ktconv.targets.encoded.target import Calibration
 
 _FILES = (".jsonl", ".txt")
-WITHOUT_MODEL = "--method rtn works on the checkpoint itself"
+WITHOUT_MODEL = "--algorithm rtn works on the checkpoint itself"
 _COPY = "copy tokenizer.json and tokenizer_config.json of this model beside its weights"
 _RECORDS = 'each record needs "text" (a string) or "messages" (a list with role and content)'
 

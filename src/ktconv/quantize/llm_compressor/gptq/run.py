@@ -1,4 +1,4 @@
-"""`--method gptq`: samples pass through the model layer by layer, each of which is final at once.
+"""`--algorithm gptq`: samples pass through the model layer by layer; each is final at once.
 
 A killed run keeps its finished layers, and what the samples are behind them; the next one goes on
 there. Where only the layers are left, samples run through them again, with their weights as the
@@ -91,13 +91,14 @@ class Gptq(Encode):
         options = plan.target.options
         if options.calibration is None:
             raise UsageError(
-                "--method gptq needs --dataset", "give a .jsonl or .txt file, or a dataset's name"
+                "--algorithm gptq needs --dataset",
+                "give a .jsonl or .txt file, or a dataset's name",
             )
         if options.dampening is None or not 0 < options.dampening < 10:
             raise UsageError(f"--dampening {options.dampening} is out of range", "use 0.01 to 0.1")
         if request.layers is not None:
             raise UsageError(
-                "--layers cannot be given with --method gptq: each layer is calibrated "
+                "--layers cannot be given with --algorithm gptq: each layer is calibrated "
                 "on the output of the layers before it",
                 "omit it; an interrupted run continues where it stopped",
             )
@@ -352,7 +353,7 @@ def _ways_out() -> Iterator[None]:
             error.hint = "free some space, or use fewer --samples; what is finished is kept"
             raise
         except MemoryShortError as error:
-            error.hint = "use a smaller --max-seq-len or --method rtn"
+            error.hint = "use a smaller --max-seq-len or --algorithm rtn"
             raise
         except NotCut as error:
             error.hint = WITHOUT_MODEL

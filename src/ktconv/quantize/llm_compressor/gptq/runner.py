@@ -302,5 +302,5 @@ def _errors_translated() -> Iterator[None]:
             ) from error
         raise CheckpointError(
             f"llm-compressor cannot calibrate this model: {first_line(error)}",
-            "--method rtn works on the checkpoint itself; layers that are done are kept",
+            "--algorithm rtn works on the checkpoint itself; layers that are done are kept",
         ) from error

@@ -45,7 +45,7 @@ class SelfTest:
             raise VerificationError(
                 f"the self-test failed: experts of layer {self.layer} are {self.gptq_error:.4f} "
                 f"off with GPTQ and {self.rtn_error:.4f} rounded to nearest",
-                "try another --dataset, more --dampening or --method rtn; --no-self-test "
+                "try another --dataset, more --dampening or --algorithm rtn; --no-self-test "
                 "skips this test",
             )
 
