@@ -9,14 +9,12 @@ from typing import Any, Literal
 from ktconv.cli import options as common
 from ktconv.cli.mix import Mix
 from ktconv.cli.ray import on_cluster
+from ktconv.formats import output_formats
+from ktconv.formats.specs import names_in, spec_of
 
 # As encoded.scheme.names_of; a test compares them.
-EncodedMethod = Literal[
-    "rawint4", "int4-g64", "int4-g128", "int8-g128", "fp8", "fp8-channel", "mxfp4", "mxfp8",
-    "nvfp4", "gptq-int4", "awq", "bf16",
-]  # fmt: skip
-
-INTEGERS = ("rawint4", "int4-g64", "int4-g128", "int8-g128", "gptq-int4", "awq")
+ENCODED_METHODS = tuple(one for one in names_in("quantize-cpu") if one not in output_formats())
+INTEGERS = tuple(one for one in ENCODED_METHODS if spec_of(one, "quantize-cpu").is_int)
 
 
 def encode_experts(

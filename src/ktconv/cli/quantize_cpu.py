@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ktconv.cli import options as common
 from ktconv.cli.conflicts import Conflict, belongs, one_of, refuse_conflicts
-from ktconv.cli.encode import INTEGERS, EncodedMethod, encode_experts
+from ktconv.cli.encode import ENCODED_METHODS, INTEGERS, encode_experts
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.fleet import convert_list
 from ktconv.cli.help import ACCURACY, ADVANCED, FORMAT, OUTPUT
@@ -25,17 +24,15 @@ from ktconv.formats.dialects import ROWS, Names, folded, names_in, translated
 from ktconv.system.units import parse_ranges, parse_size
 
 if TYPE_CHECKING:
-    from ktconv.quantize.packed.run import Preflight
-
     Method = str
-_METHODS = (*output_formats(), *get_args(EncodedMethod))
+_METHODS = (*output_formats(), *ENCODED_METHODS)
 if not TYPE_CHECKING:
     Method = Literal[_METHODS]
 ScaleRule = Literal["amax", "search"]  # as in ktransformers.py; a test compares them
 DEFAULT_METHOD = next(iter(output_formats()))  # as in Options; a test compares them
 Layout = Literal["safetensors", "layers"]
 _MOST_AT_ONCE = 64  # processes, each with threads and buffers of its own
-ENCODED = get_args(EncodedMethod)
+ENCODED = ENCODED_METHODS
 
 
 def list_of_methods() -> str:
@@ -457,7 +454,10 @@ def quantize_cpu_command(
         on_nodes = on_cluster(ray, ray_scratch, request, quantize_cpu, there="quantize_cpu_on")
         with on_nodes as (request, job):
             preflight = prepare(request)
-            facts, lines = _about_inputs(preflight)
+            facts, lines = dict[str, Any](), list[str]()
+            for way in preflight.ways:
+                more, words = way.about()
+                facts, lines = facts | more, [*lines, *words]
             if estimate:
                 predicted = estimated(preflight)
                 facts = {**facts, "estimate": predicted}
@@ -470,24 +470,3 @@ def _source_of_importance(given: str | None) -> Path | Literal["weights"] | None
     if given == "weights":
         return "weights"
     return None if given is None else Path(given)
-
-
-def _about_inputs(preflight: Preflight) -> tuple[dict[str, Any], list[str]]:
-    """The JSON and the lines of a plan and a report about statistics of inputs; empty without."""
-    if preflight.calibration is not None:
-        from ktconv.quantize.packed.gptq import coverage
-
-        counts, used = preflight.calibration.counts, asdict(preflight.calibration.record)
-        if not counts:  # a text that was not read yet
-            return {"calibrate": used}, []
-        return {"calibrate": used | coverage.coverage_facts(counts)}, coverage.coverage_lines(
-            counts
-        )
-    if preflight.weights is None:
-        return {}, []
-    from ktconv.quantize.packed.importance.coverage import coverage_facts, coverage_lines
-
-    found, record = preflight.weights.coverage, preflight.weights.record.as_dict()
-    if not found:  # without a text
-        return {"importance": record}, []
-    return {"importance": record | coverage_facts(found)}, coverage_lines(found)

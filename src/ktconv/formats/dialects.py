@@ -1,12 +1,14 @@
 """Names of weight formats, one row each: what every command, library and engine calls a format.
 
 A format is meant here by its numbers: codes and scales. Files that have the same numbers can differ
-in layout and names, which belong to the command that writes them. Pure Python, no imports.
+in layout and names, which belong to the command that writes them. Commands' names: `specs`.
 """
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
+
+from ktconv.formats.specs import CHANNEL, spec_of
 
 Dialect = Literal["method", "kernel", "scheme"]
 
@@ -22,41 +24,31 @@ class Names(NamedTuple):
     others: tuple[str, ...] = ()  # of other programs
 
 
+def _names(method: str, words: str, *others: str, kernel: str = "") -> Names:
+    """The row of what quantize-cpu calls `method`, with names of other programs."""
+    spec = spec_of(method, "quantize-cpu")
+    scheme = "" if spec.is_int and spec.group == CHANNEL else spec.scheme
+    group = spec.group if scheme and spec.is_int else 0
+    return Names(words, method, spec.kernel or kernel, scheme, group, others)
+
+
 # Where formats share a name, the first row that has it is meant.
 ROWS = (
-    Names("INT4, a scale per row", "int4", "int4", others=("AMXINT4",)),
-    Names("INT8, a scale per row", "int8", "int8", others=("AMXINT8",)),
-    Names(
-        "INT4 in groups of 128",
-        "int4-g128", "gint4-128", "W4A16", 128, ("gint4-g128",),
-    ),
-    Names(
-        "INT4 in groups of 64",
-        "int4-g64", "gint4-64", "W4A16", 64, ("gint4-g64",),
-    ),
-    Names(
-        "INT4 in groups of 32",
-        "rawint4", "gint4-32", "W4A16", 32, ("int4-g32", "gint4", "gint4-g32"),
-    ),
-    Names(
-        "INT8 in groups of 128",
-        "int8-g128", "gint8-128", "W8A16", 128, ("gint8-g128",),
-    ),
-    Names(
-        "FP8 in blocks of 128 x 128",
-        "fp8", "fp8", "FP8_BLOCK",
-    ),
-    Names(
-        "FP8, a scale per row",
-        "fp8-channel", "fp8-channel", "FP8_DYNAMIC", others=("FP8_PERCHANNEL",),
-    ),
-    Names("FP4 in groups of 32", "mxfp4", "mxfp4", "MXFP4A16"),
-    Names("FP8 in groups of 32", "mxfp8"),
-    Names("FP4 in groups of 16", "nvfp4", "nvfp4", "NVFP4A16"),
-    Names("INT4 in groups of 128, in GPTQ's files", "gptq-int4", "gint4-128"),
-    Names("INT4 in groups of 128, in AWQ's files", "awq"),
-    Names("not quantized", "bf16", "bf16"),
-)  # fmt: skip
+    _names("int4", "INT4, a scale per row", "AMXINT4"),
+    _names("int8", "INT8, a scale per row", "AMXINT8"),
+    _names("int4-g128", "INT4 in groups of 128", "gint4-g128"),
+    _names("int4-g64", "INT4 in groups of 64", "gint4-g64"),
+    _names("rawint4", "INT4 in groups of 32", "int4-g32", "gint4", "gint4-g32"),
+    _names("int8-g128", "INT8 in groups of 128", "gint8-g128"),
+    _names("fp8", "FP8 in blocks of 128 x 128"),
+    _names("fp8-channel", "FP8, a scale per row", "FP8_PERCHANNEL"),
+    _names("mxfp4", "FP4 in groups of 32"),
+    _names("mxfp8", "FP8 in groups of 32"),
+    _names("nvfp4", "FP4 in groups of 16"),
+    _names("gptq-int4", "INT4 in groups of 128, in GPTQ's files", kernel="gint4-128"),
+    _names("awq", "INT4 in groups of 128, in AWQ's files"),
+    _names("bf16", "not quantized"),
+)
 
 
 def folded(name: str) -> str:

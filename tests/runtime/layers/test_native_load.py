@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from ktconv import native
 from ktconv.errors import CheckpointError, KtconvError
-from ktconv.formats import FORMATS
+from ktconv.formats import FORMATS, format_named
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.native import Activation
 from ktconv.runtime.layers import KERNEL_BOUND, Experts, native_experts, native_formats
@@ -452,7 +452,7 @@ def test_a_method_can_be_chosen(tmp_path: Path) -> None:
     model, weights, _ = encoded_model(tmp_path / "model", "int4 packed, channel")
     for method in ("gint4-32", "gint4-64-f32", "rawint4", "INT8"):
         experts = native_experts(model, method=method)
-        assert method.lower() in (experts.format.key, *experts.format.aliases)
+        assert experts.format is format_named(method)
         expect_values(experts, weights)
     layer = open_checkpoint(model).layers[0]
     assert native_formats(layer)[0] == "int4" and "int8" in native_formats(layer)

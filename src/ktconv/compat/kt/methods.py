@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ktconv.errors import UsageError
-from ktconv.formats import FORMATS
+from ktconv.formats.specs import kernels_of_kt
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,20 +18,10 @@ class Method:
     formats: tuple[str, ...]
 
 
-_GROUPS = tuple(key for key, row in FORMATS.items() if row.code == "gint4")
-
 METHODS: Mapping[str, Method] = {
     name: Method(name, formats)
     for name, formats in {
-        "AMXINT4": ("int4",),
-        "AMXINT8": ("int8",),
-        "BF16": ("bf16",),
-        "FP8": ("fp8",),
-        "FP8_PERCHANNEL": ("fp8-channel",),
-        "RAWINT4": _GROUPS,
-        "GPTQ_INT4": _GROUPS,
-        "MXFP4": ("mxfp4",),
-        "NVFP4": ("nvfp4",),
+        **kernels_of_kt(),
         "LLAMAFILE": (),
         "MOE_INT4": ("int4",),
         "MOE_INT8": ("int8",),

@@ -13,15 +13,17 @@ from typing import Any
 import numpy as np
 
 from ktconv import native
+from ktconv.conversion.pipeline import Task
 from ktconv.conversion.tasks import Advance
 from ktconv.formats import FORMATS, Matrix, Slice, backward_of, packed_shape, split
 from ktconv.quantize.packed.packing import PackingTask, Part
+from ktconv.quantize.packed.ways import Asked, Expert, Way
 from ktconv.source import MoELayer
 from ktconv.source.reading.buffers import Buffers, BufferSizes
 from ktconv.source.reading.matrices import MatrixReader
 from ktconv.source.reading.transposed import step_rows, transposed, transposed_bytes
 from ktconv.targets.packed.proof import Proof
-from ktconv.targets.packed.target import Options
+from ktconv.targets.packed.target import Options, Plan
 from ktconv.writer.staging import Staging
 
 
@@ -112,3 +114,27 @@ def _turned(view: native.Matrix) -> native.Matrix:
 def _place(owned: Slice, first: int, error: native.NonFiniteError) -> tuple[int, int]:
     """Row and column of the source of an element of rows from `first` on of a transpose."""
     return owned.row_start + error.col, owned.col_start + first + error.row
+
+
+class Backward(Way):
+    """`--save-backward`, as a conversion uses it."""
+
+    @staticmethod
+    def open(asked: Asked) -> Backward | None:
+        return Backward() if asked.options.save_backward else None
+
+    def notes(self, plan: Plan) -> list[str]:
+        return backward_notes(plan.target.options)
+
+    def worker_memory(self, plan: Plan) -> int:
+        return backward_memory(plan.moe_layers, plan.target.options)
+
+    def buffers(self, plan: Plan) -> BufferSizes:
+        return backward_buffers(plan.moe_layers, plan.target.options)
+
+    def more_tasks(self, expert: Expert) -> list[Task]:
+        one = expert
+        return [
+            BackwardTask(one.reader, one.layer, one.number, proj, one.verify, one.options)
+            for proj in one.layer.projections
+        ]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ktconv import native
+from ktconv.conversion.pipeline import Task
 from ktconv.conversion.tasks import Advance
 from ktconv.errors import UsageError
 from ktconv.families.family import GATED_FUNCTIONS, ExpertActivation
@@ -20,13 +21,14 @@ from ktconv.formats import FORMATS, split
 from ktconv.formats.folding import LARGEST, factors, folded_importance, nearest_exponents
 from ktconv.native import Layout
 from ktconv.quantize.packed.task import QuantizeTask
+from ktconv.quantize.packed.ways import Asked, Expert, Way
 from ktconv.source import ExpertMatrix, MoELayer
 from ktconv.source.reading.buffers import Buffers
 from ktconv.source.reading.matrices import ROWS_STEP, MatrixReader
 from ktconv.source.reading.reader import Span
 from ktconv.system.arrays import F32, I8, I64
 from ktconv.system.units import listed
-from ktconv.targets.packed.target import Options
+from ktconv.targets.packed.target import Options, Plan
 from ktconv.writer.staging import Staging
 
 SAMPLE_BLOCKS = 4  # of ROWS_STEP rows of down, by which factors are chosen
@@ -218,3 +220,25 @@ def _decoded(source: MatrixReader, view: native.Matrix, chunk: range) -> F32:
         row, col = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
         raise source.not_finite(chunk.start + row, col)
     return values
+
+
+class Folding(Way):
+    """`--fold`, as a conversion uses it."""
+
+    @staticmethod
+    def open(asked: Asked) -> Folding | None:
+        return Folding() if asked.options.fold else None
+
+    def check(self, plan: Plan) -> None:
+        check_foldable(plan.moe_layers, plan.target.options)
+
+    def notes(self, plan: Plan) -> list[str]:
+        return fold_notes(plan.moe_layers, plan.target.options)
+
+    def worker_memory(self, plan: Plan) -> int:
+        return fold_memory(plan.moe_layers, plan.target.options)
+
+    def tasks(self, expert: Expert, tasks: list[Task]) -> list[Task]:
+        """Up and down, the last two, become one."""
+        up, down = (task for task in tasks[-2:] if isinstance(task, QuantizeTask))
+        return [*tasks[:-2], FoldTask(up, down)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ktconv.errors import UsageError
-from ktconv.formats import FORMATS
+from ktconv.formats.specs import kernel_of
 from ktconv.source import MoELayer
 from ktconv.targets.encoded.recipe import Method, Recipe
 from ktconv.targets.encoded.scheme import Scheme
@@ -97,13 +97,7 @@ def engine_lines(recipe: Recipe, chosen: Chosen) -> list[str]:
 def kernel_format(scheme: Scheme) -> str | None:
     """The weight format in which our kernels have exactly the numbers of a scheme with bf16 scales;
     None where there is none."""
-    row, size = scheme.row, scheme.group_size
-    key = row.kind
-    if row.is_int and size > 0:
-        key = f"g{row.kind}-{size}"
-    elif row.kind == "fp8" and size < 0:
-        key = "fp8-channel"
-    return key if key in FORMATS else None
+    return kernel_of(scheme.row.kind, scheme.group_size)
 
 
 def _methods(recipe: Recipe, layer: MoELayer, experts: Sequence[int]) -> dict[Method, None]:

@@ -12,6 +12,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from ktconv.errors import UsageError
+from ktconv.formats.specs import CHANNEL as CHANNEL
+from ktconv.formats.specs import SPECS, FormatSpec, spec_of
 from ktconv.source import PROJECTIONS, MoELayer, Projection
 from ktconv.targets.encoded import naming as names
 from ktconv.targets.encoded import sections
@@ -27,7 +29,6 @@ from ktconv.writer.shards import Tensor
 if TYPE_CHECKING:
     from ktconv.native import Encoding
 
-CHANNEL = -1  # a group size: one scale per row
 Command = Literal["quantize-cpu", "quantize-gpu"]
 
 
@@ -58,76 +59,55 @@ class Row:
         return self.section is sections.compressed_tensors or self.kind == "bf16"
 
 
-_INT = (128, 32, 64, CHANNEL)  # what engines have kernels for
 _DYNAMIC = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True}
 _PER_TOKEN = {**_DYNAMIC, "strategy": "token", "group_size": None}
 _PER_GROUP = {**_DYNAMIC, "strategy": "group", "group_size": 128}
 
 
-def _gpu(name: str, kind: str, groups: tuple[int, ...], layout: Layout, **more: Any) -> Row:
-    return Row(name, "quantize-gpu", kind, groups, layout, sections.compressed_tensors, **more)
+def _gpu(name: str, layout: Layout, **more: Any) -> Row:
+    spec, sizes = spec_of(name, "quantize-gpu"), {one.group for one in SPECS if one.scheme == name}
+    others = sorted(sizes - {spec.group}, key=lambda size: (size < 0, size))
+    about = {"groups": (spec.group, *others), "section": sections.compressed_tensors, **more}
+    return _row(spec, name, "quantize-gpu", layout=layout, **about)
 
 
-def _ints(name: str, bits: int, group: int, **more: Any) -> Row:
-    section = sections.compressed_tensors
-    about = {"half": False, "bits": bits, **more}
-    return Row(name, "quantize-cpu", f"int{bits}", (group,), PACK_QUANTIZED, section, **about)
+def _cpu(name: str, layout: Layout, section: Section, naming: Naming = OWN, **more: Any) -> Row:
+    spec = spec_of(name, "quantize-cpu")
+    method = "".join(spec.kt[:1]) if naming is not OWN else ""  # which finds experts by their names
+    about = {"layout": layout, "section": section, "naming": naming, "kt_method": method, **more}
+    return _row(spec, name, "quantize-cpu", **{"groups": (spec.group,), **about})
 
 
-def _cpu(
-    name: str, kind: str, group: int, layout: Layout, section: Section, naming: Naming, **more: Any
-) -> Row:
-    return Row(name, "quantize-cpu", kind, (group,), layout, section, naming, **more)
+def _row(spec: FormatSpec, name: str, command: Command, **more: Any) -> Row:
+    return Row(name, command, spec.kind, bits=spec.bits, block=spec.block, **more)
+
+
+def _ints(name: str, naming: Naming = OWN) -> Row:
+    return _cpu(name, PACK_QUANTIZED, sections.compressed_tensors, naming, half=False)
 
 
 ROWS = (
-    _gpu("W4A16", "int4", _INT, PACK_QUANTIZED),
-    _gpu("W8A16", "int8", _INT, PACK_QUANTIZED, bits=8),
-    _gpu(
-        "FP8_BLOCK",
-        "fp8",
-        (128,),
-        plain.FLOAT_QUANTIZED,
-        bits=8,
-        activations=_PER_GROUP,
-        block=128,
-    ),
-    _gpu("FP8_DYNAMIC", "fp8", (CHANNEL,), plain.FLOAT_QUANTIZED, bits=8, activations=_PER_TOKEN),
-    _gpu("MXFP4A16", "mxfp4", (32,), plain.MXFP4_PACK_QUANTIZED),
-    _gpu("NVFP4A16", "nvfp4", (16,), plain.NVFP4_PACK_QUANTIZED),
-    _ints("rawint4", 4, 32, naming=names.MLP, kt_method="RAWINT4"),
-    _ints("int4-g64", 4, 64),
-    _ints("int4-g128", 4, 128),
-    _ints("int8-g128", 8, 128),
+    _gpu("W4A16", PACK_QUANTIZED),
+    _gpu("W8A16", PACK_QUANTIZED),
+    _gpu("FP8_BLOCK", plain.FLOAT_QUANTIZED, activations=_PER_GROUP),
+    _gpu("FP8_DYNAMIC", plain.FLOAT_QUANTIZED, activations=_PER_TOKEN),
+    _gpu("MXFP4A16", plain.MXFP4_PACK_QUANTIZED),
+    _gpu("NVFP4A16", plain.NVFP4_PACK_QUANTIZED),
+    _ints("rawint4", names.MLP),
+    _ints("int4-g64"),
+    _ints("int4-g128"),
+    _ints("int8-g128"),
+    _cpu("fp8", plain.FP8_BLOCK, sections.fine_grained_fp8, names.THREE),
     _cpu(
-        "fp8", "fp8", 128, plain.FP8_BLOCK, sections.fine_grained_fp8, names.THREE,
-        kt_method="FP8", bits=8, block=128,
+        "fp8-channel", plain.FLOAT_QUANTIZED, sections.compressed_tensors, names.THREE,
+        activations=_PER_TOKEN,
     ),
-    _cpu(
-        "fp8-channel", "fp8", CHANNEL, plain.FLOAT_QUANTIZED, sections.compressed_tensors,
-        names.THREE, kt_method="FP8_PERCHANNEL", bits=8, activations=_PER_TOKEN,
-    ),
-    _cpu(
-        "mxfp4", "mxfp4", 32, plain.MXFP4_V4, sections.deepseek_v4, names.V4, kt_method="MXFP4",
-    ),
-    _cpu(
-        "mxfp8", "mxfp8", 32, plain.MXFP8_M3, sections.mxfp8, names.M3, kt_method="MXFP8", bits=8,
-    ),
-    _cpu(
-        "nvfp4", "nvfp4", 16, plain.NVFP4_MODELOPT, sections.modelopt_nvfp4, names.MLP,
-        kt_method="NVFP4",
-    ),
-    _cpu(
-        "gptq-int4", "int4", 128, GPTQ, sections.gptq, names.THREE, kt_method="GPTQ_INT4",
-        half=True,
-    ),
-    Row(
-        "awq", "quantize-cpu", "int4", (128, 32, 64), AWQ, sections.no_section, names.BLK,
-        half=True,
-    ),
-    _cpu(
-        "bf16", "bf16", 0, plain.BF16, sections.no_section, names.THREE, kt_method="BF16", bits=16
-    ),
+    _cpu("mxfp4", plain.MXFP4_V4, sections.deepseek_v4, names.V4),
+    _cpu("mxfp8", plain.MXFP8_M3, sections.mxfp8, names.M3),
+    _cpu("nvfp4", plain.NVFP4_MODELOPT, sections.modelopt_nvfp4, names.MLP),
+    _cpu("gptq-int4", GPTQ, sections.gptq, names.THREE, half=True),
+    _cpu("awq", AWQ, sections.no_section, names.BLK, half=True, groups=(128, 32, 64)),
+    _cpu("bf16", plain.BF16, sections.no_section, names.THREE),
 )  # fmt: skip
 # What an output with several formats is as a whole; a recipe has the format of each matrix.
 MIXED = Row(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from ktconv.errors import UsageError
 from ktconv.formats import Projection, TensorId
 from ktconv.formats.folding import FoldError, decode, folded_importance
 from ktconv.formats.multiples import MULTIPLES
-from ktconv.system.arrays import F32, I8
+from ktconv.quantize.packed.ways import Converted, ErrorWeights
+from ktconv.system.arrays import I8
 from ktconv.targets.card import codes_in_words
 from ktconv.targets.packed.proof import CODES, COMPENSATED, ROW_ERROR_BOUND, Proof
 from ktconv.targets.packed.target import BY_WEIGHTS
@@ -23,14 +24,6 @@ from ktconv.targets.packed.weights import name_of
 from ktconv.verify.packed.output import CpuOutput
 from ktconv.writer.journal import Record
 from ktconv.writer.manifest import MANIFEST
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorWeights:
-    """What squared errors count: of a matrix [inputs], None: all the same; and bytes of memory."""
-
-    of: Callable[[int, int, Projection], F32 | None]  # layer, expert, projection
-    memory: int
 
 
 @dataclass(frozen=True)
@@ -101,15 +94,27 @@ class Proofs:
 def proofs_of(output: CpuOutput, importance: Path | None, calibrate: Path | None) -> Proofs:
     """`importance`, `calibrate`: what is given of that. UsageError for anything that the output was
     not converted with."""
-    options = output.options
-    for option, given, recorded in (
-        ("importance", importance, options.importance),
-        ("calibrate", calibrate, options.calibrate),
-    ):
-        if given is not None and recorded is None:
+    from ktconv.quantize.packed.run import WAYS
+
+    options, given = output.options, {"importance": importance, "calibrate": calibrate}
+    for option, path in given.items():
+        if path is not None and getattr(options, option) is None:
             how = "was converted without" if output.manifest else f"has no sound {MANIFEST} with"
             raise UsageError(f"{output.directory} {how} --{option}", f"omit --{option}")
-    known = _importance(output, importance) or _calibration(output, calibrate)
+    if importance is not None and options.importance == BY_WEIGHTS:
+        raise UsageError(
+            f"{output.directory} was converted with --importance {BY_WEIGHTS.kind}, which follow "
+            "from the source",
+            "omit --importance",
+        )
+    known = None
+    if output.checkpoint is not None and output.plan is not None:
+        done = Converted(output.directory, options, output.checkpoint, output.plan.moe_layers)
+        found = (way.error_weights(done, given.get(way.option)) for way in WAYS)
+        known = next((one for one in found if one is not None), None)
+    records = output.records.values() if options.calibrate is not None else ()
+    codes = [record[CODES] for record in records if CODES in record]
+    sentences = (way.unproven(options, codes, known is not None) for way in WAYS)
     return Proofs(
         rule=options.scale,
         words=codes_in_words(options),
@@ -117,96 +122,6 @@ def proofs_of(output: CpuOutput, importance: Path | None, calibrate: Path | None
         calibrated=options.calibrate is not None,
         records=output.records,
         weights=known,
-        unproven=_unproven(output, known is not None),
+        unproven=[one for some in sentences for one in some],
         exact=options.importance is None or known is not None,
     )
-
-
-def _importance(output: CpuOutput, path: Path | None) -> ErrorWeights | None:
-    recorded = output.options.importance
-    if recorded == BY_WEIGHTS:
-        return _by_weights(output, path)
-    if path is None or recorded is None or output.checkpoint is None or output.plan is None:
-        return None
-    from ktconv.quantize.packed.importance.load import open_weights
-
-    weights = open_weights(path, output.checkpoint, output.plan.moe_layers)
-    if weights.record.sha256 != recorded.sha256:
-        raise UsageError(
-            f"{output.directory} was converted with another file of importance than {path}: its "
-            f"{recorded.file} has the SHA-256 {recorded.sha256[:12]}..., not "
-            f"{weights.record.sha256[:12]}...",
-            "give the file that the conversion was given",
-        )
-    return ErrorWeights(weights.of, weights.memory(_LAYERS_KEPT))
-
-
-def _by_weights(output: CpuOutput, path: Path | None) -> ErrorWeights | None:
-    """All that they follow from is in the source; `path` must not be given."""
-    if path is not None:
-        raise UsageError(
-            f"{output.directory} was converted with --importance {BY_WEIGHTS.kind}, which follow "
-            "from the source",
-            "omit --importance",
-        )
-    if output.checkpoint is None or output.plan is None:
-        return None
-    from ktconv.quantize.packed.importance.source_weights import SourceWeights
-
-    weights = SourceWeights(output.checkpoint, output.plan.moe_layers)
-    return ErrorWeights(weights.of, weights.memory(_LAYERS_KEPT))
-
-
-def _calibration(output: CpuOutput, path: Path | None) -> ErrorWeights | None:
-    recorded = output.options.calibrate
-    if path is None or recorded is None or output.checkpoint is None or output.plan is None:
-        return None
-    from ktconv.quantize.packed.gptq.inputs import open_calibration
-
-    found = open_calibration(path, output.checkpoint, output.plan.moe_layers)
-    same = (found.record.text_sha256, found.record.run)
-    if same != (recorded.text_sha256, recorded.run):
-        raise UsageError(
-            f"{output.directory} was converted with other calibration data than {path}: its "
-            f"{recorded.name} was recorded on {recorded.text}",
-            "give the directory that the conversion was given, or record it again: "
-            + _recording(recorded.kind),
-        )
-    return ErrorWeights(found.importance, found.memory(_LAYERS_KEPT))
-
-
-def _recording(kind: str) -> str:
-    """The command that records what a conversion was calibrated on, from a directory or a text."""
-    from ktconv.quantize.packed.gptq.streaming import MOST_TOKENS
-
-    tokens = f" --max-tokens {MOST_TOKENS}" if kind == "text" else ", with as many tokens"
-    return f"ktconv stats MODEL --hessian DIR --text with the same text{tokens}"
-
-
-_LAYERS_KEPT = 2  # with weights in memory
-
-
-def _unproven(output: CpuOutput, known: bool) -> list[str]:
-    """Sentences; `known`: what errors count."""
-    sentences, options = [], output.options
-    records = output.records.values() if options.calibrate is not None else ()
-    codes = [record[CODES] for record in records if CODES in record]
-    if compensated := codes.count(COMPENSATED):
-        sentences.append(
-            f"the codes of {compensated:,} of {len(codes):,} calibrated tensors follow from data: "
-            "proven are that they are levels, and that no row has a larger error than recorded"
-        )
-    if codes and not known:
-        factors = ", and the factors of folding of compensated ones," if options.fold else ""
-        sentences.append(
-            f"the scales of calibrated matrices{factors} are proven to be possible, but not that "
-            "they make the error on the calibration data smallest: give its second moments with "
-            "--calibrate DIR"
-        )
-    if options.importance not in (None, BY_WEIGHTS) and not known:
-        sentences.append(
-            "scales are proven to be possible, and codes to be the nearest under them, but not "
-            f"that those scales make the error weighted by {options.importance.file} smallest: "
-            "give it with --importance FILE"
-        )
-    return sentences
