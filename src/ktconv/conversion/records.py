@@ -17,7 +17,7 @@ from ktconv.families.family import ExpertActivation
 from ktconv.source import Checkpoint, MoELayer, source_identity
 from ktconv.source.activations import usual
 from ktconv.system.text import valid_unicode
-from ktconv.system.units import format_ranges, listed
+from ktconv.system.units import counted, format_ranges, listed
 from ktconv.writer.journal import Record
 
 
@@ -128,11 +128,11 @@ def zero_scales_in_words(count: int) -> str:
 
 def lost_line(count: int, names: Sequence[str], quote: str = "") -> str:
     """A sentence that warns of matrices that became nearly all zeros; names are between quotes."""
-    matrices = "1 matrix" if count == 1 else f"{count} matrices"
     more = f" and {count - len(names)} more" if count > len(names) else ""
     listed = ", ".join(f"{quote}{name}{quote}" for name in names)
     return (
-        f"{matrices} became nearly all zeros, although the source's weights are not: {listed}{more}"
+        f"{counted(count, 'matrix')} became nearly all zeros, although the source's weights are "
+        f"not: {listed}{more}"
     )
 
 

@@ -20,7 +20,7 @@ from ktconv.source.config import CONFIG_NAME, ModelConfig, Setting
 from ktconv.source.encodings.unquantized import UNQUANTIZED
 from ktconv.source.moe_tensors import MoETensors
 from ktconv.source.types import MoELayer, TensorRef
-from ktconv.system.units import format_ranges
+from ktconv.system.units import listed
 
 # experts, hidden size, intermediate size, and whether experts have gates
 Dimensions = tuple[int, int, int, bool]
@@ -59,10 +59,7 @@ def check_agreement(
         spec = stated_router(content, layer.index, len(layer.experts), corrected)
         for note in tensors.check(layer, spec):
             notes.setdefault(note, []).append(layer.index)
-    found = [
-        f"{note} (layer{'s' if indices[1:] else ''} {format_ranges(indices)})"
-        for note, indices in notes.items()
-    ]
+    found = [f"{note} ({listed('layer', indices)})" for note, indices in notes.items()]
     return [
         *found,
         *_odd_settings(content),
@@ -175,12 +172,12 @@ def _experts_setting(
     """The setting that the number of experts `found` in a layer must be: that of a list, else the
     one of all layers, which is the largest where they differ. `widest`: the largest of those that
     are there, which are not all where `partial`."""
-    for listed in config.listed_experts:
-        if (count := listed.of_layer(index)) is not None:
-            return Setting(listed.key, count)
-    said = config.num_experts
-    differ = said is not None and found < said.value and (widest == said.value or partial)
-    return None if differ else said
+    for said in config.listed_experts:
+        if (count := said.of_layer(index)) is not None:
+            return Setting(said.key, count)
+    one = config.num_experts
+    differ = one is not None and found < one.value and (widest == one.value or partial)
+    return None if differ else one
 
 
 def absent_layers(config: ModelConfig, present: Iterable[int]) -> list[int]:

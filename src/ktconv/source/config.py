@@ -118,13 +118,15 @@ class ModelConfig:
         of lists the largest value counts where `layer` is None."""
         if self.null_top_k is not None and layer is not None:
             return (
-                f"{CONFIG_NAME}: {self.null_top_k} is null, but a layer has {experts} experts, of "
+                f"{CONFIG_NAME}: {self.null_top_k} is null, but a layer has "
+                f"{counted(experts, 'expert')}, of "
                 "which a token needs a number"
             )
         for setting in self.top_k:
             most = setting.value if isinstance(setting, Setting) else setting.most(layer)
             if most > experts + self.zero_experts:
-                return f"{CONFIG_NAME}: {setting.key} is {most}, but a layer has {experts} experts"
+                has = counted(experts, "expert")
+                return f"{CONFIG_NAME}: {setting.key} is {most}, but a layer has {has}"
         return None
 
 
@@ -400,7 +402,8 @@ def _check_length(
         known = f"{num_layers.key} is {least}" if num_layers else "a model has at least one"
         more = f", and there are {counted(num_mtp, 'MTP layer')}" if num_mtp else ""
         raise CheckpointError(
-            f"{CONFIG_NAME} contradicts itself: {key} lists {len(values)} layers but {known}{more}",
+            f"{CONFIG_NAME} contradicts itself: {key} lists {counted(len(values), 'layer')} but "
+            f"{known}{more}",
             CONFIG_HINT,
         )
 

@@ -44,6 +44,7 @@ from ktconv.source.naming_map import Order
 from ktconv.source.stacks import MAP_HINT, Stack
 from ktconv.source.types import TensorRef
 from ktconv.source.views import StoredView
+from ktconv.system.units import counted
 
 _DAMAGED = "The checkpoint is damaged or incomplete; download it again."
 # How names beside gate_up_proj begin that are weight_... beside a matrix of its own.
@@ -321,7 +322,8 @@ def _rows_of_all(parts: _Parts, count: Setting | None) -> tuple[FusedLayout, _Pa
         raise CheckpointError(f"{shapes} are not [E * I, H] each", _DAMAGED)
     if not count.value or shape[0] % count.value:
         raise CheckpointError(
-            f"{first.name} has {shape[0]} rows, which are no equal parts of {count.value} experts, "
+            f"{first.name} has {shape[0]} rows, which are no equal parts of "
+            f"{counted(count.value, 'expert')}, "
             f"as {count.key} has them",
             "Check that config.json and the weights belong to one checkpoint.",
         )

@@ -22,6 +22,7 @@ from ktconv.families.names import (
 from ktconv.source.config import CONFIG_NAME, ModelConfig
 from ktconv.source.counts import CONTRADICTION, has_its_shape
 from ktconv.source.types import MoELayer, TensorRef
+from ktconv.system.units import counted
 
 _INTEGERS = ("I64", "I32")
 Shape = tuple[int, ...]
@@ -97,7 +98,7 @@ class MoETensors:
         gate = self._first(names.weight)
         if spec is None and gate is not None and len(gate.shape) == 2:
             choosable = rows = gate.shape[0]  # whose number `Counts` has looked at
-        reason = f"layer {layer.index} has {count} experts"
+        reason = f"layer {layer.index} has {counted(count, 'expert')}"
         if rows != count:
             reason += f", and its router {rows} rows"
         if gate is not None and spec is not None and len(gate.shape) == 2:
@@ -139,7 +140,8 @@ class MoETensors:
         yield _Expected(
             tensor,
             ((rows, spec.top_k),),
-            f"a token goes to {spec.top_k} experts, and the vocabulary has {least or rows} tokens",
+            f"a token goes to {counted(spec.top_k, 'expert')}, and the vocabulary has "
+            f"{counted(least or rows, 'token')}",
         )
 
     # ---- norms and projections ----

@@ -181,7 +181,11 @@ def _expert_counts(plan: Plan) -> str:
     """How many experts the layers have, and how many were left out of them."""
     counts = sorted({len(unit.experts) for unit in plan.layers})
     left_out = sum(unit.omitted for unit in plan.layers)
-    named = f"; {left_out} experts are left out, `ktconv.json` names them" if left_out else ""
+    named = (
+        f"; {counted(left_out, 'expert', 'are')} left out, `ktconv.json` names them"
+        if left_out
+        else ""
+    )
     return ", ".join(map(str, counts)) + named
 
 

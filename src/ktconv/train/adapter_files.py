@@ -24,6 +24,7 @@ from ktconv.source.types import TensorRef
 from ktconv.system.files import translated
 from ktconv.system.numbers import real
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
+from ktconv.system.units import counted
 from ktconv.train.adapter_names import (
     PREFIX,
     SIDES,
@@ -209,7 +210,7 @@ class Adapter:
         if found is None:
             raise CheckpointError(
                 f"{stored[depth, 'a'].name} and its lora_B in {self.directory} are {list(a.shape)} "
-                f"and {list(b.shape)}, which is no adapter of {experts} experts",
+                f"and {list(b.shape)}, which is no adapter of {counted(experts, 'expert')}",
                 _ANOTHER,
             )
         one, name = found[projection], self._layers[layer].parameter(of)
@@ -252,7 +253,8 @@ class Adapter:
         if more := stack.keys() - set(range(experts)):
             name = stack[max(more, key=str)].name
             raise CheckpointError(
-                f"{self.directory} contains {name}, but the model has {experts} experts", _ANOTHER
+                f"{self.directory} contains {name}, but the model has {counted(experts, 'expert')}",
+                _ANOTHER,
             )
         _expect_alike(list(stack.values()))
         return torch.stack([self.read(stack[expert]) for expert in range(experts)])
