@@ -169,9 +169,7 @@ def test_sizes_of_experts_without_a_key_of_their_own(tmp_path: Path) -> None:
 def test_dense_layers(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"first_k_dense_replace in the metadata of m\.gguf"):
         opened(tmp_path, leading_dense_block_count=1)
-    config = opened(
-        tmp_path, leading_dense_block_count=1, interleave_moe_layer_step=2
-    ).config.content
+    model = opened(tmp_path, leading_dense_block_count=1, interleave_moe_layer_step=2)
     assert "first_k_dense_replace" not in model.config.content
 
 
