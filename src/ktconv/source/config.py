@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -176,24 +176,29 @@ def read_description(directory: Path) -> Mapping[str, str]:
     return {name: kind for name, kind in content.items() if isinstance(kind, str)}
 
 
-def check_quantize_config(directory: Path, content: Mapping[str, Any]) -> None:
-    """For GPTQ: CheckpointError if config.json names no packing, and quantize_config.json one that
-    is not the first version's, as which the weights would be read."""
+def with_quantize_config(
+    config: ModelConfig, directory: Path, content: Mapping[str, Any]
+) -> ModelConfig:
+    """For GPTQ: `config` with the group size of quantize_config.json, where config.json says
+    nothing of quantization. CheckpointError if the file names a packing that is not the first
+    version's, as which the weights would be read."""
     if _quantization(sections_of(content)):
-        return
+        return config
     try:
         data = read_small(directory, _QUANTIZE_CONFIG, MAX_CONFIG_BYTES)
     except MissingFileError:
-        return
+        return config
     path = directory / _QUANTIZE_CONFIG
     hint = f"Copy what {_QUANTIZE_CONFIG} has to {CONFIG_NAME}, as quantization_config."
-    packing = parse_object(data, str(path), hint, allow_same_twice=True).get("checkpoint_format")
+    said = parse_object(data, str(path), hint, allow_same_twice=True)
+    packing = said.get("checkpoint_format")
     if packing not in (None, "gptq"):
         raise CheckpointError(
             f"{path} has checkpoint_format {packing!r:.60}, but {CONFIG_NAME} beside it has no "
             "quantization_config",
             hint,
         )
+    return replace(config, group_sizes=_group_sizes(said))
 
 
 def interpret_config(

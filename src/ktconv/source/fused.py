@@ -180,6 +180,11 @@ def _found_parts(
     return way, {what: rows[name] for what, name in way.items()}
 
 
+def is_stacked_name(rest: str) -> bool:
+    """Whether what follows the experts' source is the name of a tensor of all experts."""
+    return _pattern().fullmatch(rest) is not None
+
+
 def fused_name(source: str, tensor: TensorRef) -> str:
     """The name that a stacked weight of the experts `source` has where it is not encoded."""
     match = _pattern().fullmatch(tensor.name.removeprefix(f"{source}."))

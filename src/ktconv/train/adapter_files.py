@@ -30,6 +30,7 @@ from ktconv.train.adapter_names import (
     SIDES,
     LayerNames,
     Side,
+    is_of_unknown_layout,
     parameter_place,
     place_of,
 )
@@ -156,6 +157,13 @@ class Adapter:
         own = (names.place(tensor.name) for names in self._layers.values())
         place = next(filter(None, own), None) or place_of(tensor.name)
         if place is None:
+            if is_of_unknown_layout(tensor.name):
+                raise CheckpointError(
+                    f"{tensor.name} {list(tensor.shape)} in {tensor.file} is of experts, in a "
+                    "layout that is not known",
+                    "save it with PEFT: with matrices of each expert, such as "
+                    "experts.0.up_proj.lora_A.weight, or as an adapter of target_parameters",
+                )
             self.others[tensor.name] = tensor
             return
         if place.layer not in self._layers:

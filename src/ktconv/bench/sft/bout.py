@@ -159,7 +159,8 @@ def _peers(bout: Bout, stack: ExitStack) -> Iterator[Entrant]:
         if bout.pool.threads + spec.waiting > (cpus := machine.usable_cpus()):
             notify(
                 f"{spec.name}: left out, its queue waits on a CPU of its own, so that "
-                f"{counted(bout.pool.threads, 'thread', 'need')} {bout.pool.threads + spec.waiting} "
+                f"{counted(bout.pool.threads, 'thread', 'need')} "
+                f"{bout.pool.threads + spec.waiting} "
                 "CPUs and "
                 f"there are {cpus}; give fewer --threads"
             )
