@@ -164,3 +164,37 @@ def test_the_second_reader_shares_nothing_with_the_converter() -> None:
         elif any(one.startswith(here) for one in names):
             users.add(module.split(".")[0])
     assert users == {"verify"}
+
+
+_NO_NUMBERS = {"fmt.name", "', '.join(names)"}
+
+_COUNTED = re.compile(
+    r" (?:other )?(?:experts|layers|tensors|files|shards|threads|tokens|copies|windows|samples|"
+    r"models|units|matrices|checksums)\b"
+)
+
+
+def test_numbers_and_nouns_are_joined_by_one_function() -> None:
+    """ "1 experts" cannot be written: `counted` joins them."""
+    found = []
+    for module, path in modules().items():
+        if module.startswith("native"):  # whose errors are for programmers
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.JoinedStr):
+                continue
+            for one, after in zip(node.values, node.values[1:], strict=False):
+                if (
+                    not isinstance(one, ast.FormattedValue)
+                    or one.format_spec
+                    or not isinstance(after, ast.Constant)
+                ):
+                    continue
+                if _COUNTED.match(str(after.value)) and _may_be_one(one.value):
+                    found.append(f"{module}:{one.lineno} {{{ast.unparse(one.value)}}}{after.value}")
+    assert not found, "\n".join(found)
+
+
+def _may_be_one(value: ast.expr) -> bool:
+    """Whether an expression can be a number."""
+    return not isinstance(value, ast.Constant) and ast.unparse(value) not in _NO_NUMBERS

@@ -395,7 +395,7 @@ def test_memory_of_packing_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--stage", "pack", "--method", "bf16"), "--stage pack cannot measure bf16"),
         (
             ("--shape", "32,32,4096,4096", "--tokens", "1048576"),
-            "1048576 tokens of 32,32,4096,4096 take",
+            "1,048,576 tokens of 32,32,4096,4096 take",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -198,7 +198,7 @@ def test_a_peer_without_a_spare_core_is_left_out(monkeypatch: pytest.MonkeyPatch
     kt_kernel = PEERS["kt-kernel int8"]
     monkeypatch.setattr(bout, "why_not", lambda spec: None)
     monkeypatch.setattr(bout, "PeerRunner", _refused)
-    for cpus, reason in ((1, "1 threads need 2 CPUs and there are 1; give fewer"), (2, "asked")):
+    for cpus, reason in ((1, "1 thread needs 2 CPUs and there are 1; give fewer"), (2, "asked")):
         monkeypatch.setattr(machine, "usable_cpus", lambda cpus=cpus: cpus)
         done = bench(*SMALL, "--method", "int8", "--peers")
         (line,) = (one for one in done.stderr.splitlines() if f"{kt_kernel.name}: left" in one)

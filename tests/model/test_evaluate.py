@@ -217,7 +217,7 @@ def test_captured_inputs_are_routed_as_numpy_says(loaded: Any, int8: Path) -> No
         np.testing.assert_array_equal(own_ids, ids)
         np.testing.assert_allclose(own_weights, weights, atol=1e-5)
 
-    with pytest.raises(UsageError, match="windows of 1 tokens"):
+    with pytest.raises(UsageError, match="windows of 1 token"):
         capture_layer_inputs(model, tokenizer, EVAL.read_text(), 1)
 
     replace_experts(model, int8, threads=1)

@@ -11,6 +11,8 @@ from helpers.families import (
     HIDDEN,
     Tensor,
     bf16,
+    fp8,
+    fused,
     numbered,
     random_weights,
     simple_config,
@@ -210,7 +212,7 @@ def test_other_weights_are_quantized(tmp_path: Path) -> None:
     """As in bitsandbytes checkpoints of models whose experts are stacked: nothing but odd."""
     attention = "model.layers.0.self_attn.q_proj.weight"
     for name in (f"{attention}.absmax", f"{attention}_scale_inv"):
-        [note] = opened(tmp_path, {name: ones(4)}, quantization_config=FP8).notes
+        [_, note] = opened(tmp_path, {name: ones(4)}, quantization_config=FP8).notes
         assert note.startswith("the experts are BF16, but quantization_config in config.json")
     [note] = opened(tmp_path, quantization_config={"quant_method": "compressed-tensors"}).notes
     assert "does not say that they are left as they are" in note
@@ -228,3 +230,67 @@ def test_a_layer_without_a_router(name: str, tmp_path: Path) -> None:
     both = {**second, **router, f"model.layers.1.mlp.{name}": own}
     opened(tmp_path / "both", both, num_hidden_layers=2)
     opened(tmp_path / "none", second, num_hidden_layers=2)
+
+
+# ---- what only a note says -------------------------------------------------------------
+
+
+def test_a_router_that_no_family_has(tmp_path: Path) -> None:
+    embeddings = {"model.embed_tokens.weight": ones(16, HIDDEN)}
+    (note,) = opened(tmp_path / "none", embeddings).notes
+    assert note.startswith(
+        "no layer has a router with a known name, such as model.layers.0.mlp.gate.weight: nothing"
+    )
+    for shape in ((4, HIDDEN), (HIDDEN, 4)):
+        unknown = {f"{BLOCK}.chooser.weight": ones(*shape)}
+        (note,) = opened(tmp_path / "unknown", unknown).notes
+        assert f"; {BLOCK}.chooser.weight has the shape of one: nothing" in note
+    known = {f"{BLOCK}.gate.weight": ones(4, HIDDEN)}
+    assert opened(tmp_path / "known", known | embeddings).notes == []
+    assert opened(tmp_path / "experts alone").notes == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("mlp.experts", True),
+        ("experts", True),
+        ("model.layers.0", True),
+        ("model.layers.*.mlp.experts.*", True),
+        ("re:.*mlp\\.experts.*", True),
+        ("mlp.gate", False),
+        ("shared_experts", False),
+        ("layers.00", False),
+        ("expert", False),
+        ("model.layers.1", False),
+        ("lm_head", False),
+    ],
+)
+@pytest.mark.parametrize("key", ["modules_to_not_convert", "ignore"])
+def test_quantized_experts_that_config_excludes(
+    key: str, pattern: str, said: bool, tmp_path: Path
+) -> None:
+    codes = np.full((HIDDEN, HIDDEN), 0x38, np.uint8)
+    tensors = numbered(f"{BLOCK}.experts", random_weights(), encode=lambda _: fp8(codes))
+    scales = {f"{name}_scale_inv": np.ones((1, 1), np.float32) for name in tensors}
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], key: [pattern]}
+    config = simple_config(quantization_config=quantization)
+    notes = open_checkpoint(write_checkpoint(tmp_path, tensors | scales, config)).notes
+    assert [note for note in notes if "is not quantized" in note] == (
+        [
+            f"quantization_config in config.json says that {pattern!r} is not quantized, but the "
+            "experts are fp8-block (layer 0): engines that go by it load wrong weights"
+        ]
+        if said
+        else []
+    )
+
+
+def test_numbered_and_stacked_experts_in_one_layer(tmp_path: Path) -> None:
+    stacked = fused(f"{BLOCK}.experts", random_weights(), transposed=False)
+    for name, tensor in stacked.items():
+        message = refusal(tmp_path, {name: tensor})
+        assert message == (
+            f"{BLOCK}.experts.0.gate_proj.weight is of one expert, and {name} of all: the experts "
+            f"of {BLOCK}.experts are stored in two ways"
+        )

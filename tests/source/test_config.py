@@ -138,7 +138,7 @@ def test_null_experts_per_token_are_found_before_anything_is_converted(
             {"num_experts": [4, 8, 4], "num_nextn_predict_layers": 1},
             "has experts 4, but config.json has num_experts [4, 8, 4]",
         ),
-        ({"num_experts": [4]}, "num_experts lists 1 layers but num_hidden_layers is 2"),
+        ({"num_experts": [4]}, "num_experts lists 1 layer but num_hidden_layers is 2"),
         ({"moe_topk": [4] * 3}, "moe_topk lists 3 layers but num_hidden_layers is 2"),
         (
             {"moe_intermediate_size": [64, 128, 128], "num_nextn_predict_layers": 1},
@@ -146,10 +146,10 @@ def test_null_experts_per_token_are_found_before_anything_is_converted(
         ),
         ({"hidden_size": 0}, "hidden_size 0"),
         ({"num_hidden_layers": 0}, "but config.json has num_hidden_layers 0 and does not declare"),
-        ({"mlp_layer_types": ["sparse"]}, "mlp_layer_types lists 1 layers but num_hidden_layers"),
-        ({"moe_layer_freq": [1]}, "moe_layer_freq lists 1 layers but num_hidden_layers is 2"),
+        ({"mlp_layer_types": ["sparse"]}, "mlp_layer_types lists 1 layer but num_hidden_layers"),
+        ({"moe_layer_freq": [1]}, "moe_layer_freq lists 1 layer but num_hidden_layers is 2"),
         ({"mlp_layer_types": ["moe"] * 3}, "mlp_layer_types lists 3 layers but num_hidden"),
-        ({"hybrid_override_pattern": "E"}, "hybrid_override_pattern lists 1 layers but num_"),
+        ({"hybrid_override_pattern": "E"}, "hybrid_override_pattern lists 1 layer but num_"),
         ({"layers_block_type": ["moe"] * 3}, "layers_block_type lists 3 layers but num_hidden"),
         ({"swiglu_limits": [0.0, 0.0, 7.0]}, "swiglu_limits lists 3 layers but num_hidden_layers"),
     ],
@@ -353,7 +353,7 @@ def test_fp8_of_wrong_types(key: str, value: object, tmp_path: Path) -> None:
     ("spoil", "message"),
     [
         (lambda config: config.update(num_experts_per_tok=99), "num_experts_per_tok is 99"),
-        (lambda config: config.update(num_experts=[4]), "num_experts lists 1 layers"),
+        (lambda config: config.update(num_experts=[4]), "num_experts lists 1 layer"),
         (lambda config: config.update(rms_norm_eps=NAN), "rms_norm_eps is nan"),
     ],
 )

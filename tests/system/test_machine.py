@@ -144,10 +144,10 @@ def test_fewer_nodes(tmp_path: Path) -> None:
     [
         (0, None, "0 threads"),
         (-1, None, "-1 threads"),
-        (4097, None, "4097 threads"),
+        (4097, None, "4,097 threads"),
         (None, 3, "3 NUMA nodes cannot be used, the machine has 2"),
         (None, 0, "0 NUMA nodes"),
-        (1, 2, "1 threads are too few"),
+        (1, 2, "1 thread is too few"),
     ],
 )
 def test_threads_and_nodes_that_are_refused(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ktconv.errors import UsageError
-from ktconv.system.units import format_ranges, format_size, parse_ranges, parse_size
+from ktconv.system.units import counted, format_ranges, format_size, parse_ranges, parse_size
 
 
 @pytest.mark.parametrize(
@@ -94,3 +94,12 @@ def test_ranges_round_trip(numbers: list[int]) -> None:
 def test_format_ranges() -> None:
     assert format_ranges([]) == ""
     assert format_ranges([4, 0, 1, 2, 7, 8]) == "0-2,4,7-8"
+
+
+def test_things_are_counted_in_words() -> None:
+    assert counted(1, "expert") == "1 expert"
+    assert counted(0, "matrix") == "0 matrices"
+    assert counted(2000, "copy") == "2,000 copies"
+    assert counted(1, "other tensor", "have") == "1 other tensor has"
+    assert counted(2, "tensor", "are") == "2 tensors are"
+    assert counted(1, "thread", "need") == "1 thread needs"

@@ -471,3 +471,31 @@ def test_a_disk_that_is_full(
     with pytest.raises(ResourceError, match="the disk is full"):
         save(trained[0], saved)
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("key", "shape"),
+    [
+        ("lora_gate_and_up_A", (8, 256, 4)),  # a module of its own for grouped products
+        ("lora_down_B", (8, 4, 256)),
+        ("gate_up_proj.lora_A.weight", (8, 4, 256)),
+        ("down_proj.lora_B.weight", (8 * 256, 4)),
+        ("gate_up_proj.lora_A.default.weight", (32, 256)),
+        ("3.gate_up_proj.lora_A.weight", (4, 256)),
+        ("3.up_proj.lora_embedding_A", (4, 256)),
+        ("w13.lora_A.weight", (4, 256)),
+    ],
+)
+def test_layouts_that_are_not_known(key: str, shape: tuple[int, ...], saved: Path) -> None:
+    """Matrices of experts are never taken for those of another module."""
+    whole = f"base_model.model.model.layers.1.mlp.experts.{key}"
+    stored = load_file(saved / WEIGHTS) | {whole: torch.zeros(shape)}
+    save_file(stored, saved / WEIGHTS)
+    for change, one in ((load, prepared_example()[0]), (merge, example())):
+        with pytest.raises(CheckpointError) as caught:
+            change(one, saved)
+        assert str(caught.value) == (
+            f"{whole} {list(shape)} in {saved / WEIGHTS} is of experts, in a layout that is not "
+            "known"
+        )
+        assert "target_parameters" in (caught.value.hint or "")

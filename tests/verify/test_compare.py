@@ -709,3 +709,17 @@ def test_one_side_without_any_side_file(twins: tuple[Path, Path]) -> None:
     found = compare(*twins)
     assert found.equal
     assert "Only A has side files (2 files), B none." in found.notes
+
+
+def test_one_output_twice(made: Make, tmp_path: Path) -> None:
+    """It would be compared with itself, and be equal whatever is wrong."""
+    output = made()
+    (tmp_path / "link").symlink_to(output)
+    for other in (output, tmp_path / "link"):
+        with pytest.raises(UsageError, match="is given twice"):
+            compare(output, other)
+
+
+def test_what_has_no_packed_experts_is_named(model: Path, made: Make) -> None:
+    with pytest.raises(UsageError, match=r"and no ktconv\.json: it is a model, or an output in"):
+        compare(made(), model)

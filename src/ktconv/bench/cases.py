@@ -217,7 +217,7 @@ def _layer_of_model(request: Request, model: Path, pool: Pool, notify: Notify) -
     top_k = request.top_k or min(experts_per_token(model, number), count)
     if top_k > count:
         raise UsageError(
-            f"--top-k {top_k} is more than the {count} experts of {model}",
+            f"--top-k {top_k} is more than the {counted(count, 'expert')} of {model}",
             f"give at most {count}",
         )
     shape = Shape(name, experts.hidden, experts.intermediate, count, top_k, experts.activation)
@@ -231,7 +231,8 @@ def _layer_of_model(request: Request, model: Path, pool: Pool, notify: Notify) -
             f"measuring memory takes {format_size(read_size())}, more than this machine has free"
         )
     notify(
-        f"{name}: {experts.format.key}, {count} experts, {counted(experts.parts, 'part')}, "
+        f"{name}: {experts.format.key}, {counted(count, 'expert')}, "
+        f"{counted(experts.parts, 'part')}, "
         f"{expert_activation_of(experts.activation)}"
     )
     return layer
@@ -262,7 +263,7 @@ def _check_memory(request: Request, layers: Sequence[Layer], pool: Pool) -> None
         fitting = max(0, room // (each + drawn))
         way = f"--experts {fitting} would" if fitting >= shape.top_k else "no useful number would"
         raise UsageError(
-            f"{shape.experts} experts of {shape.name} in {largest.method.key} take "
+            f"{counted(shape.experts, 'expert')} of {shape.name} in {largest.method.key} take "
             f"{format_size(each * shape.experts)}, more than this machine has free",
             f"{way} fit",
         )
@@ -277,7 +278,8 @@ def _room_for_experts(request: Request, layers: Sequence[Layer], pool: Pool, wor
     routing = _drawn_bytes(request) * shape.experts
     if batch + routing > free and batch + routing > working:
         raise UsageError(
-            f"{tokens} tokens of {shape.name} take {format_size(batch + routing)}, more than "
+            f"{counted(tokens, 'token')} of {shape.name} take {format_size(batch + routing)}, "
+            "more than "
             "this machine has free",
             "give fewer --tokens",
         )

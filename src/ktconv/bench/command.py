@@ -20,7 +20,7 @@ from ktconv.formats import FORMATS, Format, format_named, output_formats
 from ktconv.native.training import MAX_RANK
 from ktconv.system import machine
 from ktconv.system.text import Notify
-from ktconv.system.units import parse_ranges
+from ktconv.system.units import counted, parse_ranges
 from ktconv.writer.option_files import check_written
 from ktconv.writer.pictures import picture_file
 
@@ -75,7 +75,8 @@ def run_training(
     for row in report.rows:
         for name in row.beyond_bound:
             notify(
-                f"{row.method} on {row.isa}, {row.tokens} tokens, rank {row.rank}: {name} has a "
+                f"{row.method} on {row.isa}, {counted(row.tokens, 'token')}, rank {row.rank}: "
+                f"{name} has a "
                 f"relative error of {row.kernel_errors[name]:.2g}, at most {row.bounds[name]:g} is "
                 "right"
             )

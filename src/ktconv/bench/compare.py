@@ -13,6 +13,7 @@ from ktconv.bench.rows import DIMENSIONS, Key, Row
 from ktconv.bench.run import SCHEMA, Report
 from ktconv.errors import UsageError
 from ktconv.system.regular_files import read_given
+from ktconv.system.units import counted
 
 _WORDS, _COUNTS = ("method", "routing", "isa", "engine"), ("tokens", "threads", "parts")
 _WRITTEN = "write it with --format json"
@@ -146,5 +147,5 @@ def _words(row: Row) -> str:
     layer = "" if row.layer is None else f" layer {row.layer}"
     return (
         f"{row.engine} {row.method} {row.shape['name']}{layer}, {row.routing}, "
-        f"{row.tokens} tokens, {row.threads} threads, {row.isa}"
+        f"{counted(row.tokens, 'token')}, {counted(row.threads, 'thread')}, {row.isa}"
     )

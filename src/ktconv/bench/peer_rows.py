@@ -16,6 +16,7 @@ from ktconv.formats import Format, format_named
 from ktconv.system import machine
 from ktconv.system.pool import Pool
 from ktconv.system.text import Notify
+from ktconv.system.units import counted
 
 
 def peer_rows(session: Session, shape: Shape, methods: Sequence[Format]) -> Iterator[Row]:
@@ -62,7 +63,7 @@ def _measured(session: Session, spec: Spec, shape: Shape, pool: Pool) -> Iterato
         seed=request.seed,
         different=different_experts(shape),
     )
-    session.notify(f"{shape.name}, {spec.name}: {pool.threads} threads")
+    session.notify(f"{shape.name}, {spec.name}: {counted(pool.threads, 'thread')}")
     before = meter.again(pool)
     results: list[Result] = []
     try:

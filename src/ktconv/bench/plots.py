@@ -9,6 +9,7 @@ import numpy as np
 
 from ktconv.bench.rows import Row
 from ktconv.bench.run import Report
+from ktconv.system.units import counted
 from ktconv.writer.pictures import picture
 
 _SIZE = (9.0, 6.0)
@@ -33,7 +34,7 @@ def _series(report: Report) -> dict[str, list[Row]]:
         label = row.method if row.engine == "ktconv" else f"{row.engine} {row.method}"
         label += f", {row.shape['name']}" if shapes else ""
         label += f", {row.isa}" if "isa" in several else ""
-        label += f", {row.threads} threads" if "threads" in several else ""
+        label += f", {counted(row.threads, 'thread')}" if "threads" in several else ""
         lines.setdefault(label, []).append(row)
     return lines
 
@@ -87,10 +88,10 @@ def _roofs(axes: Any, report: Report) -> None:
     for limit in report.limits:
         for unit, style in (("int8", "-"), ("bf16", "--")):
             roof = np.minimum(span * limit.read_gb_s, limit.peak(unit))
-            name = f"{limit.isa} {unit}, {limit.threads} threads: {limit.peak(unit):.0f}"
+            name = f"{limit.isa} {unit}, {counted(limit.threads, 'thread')}: {limit.peak(unit):.0f}"
             axes.plot(span, roof, style, color="0.5", linewidth=1)
             axes.annotate(name, (span[-1], roof[-1]), ha="right", va="bottom", fontsize=8)
-        name = f"memory, {limit.threads} threads: {limit.read_gb_s:.0f} GB/s"
+        name = f"memory, {counted(limit.threads, 'thread')}: {limit.read_gb_s:.0f} GB/s"
         # Along the line and above it: points and their names are below.
         above = 1.12 * limit.read_gb_s
         axes.text(

@@ -18,6 +18,7 @@ import numpy as np
 
 from ktconv.errors import UsageError
 from ktconv.system.arrays import I64, Array
+from ktconv.system.units import counted
 
 KINDS = "balanced, concentrated, zipf:S, trace:FILE"
 
@@ -85,7 +86,7 @@ def check_trace(routing: Routing, experts: int, top_k: int, *, of_model: bool = 
     if routing.trace.shape[1] != top_k:
         recorded = routing.trace.shape[1]
         raise UsageError(
-            f"the trace has {recorded} experts per token, the "
+            f"the trace has {counted(recorded, 'expert')} per token, the "
             f"{'model' if of_model else 'shape'} {top_k}",
             f"give --top-k {recorded}" if of_model else "give a --shape with that top-k",
         )
@@ -112,7 +113,8 @@ def check_replay(routing: Routing, tokens: int) -> None:
     expert in this layer."""
     if routing.trace is not None and not (routing.trace[:tokens] >= 0).any():
         raise UsageError(
-            f"the first {min(tokens, len(routing.trace))} tokens of the trace go to no expert",
+            f"the first {counted(min(tokens, len(routing.trace)), 'token')} of the trace go to "
+            "no expert",
             "give more --tokens, or a trace of experts that are here",
         )
 

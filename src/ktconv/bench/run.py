@@ -18,6 +18,7 @@ from ktconv.bench.weights import RandomWeights
 from ktconv.runtime.layers import Experts, pack_experts
 from ktconv.system.pool import Pool
 from ktconv.system.text import Notify
+from ktconv.system.units import counted
 
 SCHEMA = 1
 
@@ -56,7 +57,7 @@ def bench(
         for row in _all_rows(session, plan):
             report.rows.append(row)
             notify(
-                f"  {row.isa}, {row.threads} threads, {row.tokens} tokens: "
+                f"  {row.isa}, {counted(row.threads, 'thread')}, {counted(row.tokens, 'token')}: "
                 f"{row.median_us:.0f} us, {row.share_of_bound:.0%} of {row.bound}"
             )
         report.limits = list(session.meter.found.values())
@@ -69,7 +70,7 @@ def measure_machine(session: Session) -> None:
         for threads, pool in session.pools.items():
             limit = session.meter.measure(pool)
             session.notify(
-                f"{isa}, {threads} threads: memory {limit.read_gb_s:.1f} GB/s, "
+                f"{isa}, {counted(threads, 'thread')}: memory {limit.read_gb_s:.1f} GB/s, "
                 f"int8 {limit.int8_gops:.0f} GOPS, bf16 {limit.bf16_gflops:.0f} GFLOPS"
             )
 
@@ -102,7 +103,7 @@ def _rows(session: Session, layer: Layer) -> Iterator[Row]:
 
 def packed(session: Session, layer: Layer) -> Experts:
     method, shape = layer.method, layer.shape
-    session.notify(f"{shape.name}, {method.key}: packing {shape.experts} experts")
+    session.notify(f"{shape.name}, {method.key}: packing {counted(shape.experts, 'expert')}")
     source = RandomWeights(session.request.seed, shape.hidden, shape.intermediate)
     most = session.pools[max(session.pools)]
     return pack_experts(

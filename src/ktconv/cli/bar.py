@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ktconv.cli.progress import Progression
 from ktconv.system.text import printable
-from ktconv.system.units import format_size
+from ktconv.system.units import counted, format_size
 
 if TYPE_CHECKING:
     from ktconv.distributed.models.runs import Run
@@ -95,7 +95,7 @@ class FleetBar(BarObserver):
         self._count, self._ended = count, 0
         self._begun: dict[int, tuple[int, int]] = {}  # by line: bytes done, and of all
         self._lock = threading.Lock()
-        self.unit_started(f"0 of {count} models ended")
+        self.unit_started(f"0 of {counted(count, 'model')} ended")
 
     def changed(self, run: Run, event: Mapping[str, Any]) -> None:
         """A run of the list sent an event; called from several threads."""
@@ -109,7 +109,7 @@ class FleetBar(BarObserver):
                 self._ended += 1
                 done, total = self._begun.get(line, (0, 0))
                 self._begun[line] = (total, total) if run.state == "done" else (done, done)
-                self.unit_started(f"{self._ended} of {self._count} models ended")
+                self.unit_started(f"{self._ended} of {counted(self._count, 'model')} ended")
             self.total = sum(total for _, total in self._begun.values())
             self._bar.update(self._task, total=self.total)
             self.advanced(sum(done for done, _ in self._begun.values()) - self.done)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ktconv.cli.exits import NOTHING_WRITTEN, interruptible
-from ktconv.system.units import format_ranges, format_size
+from ktconv.system.units import counted, format_ranges, format_size
 
 if TYPE_CHECKING:
     from ktconv.quantize.packed.run import Preflight
@@ -52,17 +52,20 @@ def estimate_lines(facts: Facts) -> Iterator[str]:
 def _sampled(facts: Facts) -> str:
     """8 of 256 experts of each layer, 64-96 rows of each matrix (0.9 GB in 12.1 s)."""
     left = facts["matrices_planned"] - facts["matrices_sampled"]
-    every = f"; no time for {left} of {facts['matrices_planned']} matrices" if left else ""
+    every = (
+        f"; no time for {left} of {counted(facts['matrices_planned'], 'matrix')}" if left else ""
+    )
     return (
-        f"{_between(facts['experts_sampled'])} of {_between(facts['experts'])} experts of each "
-        f"layer, {_between(facts['rows_sampled'])} rows of each matrix "
+        f"{_between(facts['experts_sampled'])} of {_between(facts['experts'], 'expert')} of each "
+        f"layer, {_between(facts['rows_sampled'], 'row')} of each matrix "
         f"({format_size(facts['bytes_read'])} in {facts['seconds']:.1f} s{every})"
     )
 
 
-def _between(ends: Sequence[int]) -> str:
+def _between(ends: Sequence[int], word: str = "") -> str:
     least, most = ends
-    return str(least) if least == most else f"{least}-{most}"
+    count = counted(most, word) if word else f"{most}"
+    return count if least == most else f"{least}-{count}"
 
 
 # ---- tables ----------------------------------------------------------------------------

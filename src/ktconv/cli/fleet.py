@@ -16,7 +16,7 @@ from ktconv.cli.output import notify, print_result, sentence
 from ktconv.cli.parsing import WORDS
 from ktconv.cli.process import INTERRUPTED
 from ktconv.errors import UsageError
-from ktconv.system.units import format_duration, format_rate
+from ktconv.system.units import counted, format_duration, format_rate
 from ktconv.system.waiting import Wait
 
 _NEXT_STEP = "Finished layers are kept: run the same command again to continue."
@@ -110,7 +110,7 @@ def _line(run: Any, event: dict[str, Any], count: int, units: bool) -> str | Non
         left = event["eta_seconds"]
         eta = "?" if left is None else format_duration(left)
         speed = format_rate(event["bytes_per_second"])
-        return f"{name}: {run.finished}/{run.units} units, {speed}, ETA {eta}"
+        return f"{name}: {run.finished}/{counted(run.units, 'unit')}, {speed}, ETA {eta}"
     return None
 
 

@@ -18,7 +18,7 @@ from ktconv.families.names import mtp_prefix
 from ktconv.source import Checkpoint, MoELayer, TensorRef
 from ktconv.source.reading.matrices import experts_bytes
 from ktconv.system.collector import collector_paused
-from ktconv.system.units import format_ranges, format_size
+from ktconv.system.units import counted, format_ranges, format_size
 from ktconv.writer.shards import Shard, Tensor, group, plan_shard
 
 _GGUF_ONLY = "their names and types in GGUF files are not those of safetensors models"
@@ -229,7 +229,9 @@ def _select_others(checkpoint: Checkpoint, target: Target) -> tuple[list[Copy], 
         prefixes = tuple(_mtp_prefix(checkpoint, one) for one in checkpoint.layers if one.is_mtp)
         kept = [tensor for tensor in tensors if not tensor.name.startswith(prefixes)]
         if len(kept) < len(tensors):
-            skipped.append(f"{len(tensors) - len(kept)} other tensors of MTP layers: --no-mtp")
+            skipped.append(
+                f"{counted(len(tensors) - len(kept), 'other tensor')} of MTP layers: --no-mtp"
+            )
         tensors = kept
     return target.rename(tensors), skipped
 

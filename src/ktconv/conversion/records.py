@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ktconv import __version__
 from ktconv.conversion.plan import LayerUnit, Plan
 from ktconv.conversion.target import Target
-from ktconv.families.family import ExpertActivation
+from ktconv.families.family import ExpertActivation, Projection
 from ktconv.source import Checkpoint, MoELayer, source_identity
 from ktconv.source.activations import usual
 from ktconv.system.text import valid_unicode
-from ktconv.system.units import format_ranges, listed
+from ktconv.system.units import counted, format_ranges, listed
 from ktconv.writer.journal import Record
 
 
@@ -112,13 +112,33 @@ class ErrorSummary:
         found = [*known.items(), *([self.worst] if self.worst else [])]
         self.worst = min(found, key=lambda one: (-one[1], one[0]))
 
-    def lost_line(self, quote: str = "") -> str:
-        return lost_line(self.lost, self.lost_names, quote)
+    def lost_line(self, layers: Sequence[MoELayer], quote: str = "") -> str:
+        """See `lost_line`; tensors have the names of the model, whose `layers` these are."""
+        names = [name_in_model(name, layers) for name in self.lost_names]
+        return lost_line(self.lost, names, quote)
 
     @property
     def mean(self) -> float | None:
         """The sum is rounded once, so that no order of the units changes it."""
         return math.fsum(self.totals) / self.count if self.count else None
+
+
+_PACKED_NAME = re.compile(r"blk\.([0-9]+)\.ffn_(gate|up|down)_exps\.([0-9]+)\.")
+
+
+def name_in_model(name: str, layers: Iterable[MoELayer]) -> str:
+    """The name that the model has for a tensor of an output: of a tensor named as KTransformers
+    and GGUF files do, that of the model's own, with the number of an expert of a stack."""
+    found = _PACKED_NAME.match(name)
+    layer = next((one for one in layers if found and one.index == int(found[1])), None)
+    if found is None or layer is None or int(found[3]) >= len(layer.experts):
+        return name
+    tensors = [expert.get(cast(Projection, found[2])) for expert in layer.experts]
+    matrix = tensors[int(found[3])]
+    if matrix is None:
+        return name
+    stacked = sum(one is not None and one.tensor == matrix.tensor for one in tensors) > 1
+    return f"{matrix.tensor.name}, expert {found[3]}" if stacked else matrix.tensor.name
 
 
 def zero_scales_in_words(count: int) -> str:
@@ -128,11 +148,11 @@ def zero_scales_in_words(count: int) -> str:
 
 def lost_line(count: int, names: Sequence[str], quote: str = "") -> str:
     """A sentence that warns of matrices that became nearly all zeros; names are between quotes."""
-    matrices = "1 matrix" if count == 1 else f"{count} matrices"
     more = f" and {count - len(names)} more" if count > len(names) else ""
     listed = ", ".join(f"{quote}{name}{quote}" for name in names)
     return (
-        f"{matrices} became nearly all zeros, although the source's weights are not: {listed}{more}"
+        f"{counted(count, 'matrix')} became nearly all zeros, although the source's weights are "
+        f"not: {listed}{more}"
     )
 
 

@@ -20,7 +20,13 @@ from typing import Any, Generic
 from ktconv.conversion.output import OutputState
 from ktconv.conversion.pipeline import Observer, Pipeline, Task
 from ktconv.conversion.plan import LayerUnit, Plan, T_co, Unit
-from ktconv.conversion.records import ZERO_SCALES, ErrorSummary, describe_units, run_record
+from ktconv.conversion.records import (
+    ZERO_SCALES,
+    ErrorSummary,
+    describe_units,
+    name_in_model,
+    run_record,
+)
 from ktconv.conversion.target import BaseOptions, Target
 from ktconv.conversion.tasks import CopyTask
 from ktconv.errors import (
@@ -549,7 +555,7 @@ class Conversion(ABC):
     def _report(self, pending: Sequence[Unit], started: float) -> Report:
         converted = [unit.key for unit in pending if unit.key in self.done]
         complete = not self.journal.run_file.exists() and (self.output / MANIFEST).exists()
-        errors = self.errors
+        errors, layers = self.errors, self.preflight.plan.checkpoint.layers
         return Report(
             preflight=self.preflight,
             converted=converted,
@@ -562,6 +568,6 @@ class Conversion(ABC):
             mean_error=errors.mean,
             zero_scales=errors.zero_scales,
             lost=errors.lost,
-            lost_names=errors.lost_names,
+            lost_names=[name_in_model(name, layers) for name in errors.lost_names],
             more=self.more() if complete else {},
         )

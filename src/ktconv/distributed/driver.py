@@ -11,6 +11,7 @@ from typing import Any
 
 from ktconv.distributed.jobs import Failure, Job, Message
 from ktconv.errors import KtconvError
+from ktconv.system.units import counted
 from ktconv.writer.journal import Record
 
 ATTEMPTS = 4  # of a job, if nodes die under it
@@ -193,7 +194,8 @@ def raise_failures(failures: Sequence[Failure], total: int, again: str = KEPT) -
     more = f"; also {', '.join(others[:5])}" if others else ""
     more += f" and {len(others) - 5} more" if len(others) > 5 else ""
     error = JobsFailedError(
-        f"{len(failures)} of {total} units failed: {first.key}{where}: {first.message}{more}",
+        f"{len(failures)} of {counted(total, 'unit')} failed: {first.key}{where}: "
+        f"{first.message}{more}",
         (f"{first.hint.rstrip('.')}; " if first.hint else "") + again,
     )
     error.exit_code = max(failure.exit_code for failure in failures)

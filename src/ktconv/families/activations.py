@@ -17,6 +17,7 @@ from ktconv.families.config import (
 )
 from ktconv.families.config_values import contradiction, is_whole, wrong_value
 from ktconv.families.family import PLAIN, ExpertActivation, Family, Router
+from ktconv.system.units import counted
 
 _LARGEST = 3.4028234663852886e38  # float32
 _BETA_LIMIT = 7.0  # of an activation with an alpha, where nothing says another
@@ -151,7 +152,7 @@ def _bound(text: Mapping[str, Any], setting: str, layer: int | None) -> float | 
         return _number(text, setting)
     layers = value_of(text, "layers")
     if is_whole(layers) and len(value) < layers:
-        raise wrong_value(key, value, f"a number for each of the {layers} layers")
+        raise wrong_value(key, value, f"a number for each of the {counted(layers, 'layer')}")
     for one in value:
         _checked(key, one or 0)
     return float(of_layer(value, layer) or 0) if layer is not None else 0.0

@@ -10,6 +10,7 @@ from ktconv.errors import CheckpointError
 from ktconv.families import table
 from ktconv.families.config import family_of, text_section, top_k_of, type_of, value_of
 from ktconv.families.family import SCORINGS, Family, GroupScore, Router, RouterSpec
+from ktconv.system.units import counted
 
 
 class UnknownRouter(CheckpointError):
@@ -228,7 +229,7 @@ def _checked(spec: RouterSpec, experts: Any) -> RouterSpec:
     numbers = (spec.top_k, spec.n_group, spec.topk_group)
     if any(type(number) is not int or number < 1 for number in numbers):
         raise CheckpointError(
-            f"config.json says {spec.top_k} experts per token, {spec.topk_group} of "
+            f"config.json says {counted(spec.top_k, 'expert')} per token, {spec.topk_group} of "
             f"{spec.n_group} groups: these must be positive numbers"
         )
     if spec.jitter is not None and spec.top_k != 2:
@@ -243,12 +244,13 @@ def check_experts(spec: RouterSpec, experts: int) -> None:
     choosable = experts + spec.identity_experts
     if choosable % spec.n_group or spec.topk_group > spec.n_group:
         raise CheckpointError(
-            f"{choosable} experts cannot be routed to by {spec.topk_group} of {spec.n_group} "
+            f"{counted(choosable, 'expert')} cannot be routed to by {spec.topk_group} of "
+            f"{spec.n_group} "
             "groups",
             _BELONGS,
         )
     usable = choosable // spec.n_group * spec.topk_group
     if not spec.top_k <= usable:
         raise CheckpointError(
-            f"{spec.top_k} experts per token are more than the {usable} there", _BELONGS
+            f"{counted(spec.top_k, 'expert')} per token are more than the {usable} there", _BELONGS
         )

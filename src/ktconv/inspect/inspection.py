@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ktconv.errors import CheckpointError, UnknownNamesError
+from ktconv.errors import CheckpointError, KtconvError, UnknownNamesError
 from ktconv.families.names import is_in_experts, split_name
 from ktconv.formats import FORMATS, TensorId, is_backward, output_formats, parse_tensor_name
 from ktconv.inspect.choice import methods
@@ -18,6 +18,7 @@ from ktconv.source.activations import in_words, of_records
 from ktconv.source.config import CONFIG_NAME
 from ktconv.source.model_source import ModelSource
 from ktconv.source.settings import ModelSettings
+from ktconv.source.side_files import find_side_files
 from ktconv.system.stores import is_remote, transfer
 from ktconv.system.units import format_ranges
 from ktconv.targets.card import codes_in_words
@@ -92,9 +93,21 @@ def _source(checkpoint: Checkpoint) -> dict[str, Any]:
         "other_bytes": sum(tensor.nbytes for tensor in checkpoint.other_tensors),
         "numa_parts_possible": {key: _possible_parts(checkpoint, key) for key in output_formats()},
         "methods": methods(checkpoint),
-        "notes": list(checkpoint.notes),
+        "notes": [*checkpoint.notes, *_unusable_side_files(checkpoint)],
         **_network(checkpoint),
     }
+
+
+def _unusable_side_files(checkpoint: Checkpoint) -> list[str]:
+    """Why a conversion would refuse a file beside the weights, as one that is a Git LFS pointer."""
+    directory = checkpoint.side_directory
+    if directory is None or is_remote(directory):  # where each file would take a request
+        return []
+    try:
+        find_side_files(directory)
+    except KtconvError as error:
+        return [f"{error}; conversions refuse it"]
+    return []
 
 
 def _network(checkpoint: Checkpoint) -> dict[str, int]:

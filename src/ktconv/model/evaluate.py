@@ -27,7 +27,7 @@ from ktconv.source.shards import read_shards, select_shards
 from ktconv.system import machine
 from ktconv.system.arrays import F32, I64
 from ktconv.system.stores import is_remote
-from ktconv.system.units import format_size
+from ktconv.system.units import counted, format_size
 
 # Beside the weights: while a layer's experts are stacked, they are there twice.
 _LOADING = 1.1
@@ -167,7 +167,9 @@ def windows(tokenizer: Any, text: str, length: int, limit: int | None = None) ->
     less than two tokens or numbers that cannot be.
     """
     if length < 2 or (limit is not None and limit < 1):
-        raise UsageError(f"windows of {length} tokens, at most {limit}, cannot be evaluated")
+        raise UsageError(
+            f"windows of {counted(length, 'token')}, at most {limit}, cannot be evaluated"
+        )
     # Else tokenizers warn of texts longer than the model's context, which windows cut.
     tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(tokens) < 2:

@@ -31,6 +31,7 @@ from ktconv.source.side_files import find_side_files
 from ktconv.source.strict_json import parse_object
 from ktconv.system.stores import local_path
 from ktconv.system.text import printable
+from ktconv.system.units import counted
 
 if TYPE_CHECKING:
     from ktconv.model.decoded import SourceWeights
@@ -505,7 +506,7 @@ def check_complete(name: Path, report: Mapping[str, Any]) -> None:
             names = (one if isinstance(one, str) else one[0] for one in report[kind])
             key = min(names)  # beside mismatched ones are both shapes
             raise CheckpointError(
-                f"{name} does not contain {key}, or in another shape ({len(report[kind])} "
-                "tensors in all)",
+                f"{name} does not contain {key}, or in another shape ("
+                f"{counted(len(report[kind]), 'tensor')} in all)",
                 "check that config.json and the weights belong together",
             )

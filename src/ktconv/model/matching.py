@@ -21,6 +21,7 @@ from ktconv.runtime.layers.load import (
 from ktconv.source.reading.streamed import whole
 from ktconv.source.settings import ModelSettings
 from ktconv.system.arrays import F32
+from ktconv.targets.packed.weights import no_packed_experts
 
 _LEAST_LIKENESS = 0.5  # cosine; INT4 stays above 0.9, experts of another model are near 0
 _MOST_APART = 0.03  # relative, of the same weights; bf16 rounds to 0.01, GELU for SiLU gives 0.1
@@ -52,10 +53,7 @@ def check_layers(
     model has, with experts or without, where `settings` do not say that."""
     converted = moe_layers(directory)
     if not converted:
-        raise CheckpointError(
-            f"{directory} contains no packed experts",
-            "give an OUTPUT of ktconv quantize-cpu --method int4 or int8",
-        )
+        raise CheckpointError(*no_packed_experts(directory))
     lacking = sorted(set(layers) - set(converted))
     if lacking:
         raise CheckpointError(

@@ -16,6 +16,7 @@ from ktconv.runtime.compiled import uncompiled
 from ktconv.runtime.layers import Experts
 from ktconv.runtime.staging import on_cpu, on_device
 from ktconv.system.pool import Pool
+from ktconv.system.units import counted
 
 _NORMED_AT_ONCE = 1024  # tokens; each of their experts' outputs is in memory for the norm
 
@@ -179,7 +180,8 @@ class PackedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         e = self.experts
-        return f"{e.count} experts of {e.format.key}, hidden {e.hidden}, inner {e.intermediate}"
+        count = counted(e.count, "expert")
+        return f"{count} of {e.format.key}, hidden {e.hidden}, inner {e.intermediate}"
 
 
 def _check_values(*tensors: Tensor) -> None:

@@ -24,7 +24,7 @@ from ktconv.plan.request import PlanRequest, check
 from ktconv.plan.sizes import Model, open_model
 from ktconv.plan.split import Split, check_memory, check_others
 from ktconv.system.text import Notify, silent
-from ktconv.system.units import format_ranges
+from ktconv.system.units import counted, format_ranges
 from ktconv.targets.expert_sets import expert_set, expert_set_file, write_expert_set
 from ktconv.writer.option_files import check_written
 from ktconv.writer.pictures import picture_file
@@ -47,7 +47,10 @@ def run(request: PlanRequest, notify: Notify = silent) -> tuple[dict[str, Any], 
         if not chosen:
             raise UsageError("no expert fits on the GPUs", "omit --write")
         write_expert_set(chosen, request.write)
-        notify(f"wrote {chosen.count} experts of {len(chosen.layers)} layers to {request.write}")
+        notify(
+            f"wrote {counted(chosen.count, 'expert')} of "
+            f"{counted(len(chosen.layers), 'layer')} to {request.write}"
+        )
     if request.plot is not None:
         from ktconv.plan.plots import plot
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ktconv.plan.placement.balance import evenness
 from ktconv.plan.planned import Planned
 from ktconv.plan.split import hot_share
-from ktconv.system.units import format_ranges, format_size
+from ktconv.system.units import counted, format_ranges, format_size
 
 
 def lines_of(planned: Planned) -> Iterator[str]:
@@ -15,8 +15,9 @@ def lines_of(planned: Planned) -> Iterator[str]:
     model, request = planned.model, planned.request
     indices = format_ranges([layer.index for layer in model.layers])
     counts = sorted({layer.experts for layer in model.layers})
+    several = "".join(f"{count} or " for count in counts[:-1])
     yield (
-        f"{model.path}: layers {indices} of {' or '.join(map(str, counts))} experts, "
+        f"{model.path}: layers {indices} of {several}{counted(counts[-1], 'expert')}, "
         f"{model.count} in all; other tensors {format_size(model.other_bytes)}"
     )
     yield f"load: {planned.load.words}"
@@ -28,7 +29,7 @@ def lines_of(planned: Planned) -> Iterator[str]:
         yield from _balance(planned)
     if request.splits:
         yield (
-            f"GPU: {planned.gpu_experts} of {model.count} experts, which take "
+            f"GPU: {planned.gpu_experts} of {counted(model.count, 'expert')}, which take "
             f"{100 * hot_share(planned.layers):.1f} % of the load"
         )
     yield from _cpu(planned)
@@ -42,7 +43,7 @@ def _placement(planned: Planned) -> str:
     if request.ep > 1 or request.placed == "balanced":
         words.append(f"experts shared out {request.placed.replace('_', ' ')} over {request.ep}")
     if request.redundant:
-        words.append(f"{request.redundant} copies in each layer")
+        words.append(f"{counted(request.redundant, 'copy')} in each layer")
     if request.nodes > 1:
         words.append(f"{request.nodes} nodes")
     if request.tp > 1:
@@ -80,7 +81,7 @@ def _cpu(planned: Planned) -> Iterator[str]:
     cpu = planned.cpu
     if cpu is None:
         return
-    nodes = "1 NUMA part" if len(cpu.complete) == 1 else f"{len(cpu.complete)} NUMA parts"
+    nodes = counted(len(cpu.complete), "NUMA part")
     yield f"CPU: {cpu.method} in {nodes}, all experts: {_sizes(cpu.complete)}"
     if cpu.cold is not None:
         yield f"CPU: without those on GPUs (quantize-cpu --exclude-experts): {_sizes(cpu.cold)}"

@@ -13,7 +13,7 @@ from ktconv.plan.sizes import Model
 from ktconv.stats.counts import Statistics
 from ktconv.stats.files import read_statistics
 from ktconv.system.arrays import F64
-from ktconv.system.units import format_ranges
+from ktconv.system.units import counted, format_ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Load:
         if self.path is None:
             return "every expert equally often (give counts with --load)"
         text = "" if self.text is None else f" of {self.text}"
-        return f"counts in {self.path}: {self.tokens} tokens{text}"
+        return f"counts in {self.path}: {counted(self.tokens, 'token')}{text}"
 
 
 def load_of(model: Model, path: Path | None) -> Load:
@@ -78,6 +78,7 @@ def _differences(model: Model, statistics: Statistics, path: Path) -> Iterator[s
             yield f"{path} has counts of {what}"
         elif one.experts != model.experts[one.layer]:
             yield (
-                f"{path} has counts of {one.experts} experts of layer {one.layer}, but it has "
+                f"{path} has counts of {counted(one.experts, 'expert')} of layer {one.layer}, "
+                "but it has "
                 f"{model.experts[one.layer]}"
             )

@@ -14,6 +14,7 @@ from ktconv.plan.placement.balance import balance, even_copies
 from ktconv.plan.placement.parallel import Placement, placed
 from ktconv.plan.sizes import Layer, Model
 from ktconv.system.arrays import F64, I64
+from ktconv.system.units import counted
 
 Ids = Mapping[int, Sequence[int]]  # experts by layer, ascending
 Sizes = Mapping[int, Mapping[int, int]]  # bytes by layer and expert
@@ -78,7 +79,8 @@ def place_balanced(
     for count, layers in _by_count(model.layers).items():
         if (count + redundant) % ep:
             raise UsageError(
-                f"{count} experts of layer {layers[0].index} and {redundant} copies cannot be "
+                f"{counted(count, 'expert')} of layer {layers[0].index} and "
+                f"{counted(redundant, 'copy')} cannot be "
                 f"shared out evenly by {ep} GPUs, which --placement balanced does",
                 "add --redundant {} or {}".format(*even_copies(count, ep)),
             )

@@ -13,7 +13,7 @@ from ktconv.plan.ranks import Ids, LayerPlacement, Sizes, place_in_turn, rank_by
 from ktconv.plan.request import Hot, PlanRequest, parse_hot
 from ktconv.plan.sizes import Model
 from ktconv.system.arrays import Bools
-from ktconv.system.units import format_size
+from ktconv.system.units import counted, format_size
 from ktconv.targets.hot import hot_experts, padded
 
 
@@ -37,7 +37,8 @@ class Split:
         if hot.number is not None and hot.number > most:
             where = "of a layer" if request.per_layer else "of all layers"
             raise UsageError(
-                f"--hot {hot.number} is more than the {most} experts {where}", f"use at most {most}"
+                f"--hot {hot.number} is more than the {counted(most, 'expert')} {where}",
+                f"use at most {most}",
             )
         placements = self.placements(hot)
         if not any(len(rank) for one in placements for rank in one.places):

@@ -17,7 +17,13 @@ from ktconv.source import SourceFile
 from ktconv.source.reading.reader import SourceReader
 from ktconv.system.units import counted
 from ktconv.targets.packed.target import Options
-from ktconv.targets.packed.weights import PackedWeights, listed_names, name_of, open_packed
+from ktconv.targets.packed.weights import (
+    PackedWeights,
+    listed_names,
+    name_of,
+    no_packed_experts,
+    open_packed,
+)
 from ktconv.writer.journal import Record
 from ktconv.writer.manifest import Manifest
 
@@ -105,10 +111,7 @@ def _tree_of_shards(weights: PackedWeights) -> Tree:
             "remove shards of other conversions",
         )
     if not weights.layers:
-        raise CheckpointError(
-            f"{weights.directory} contains no packed experts",
-            "give an OUTPUT of quantize-cpu --method int4 or int8",
-        )
+        raise CheckpointError(*no_packed_experts(weights.directory))
     tree = Tree(weights.directory, {index: _layer(weights, index) for index in weights.layers})
     refuse_mixtures(tree)
     return tree

@@ -113,7 +113,7 @@ class Derived(Conversion, ABC):
             f"Routed experts for {whose} CPU kernels, from {preflight.about}",
             "contains a checksum of every tensor." + (f"\n\n{why}" if why else ""),
             preflight.command,
-            errors_line(self.errors),
+            errors_line(self.errors, ()),  # whose model is not here
         )
 
     def unit_facts(self, unit: Unit) -> Record:

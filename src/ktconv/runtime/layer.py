@@ -19,6 +19,7 @@ from ktconv.runtime.handle import Handle
 from ktconv.runtime.layers import Experts
 from ktconv.system.arrays import Array
 from ktconv.system.pool import Pool
+from ktconv.system.units import counted
 
 _SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -162,7 +163,7 @@ class MoELayer:
 
     def __repr__(self) -> str:
         return (
-            f"MoELayer({self.experts} experts of {self.method}, hidden {self.hidden}, "
+            f"MoELayer({counted(self.experts, 'expert')} of {self.method}, hidden {self.hidden}, "
             f"intermediate {self.intermediate}, {self.parts} parts)"
         )
 

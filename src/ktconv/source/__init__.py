@@ -8,7 +8,7 @@ Only headers are read, each once; torch and numpy are not imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +22,10 @@ from ktconv.source.agreement import check_agreement
 from ktconv.source.config import (
     CONFIG_NAME,
     ConfigFile,
-    check_quantize_config,
     interpret_config,
     read_config,
     read_description,
+    with_quantize_config,
 )
 from ktconv.source.gguf.config import config_of_metadata, refuse_unread
 from ktconv.source.gguf.hub_names import HUB_NAMES
@@ -47,7 +47,7 @@ from ktconv.source.shards import (
     read_shards,
     select_shards,
 )
-from ktconv.source.stacks import split_tensors
+from ktconv.source.stacks import Split, split_tensors
 from ktconv.source.towers import MODALITIES, choose_tower
 from ktconv.source.types import (
     BlockGrid,
@@ -98,6 +98,8 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
         apart = chosen is None or chosen.name not in MODALITIES[1:]  # has routers of its own names
         read = ModelSettings(content, config.content if chosen else None)
         settings = interpret_config(content, described)
+        if side_directory and any(rest.endswith("qweight") for rest in _first_names(split)):
+            settings = with_quantize_config(settings, side_directory, content)
         layers, notes = build_layers(split, settings, apart)
         if apart:
             notes = [*notes, *check_agreement(content, settings, layers, split.others)]
@@ -110,8 +112,6 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
         if mapped is not None:
             check_encodings(layers, mapped)
             notes = [*notes_of_map(mapped, config.content), *map(mapped.spelt, notes)]
-    if side_directory and any("gptq" in layer.encoding for layer in layers):
-        check_quantize_config(side_directory, content)
     if config.made is not None:
         notes = [_of_metadata(note, headers[0]) for note in notes]
     architecture = str(headers[0].metadata.get("general.architecture")) if selection.gguf else None
@@ -140,6 +140,11 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
         unused_bytes=sum(header.unused_bytes for header in headers),
         index_decides=index is not None,
     )
+
+
+def _first_names(split: Split) -> Iterable[str]:
+    """What follows the experts' source in the names of a layer's tensors."""
+    return split.stacks[0].tensors if split.stacks else ()
 
 
 def _adapters_beside(place: Path, side_directory: Path | None) -> list[str]:

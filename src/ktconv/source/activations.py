@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ktconv.families.family import PLAIN, ExpertActivation, activation_of_record
-from ktconv.system.units import format_ranges
+from ktconv.system.units import format_ranges, listed
 
 Activations = Mapping[int, ExpertActivation]  # by layer
 
@@ -15,10 +15,7 @@ def in_words(activations: Activations) -> str:
     groups = _groups(activations)
     if len(groups) == 1:
         return str(next(iter(groups)))
-    return "; ".join(
-        f"{one} (layer{'s' if layers[1:] else ''} {format_ranges(layers)})"
-        for one, layers in groups.items()
-    )
+    return "; ".join(f"{one} ({listed('layer', layers)})" for one, layers in groups.items())
 
 
 def by_ranges(activations: Activations) -> dict[str, dict[str, object]]:

@@ -20,7 +20,7 @@ from ktconv.source.config import CONFIG_NAME, ModelConfig, Setting
 from ktconv.source.encodings.unquantized import UNQUANTIZED
 from ktconv.source.moe_tensors import MoETensors
 from ktconv.source.types import MoELayer, TensorRef
-from ktconv.system.units import format_ranges
+from ktconv.system.units import listed
 
 # experts, hidden size, intermediate size, and whether experts have gates
 Dimensions = tuple[int, int, int, bool]
@@ -53,17 +53,15 @@ def check_agreement(
     contradict, and tensors whose shapes do not fit the experts.
     """
     tensors, notes = MoETensors(others, config, family_of(content)), dict[str, list[int]]()
-    tensors.check_routers(layers)
+    missing = list(tensors.check_routers(layers))
     for layer in layers:
         corrected = tensors.has_correction(layer)
         spec = stated_router(content, layer.index, len(layer.experts), corrected)
         for note in tensors.check(layer, spec):
             notes.setdefault(note, []).append(layer.index)
-    found = [
-        f"{note} (layer{'s' if indices[1:] else ''} {format_ranges(indices)})"
-        for note, indices in notes.items()
-    ]
+    found = [f"{note} ({listed('layer', indices)})" for note, indices in notes.items()]
     return [
+        *missing,
         *found,
         *_odd_settings(content),
         *_missing_head(content, others),
@@ -106,7 +104,10 @@ def _odd_settings(content: Mapping[str, Any]) -> Iterator[str]:
 def _check_quantization(
     config: ModelConfig, layers: Sequence[MoELayer], others: Sequence[TensorRef]
 ) -> Iterator[str]:
-    """CheckpointError if config.json describes quantized weights, and none is there."""
+    """CheckpointError if config.json describes quantized weights, and none is there; notes where
+    it excludes weights that are quantized, or does not exclude those that are not."""
+    yield from _excluded(config, layers)
+    yield from _other_groups(config, layers)
     method, up = config.quant_method, layers[0].experts[0]["up"].tensor
     plain = all(name in UNQUANTIZED for layer in layers for name in layer.encodings)
     if not method or not plain or up.file.suffix == ".gguf":
@@ -125,6 +126,52 @@ def _check_quantization(
         f"the experts are {up.dtype}, but quantization_config in {CONFIG_NAME} (quant_method "
         f"{method!r:.40}) does not say that they are left as they are"
     )
+
+
+def _excluded(config: ModelConfig, layers: Sequence[MoELayer]) -> Iterator[str]:
+    """A note for each module in a list of exclusions whose experts are quantized."""
+    found: dict[str, list[MoELayer]] = {}
+    for layer in layers:
+        down = layer.experts[0]["down"].tensor
+        if down.file.suffix == ".gguf" or any(name in UNQUANTIZED for name in layer.encodings):
+            continue
+        for pattern in config.left_alone:
+            if pattern != "*" and _names_module(pattern, down.name):
+                found.setdefault(pattern, []).append(layer)
+    for pattern, some in found.items():
+        yield (
+            f"quantization_config in {CONFIG_NAME} says that {pattern!r:.60} is not quantized, but "
+            f"the experts are {some[0].encoding} ({listed('layer', [one.index for one in some])}): "
+            "engines that go by it load wrong weights"
+        )
+
+
+def _other_groups(config: ModelConfig, layers: Sequence[MoELayer]) -> Iterator[str]:
+    """A note where integers have groups of a size that the configuration does not name."""
+    found: dict[int, list[int]] = {}
+    for layer in layers:
+        for matrix in layer.experts[0].values() if config.group_sizes else ():
+            grid, inner = matrix.scale, matrix.element.name
+            if grid is None or inner.startswith("F") or grid.block_rows != 1:
+                continue
+            if grid.block_cols < matrix.cols and grid.block_cols not in config.group_sizes:
+                found.setdefault(grid.block_cols, []).append(layer.index)
+    said = " or ".join(map(str, sorted(config.group_sizes)))
+    for size, indices in found.items():
+        yield (
+            f"the scales of experts are for groups of {size}, but group_size in the "
+            f"quantization_config (or quantize_config.json) is {said} ({listed('layer', indices)})"
+        )
+
+
+def _names_module(pattern: str, name: str) -> bool:
+    """Whether a module's name or pattern in a list of exclusions is that of a tensor's module, or
+    of a module that it is in; unlike `_excludes` words must be whole."""
+    if pattern.startswith("re:"):
+        return _excludes(pattern, name)
+    parts = name.split(".")
+    inside = [".".join(parts[a:b]) for a in range(len(parts)) for b in range(a + 1, len(parts) + 1)]
+    return any(fnmatchcase(one, pattern) for one in inside)
 
 
 def _excludes(pattern: str, name: str) -> bool:
@@ -175,12 +222,12 @@ def _experts_setting(
     """The setting that the number of experts `found` in a layer must be: that of a list, else the
     one of all layers, which is the largest where they differ. `widest`: the largest of those that
     are there, which are not all where `partial`."""
-    for listed in config.listed_experts:
-        if (count := listed.of_layer(index)) is not None:
-            return Setting(listed.key, count)
-    said = config.num_experts
-    differ = said is not None and found < said.value and (widest == said.value or partial)
-    return None if differ else said
+    for said in config.listed_experts:
+        if (count := said.of_layer(index)) is not None:
+            return Setting(said.key, count)
+    one = config.num_experts
+    differ = one is not None and found < one.value and (widest == one.value or partial)
+    return None if differ else one
 
 
 def absent_layers(config: ModelConfig, present: Iterable[int]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -118,13 +118,15 @@ class ModelConfig:
         of lists the largest value counts where `layer` is None."""
         if self.null_top_k is not None and layer is not None:
             return (
-                f"{CONFIG_NAME}: {self.null_top_k} is null, but a layer has {experts} experts, of "
+                f"{CONFIG_NAME}: {self.null_top_k} is null, but a layer has "
+                f"{counted(experts, 'expert')}, of "
                 "which a token needs a number"
             )
         for setting in self.top_k:
             most = setting.value if isinstance(setting, Setting) else setting.most(layer)
             if most > experts + self.zero_experts:
-                return f"{CONFIG_NAME}: {setting.key} is {most}, but a layer has {experts} experts"
+                has = counted(experts, "expert")
+                return f"{CONFIG_NAME}: {setting.key} is {most}, but a layer has {has}"
         return None
 
 
@@ -174,24 +176,29 @@ def read_description(directory: Path) -> Mapping[str, str]:
     return {name: kind for name, kind in content.items() if isinstance(kind, str)}
 
 
-def check_quantize_config(directory: Path, content: Mapping[str, Any]) -> None:
-    """For GPTQ: CheckpointError if config.json names no packing, and quantize_config.json one that
-    is not the first version's, as which the weights would be read."""
+def with_quantize_config(
+    config: ModelConfig, directory: Path, content: Mapping[str, Any]
+) -> ModelConfig:
+    """For GPTQ: `config` with the group size of quantize_config.json, where config.json says
+    nothing of quantization. CheckpointError if the file names a packing that is not the first
+    version's, as which the weights would be read."""
     if _quantization(sections_of(content)):
-        return
+        return config
     try:
         data = read_small(directory, _QUANTIZE_CONFIG, MAX_CONFIG_BYTES)
     except MissingFileError:
-        return
+        return config
     path = directory / _QUANTIZE_CONFIG
     hint = f"Copy what {_QUANTIZE_CONFIG} has to {CONFIG_NAME}, as quantization_config."
-    packing = parse_object(data, str(path), hint, allow_same_twice=True).get("checkpoint_format")
+    said = parse_object(data, str(path), hint, allow_same_twice=True)
+    packing = said.get("checkpoint_format")
     if packing not in (None, "gptq"):
         raise CheckpointError(
             f"{path} has checkpoint_format {packing!r:.60}, but {CONFIG_NAME} beside it has no "
             "quantization_config",
             hint,
         )
+    return replace(config, group_sizes=_group_sizes(said))
 
 
 def interpret_config(
@@ -400,7 +407,8 @@ def _check_length(
         known = f"{num_layers.key} is {least}" if num_layers else "a model has at least one"
         more = f", and there are {counted(num_mtp, 'MTP layer')}" if num_mtp else ""
         raise CheckpointError(
-            f"{CONFIG_NAME} contradicts itself: {key} lists {len(values)} layers but {known}{more}",
+            f"{CONFIG_NAME} contradicts itself: {key} lists {counted(len(values), 'layer')} but "
+            f"{known}{more}",
             CONFIG_HINT,
         )
 

@@ -13,7 +13,7 @@ from ktconv.errors import CheckpointError
 from ktconv.families.names import router_tensors
 from ktconv.source.config import CONFIG_NAME, ModelConfig, Setting
 from ktconv.source.types import MoELayer, TensorRef
-from ktconv.system.units import format_ranges
+from ktconv.system.units import counted, listed
 
 # Of other dtypes, shapes need not count rows and columns.
 _FLOATS = ("BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2")
@@ -69,9 +69,9 @@ class Counts:
 
     def declared(self, index: int) -> Setting | None:
         """Number that config.json gives for decoder layer `index`, or for all layers."""
-        for listed in self.config.listed_experts:
-            if (count := listed.of_layer(index)) is not None:
-                return Setting(listed.key, count)
+        for one in self.config.listed_experts:
+            if (count := one.of_layer(index)) is not None:
+                return Setting(one.key, count)
         return self.config.num_experts
 
     def expected(self, source: str, index: int, found: int) -> Setting | None:
@@ -103,8 +103,8 @@ class Counts:
         for layer in layers:
             self._check_lists(layer)
         notes = [
-            f"routers have {left} row{'s' if left > 1 else ''} more than their layers have experts "
-            f"(layer{'s' if indices[1:] else ''} {format_ranges(indices)}): what these are is not "
+            f"routers have {counted(left, 'row')} more than their layers have experts "
+            f"({listed('layer', indices)}): what these are is not "
             "known"
             for left, indices in unsure.items()
         ]
@@ -123,7 +123,7 @@ class Counts:
             return router.rows - count
         more = f"; {CONFIG_NAME} has {said.key} {said.value}" if said else ""
         raise CheckpointError(
-            f"{layer.source} has {count} experts, but their router "
+            f"{layer.source} has {counted(count, 'expert')}, but their router "
             f"{router.tensor.name} has the shape {list(router.tensor.shape)}{more}",
             "Download the checkpoint again if experts are missing; if experts were removed, remove "
             "their rows of the router, too; if the router has rows that are no experts, say in "
@@ -152,7 +152,9 @@ class Counts:
         widest, said = max(counts.values()), self.config.num_experts
         if said is not None and said.value != widest:
             several = len(set(counts.values())) > 1
-            have = f"have {in_words(counts)}" if several else f"have {widest} experts each"
+            have = (
+                f"have {in_words(counts)}" if several else f"have {counted(widest, 'expert')} each"
+            )
             raise CheckpointError(
                 f"{CONFIG_NAME}'s {said.key} is stale: it is {said.value}, but the MoE layers "
                 f"{have}, and routers with as many rows",
@@ -176,7 +178,8 @@ class Counts:
             confirmed = router is not None and router.confirms(len(layer.experts))
             if len(layer.experts) != len(first.experts) and not confirmed:
                 raise CheckpointError(
-                    f"{layer.source} has {len(layer.experts)} experts, but {first.source} has "
+                    f"{layer.source} has {counted(len(layer.experts), 'expert')}, but "
+                    f"{first.source} has "
                     f"{len(first.experts)}",
                     "Download the checkpoint again.",
                 )
@@ -187,10 +190,7 @@ def in_words(counts: Mapping[int, int]) -> str:
     layers: dict[int, list[int]] = {}
     for index, count in sorted(counts.items()):
         layers.setdefault(count, []).append(index)
-    return ", ".join(
-        f"{count} (layer{'s' if indices[1:] else ''} {format_ranges(indices)})"
-        for count, indices in layers.items()
-    )
+    return ", ".join(f"{count} ({listed('layer', indices)})" for count, indices in layers.items())
 
 
 def has_its_shape(tensor: TensorRef) -> bool:

@@ -18,7 +18,7 @@ from ktconv.source.encodings import Candidate, candidates, stored_matrix
 from ktconv.source.encodings.base import BIAS, Encoding, Parts
 from ktconv.source.encodings.refusals import check_described, check_rotation
 from ktconv.source.encodings.shapes import biases
-from ktconv.source.fused import first_output, fused_experts, order_of
+from ktconv.source.fused import first_output, fused_experts, is_stacked_name, order_of
 from ktconv.source.naming_map import Order
 from ktconv.source.stacks import MAP_HINT, Stack
 from ktconv.source.types import BlockGrid, ExpertMatrix, MoELayer, TensorRef
@@ -153,6 +153,13 @@ def _group_by_expert(stack: Stack) -> _Found:
         name, _, part = tail.partition(".")
         if not number.isdecimal():
             number, name = name, number
+        if is_stacked_name(rest):
+            other = next(one for key, one in stack.tensors.items() if _is_numbered(key))
+            raise CheckpointError(
+                f"{other.name} is of one expert, and {tensor.name} of all: the experts of "
+                f"{stack.source} are stored in two ways",
+                "Remove one of them from the checkpoint.",
+            )
         projection = projections.get(name)
         if projection is None and name in fused:
             projection = "up"

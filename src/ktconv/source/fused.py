@@ -44,6 +44,7 @@ from ktconv.source.naming_map import Order
 from ktconv.source.stacks import MAP_HINT, Stack
 from ktconv.source.types import TensorRef
 from ktconv.source.views import StoredView
+from ktconv.system.units import counted
 
 _DAMAGED = "The checkpoint is damaged or incomplete; download it again."
 # How names beside gate_up_proj begin that are weight_... beside a matrix of its own.
@@ -177,6 +178,11 @@ def _found_parts(
         )
     rows = {name: _rows_of_bytes(found[name]) for name in way.values()}
     return way, {what: rows[name] for what, name in way.items()}
+
+
+def is_stacked_name(rest: str) -> bool:
+    """Whether what follows the experts' source is the name of a tensor of all experts."""
+    return _pattern().fullmatch(rest) is not None
 
 
 def fused_name(source: str, tensor: TensorRef) -> str:
@@ -321,7 +327,8 @@ def _rows_of_all(parts: _Parts, count: Setting | None) -> tuple[FusedLayout, _Pa
         raise CheckpointError(f"{shapes} are not [E * I, H] each", _DAMAGED)
     if not count.value or shape[0] % count.value:
         raise CheckpointError(
-            f"{first.name} has {shape[0]} rows, which are no equal parts of {count.value} experts, "
+            f"{first.name} has {shape[0]} rows, which are no equal parts of "
+            f"{counted(count.value, 'expert')}, "
             f"as {count.key} has them",
             "Check that config.json and the weights belong to one checkpoint.",
         )

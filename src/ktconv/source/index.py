@@ -20,7 +20,7 @@ from ktconv.source.strict_json import parse_object
 from ktconv.source.types import SourceFile, TensorRef
 from ktconv.system.regular_files import read_small
 from ktconv.system.text import path_of, path_text
-from ktconv.system.units import format_size
+from ktconv.system.units import counted, format_size
 
 INDEX_SUFFIX = ".safetensors.index.json"
 DEFAULT_INDEX = "model" + INDEX_SUFFIX
@@ -88,7 +88,7 @@ def _check_plain_name(index: Path, name: str) -> None:
         )
     if len(os.fsencode(name)) > _LONGEST_NAME:
         raise CheckpointError(
-            f"{index} names a file with {len(name)} characters: {name[:40]!r}...", _HINT
+            f"{index} names a file with {counted(len(name), 'character')}: {name[:40]!r}...", _HINT
         )
     if not name.endswith(".safetensors"):
         raise CheckpointError(f"{index} names {name!r}, not a safetensors file", _HINT)
@@ -138,7 +138,7 @@ def _in_words(unused: Sequence[tuple[str, Unused]]) -> tuple[str, str] | None:
     """Sentence with the number, size and place of the tensors; None if there are none."""
     there = [(name, one) for name, one in unused if one.tensors]
     count, nbytes = (sum(one[at] for _, one in there) for at in (0, 1))
-    tensors = "1 tensor" if count == 1 else f"{count} tensors"
+    tensors = counted(count, "tensor")
     where = f"{format_size(nbytes)} in {listed([name for name, _ in there])}"
     return (tensors, where) if there else None
 
@@ -156,7 +156,7 @@ def _missing_tensors(index: Index, headers: Sequence[Header]) -> CheckpointError
     others = (*headers, *read_files(index.path.parent, _unnamed(index)))
     there = [one.file.name for one in others if any(first == key.name for key in one.tensors)]
     where = f" ({listed(there)} has it)" if there else ""
-    count = f"; {len(missing)} tensors are missing in all" if len(missing) > 1 else ""
+    count = f"; {counted(len(missing), 'tensor', 'are')} missing in all" if len(missing) > 1 else ""
     return CheckpointError(
         f"{index.path} says that {weight_map[first]} contains {first!r}, but it does not"
         f"{where}{count}",
@@ -189,13 +189,13 @@ def substitute(
     `names`: files of the directory that the index does not name.
     """
     name, many = index.path.name, len(missing) > 1
-    count = f"{len(missing)} shards that are" if many else "1 shard that is"
+    count = f"{counted(len(missing), 'shard')} that are" if many else "1 shard that is"
     headers = read_files(index.path.parent, names)
     found = {one.file.name: {tensor.name for tensor in one.tensors} for one in headers}
     if single in found and index.weight_map.keys() <= found[single]:
         note = (
             f"{name} names {count} not there: {listed(missing)}; {single}, which has all "
-            f"of its {len(index.weight_map)} tensors, is read instead"
+            f"of its {counted(len(index.weight_map), 'tensor')}, is read instead"
         )
         return Substitute([single], None, note)
     lost = set(missing)
@@ -214,7 +214,8 @@ def substitute(
     if not owners:
         return ""
     double = ", some of them twice" if any(number > 1 for number in owners.values()) else ""
-    return f"; {len(owners)} of their {len(wanted)} tensors are in {listed(holders)}{double}"
+    tensors = counted(len(wanted), "tensor")
+    return f"; {len(owners)} of their {tensors} are in {listed(holders)}{double}"
 
 
 def _unnamed(index: Index) -> list[str]:

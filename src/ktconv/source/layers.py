@@ -47,7 +47,8 @@ def build_layers(
     notes = [*_notes(split, layers, config), *odd]
     if left:
         notes.append(
-            f"{left} tensors are of experts that have no down projection, because they give their "
+            f"{counted(left, 'tensor', 'are')} of experts that have no down projection, because "
+            "they give their "
             "inputs back; they are treated as other tensors"
         )
     return layers, notes
@@ -164,7 +165,7 @@ def _check_layers_present(split: Split, stacks: Mapping[int, Stack], config: Mod
         absent = [index for index in absent if index not in dense]
         reason = "and no dense MLP either"
     if absent:
-        more = f" (nor have {len(absent) - 1} other layers)" if len(absent) > 1 else ""
+        more = f" (nor have {counted(len(absent) - 1, 'other layer')})" if len(absent) > 1 else ""
         raise CheckpointError(
             f"layer {absent[0]} has no experts, {reason}{more}; other layers have them under "
             f"names like {pattern}.*",
@@ -254,7 +255,7 @@ def _notes(split: Split, layers: Sequence[MoELayer], config: ModelConfig) -> lis
         notes.append(f"the experts of layers {format_ranges(biased)} have biases")
     if split.unrecognised:
         notes.append(
-            f"{len(split.unrecognised)} tensors have names like experts but an "
+            f"{counted(len(split.unrecognised), 'tensor', 'have')} names like experts but an "
             "unknown location; they are treated as other tensors: "
             f"{split.unrecognised[0]} ..."
         )

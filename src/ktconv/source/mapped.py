@@ -21,6 +21,7 @@ from ktconv.source.encodings.base import BIAS, WEIGHT
 from ktconv.source.naming_map import ROUTER_KEYS, SHARED_KEYS, ExpertNames, NamingMap, Pattern
 from ktconv.source.stacks import Split, Stack, split_tensors
 from ktconv.source.types import MoELayer, TensorRef
+from ktconv.system.units import counted
 
 PARTS = frozenset(
     name
@@ -345,7 +346,7 @@ def check_encodings(layers: Iterable[MoELayer], mapped: Mapped) -> None:
 def notes_of(mapped: Mapped, config: Mapping[str, object]) -> list[str]:
     """What a user should know about a map that was used. `config`: config.json without it."""
     layers = len(mapped.tables)
-    notes = [f"names of experts in {layers} layer{'s' if layers > 1 else ''} are by --map"]
+    notes = [f"names of experts in {counted(layers, 'layer')} are by --map"]
     if mapped.known is not None:
         notes.append(f"{mapped.known} has a name that is known without --map; the map decides")
     if mapped.elsewhere is not None:

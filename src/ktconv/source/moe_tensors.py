@@ -22,6 +22,7 @@ from ktconv.families.names import (
 from ktconv.source.config import CONFIG_NAME, ModelConfig
 from ktconv.source.counts import CONTRADICTION, has_its_shape
 from ktconv.source.types import MoELayer, TensorRef
+from ktconv.system.units import counted
 
 _INTEGERS = ("I64", "I32")
 Shape = tuple[int, ...]
@@ -48,9 +49,9 @@ class MoETensors:
         """Whether there is a correction bias for the router of `layer`."""
         return self._first(router_tensors(layer.source).correction) is not None
 
-    def check_routers(self, layers: Iterable[MoELayer]) -> None:
-        """CheckpointError if some layers have a router, and others none. If no layer has one, it
-        has a name that no family has, or these are the experts alone."""
+    def check_routers(self, layers: Iterable[MoELayer]) -> Iterator[str]:
+        """A note if no layer has a router under a name that a family has, unless these are the
+        experts of a model alone. CheckpointError if some layers have one, and others none."""
         modules = {name.rpartition(".")[0] for name in self._by_name}
         found, without = list[int](), list[MoELayer]()
         for layer in layers:
@@ -68,6 +69,28 @@ class MoETensors:
                 "other layers have one",
                 "Download the checkpoint again.",
             )
+        if not without or found:
+            return
+        layer = without[0]
+        alike, block = self._like_a_router(layer), f"{block_of(layer.source)}."
+        if alike or any(not name.startswith(block) for name in self._by_name):
+            known = f"{_router_modules(layer)[0]}.weight"
+            yield (
+                f"no layer has a router with a known name, such as {known}{alike}: nothing shows "
+                "that these are all experts that a router chooses from"
+            )
+
+    def _like_a_router(self, layer: MoELayer) -> str:
+        """Names in the layer's block of tensors with a row or column for each expert."""
+        block, count = block_of(layer.source), len(layer.experts)
+        names = [
+            one.name
+            for one in self._by_name.values()
+            if block
+            and one.name.startswith(f"{block}.")
+            and sorted(one.shape) == sorted((count, layer.hidden_size))
+        ]
+        return f"; {names[0]} has the shape of one" if names else ""
 
     def check(self, layer: MoELayer, spec: RouterSpec | None) -> list[str]:
         """Notes about sizes that config.json gives otherwise. `spec`: the layer's router, if known.
@@ -97,7 +120,7 @@ class MoETensors:
         gate = self._first(names.weight)
         if spec is None and gate is not None and len(gate.shape) == 2:
             choosable = rows = gate.shape[0]  # whose number `Counts` has looked at
-        reason = f"layer {layer.index} has {count} experts"
+        reason = f"layer {layer.index} has {counted(count, 'expert')}"
         if rows != count:
             reason += f", and its router {rows} rows"
         if gate is not None and spec is not None and len(gate.shape) == 2:
@@ -139,7 +162,8 @@ class MoETensors:
         yield _Expected(
             tensor,
             ((rows, spec.top_k),),
-            f"a token goes to {spec.top_k} experts, and the vocabulary has {least or rows} tokens",
+            f"a token goes to {counted(spec.top_k, 'expert')}, and the vocabulary has "
+            f"{counted(least or rows, 'token')}",
         )
 
     # ---- norms and projections ----

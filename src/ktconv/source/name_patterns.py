@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 from ktconv.source.types import TensorRef
+from ktconv.system.units import counted
 
 _FEW = 3  # values of a number that belongs to a word, as in w1, w2, w3
 # Words with a number that says which matrix it is, at the end of what comes before the number.
@@ -43,17 +45,14 @@ class NamePattern:
     @property
     def described(self) -> str:
         """2 x 64 tensors, BF16 [768, 2048]"""
-        counts = " x ".join(str(len(values)) for values in self.values)
-        whole = 1
-        for values in self.values:
-            whole *= len(values)
-        if whole != len(self.tensors):
-            counts = str(len(self.tensors))
+        *counts, last = [len(values) for values in self.values] or [1]
+        if prod(counts) * last != len(self.tensors):
+            counts, last = [], len(self.tensors)
+        tensors = "".join(f"{count} x " for count in counts) + counted(last, "tensor")
         shapes = [str(list(shape)) for shape in self.shapes[:2]]
         more = ", ..." if len(self.shapes) > 2 else ""
-        plural = "" if len(self.tensors) == 1 else "s"
         dtypes = "/".join(self.dtypes)
-        return f"{counts or 1} tensor{plural}, {dtypes} {', '.join(shapes)}{more}"
+        return f"{tensors}, {dtypes} {', '.join(shapes)}{more}"
 
     def marked(self, names: Mapping[int, str]) -> str:
         """The text with names for its marks, by their places: {layer} for the first, ..."""

@@ -24,6 +24,7 @@ from ktconv.source.index import (
 from ktconv.source.safetensors_file import Header, read_header
 from ktconv.system.opened import advise
 from ktconv.system.stores import Span, is_remote
+from ktconv.system.units import counted
 
 SINGLE_FILE = "model.safetensors"
 HEAD_BYTES = 256 << 10  # of a file of unknown tensors: most headers end there
@@ -181,7 +182,8 @@ def _select_despite(
     if isinstance(found, str):
         words, hint = absence(directory, missing, _SHARD_HINT)
         raise CheckpointError(
-            f"{len(missing)} of the {len(index.shards)} shards that {index.path} names {words}"
+            f"{len(missing)} of the {counted(len(index.shards), 'shard')} that {index.path} "
+            f"names {words}"
             f"{found}",
             hint,
         )
@@ -209,7 +211,8 @@ def _check_numbering(directory: Path, names: Iterable[str]) -> None:
         missing = [other for other in expected if other not in present]
         if missing and name in expected:
             raise CheckpointError(
-                f"{len(missing)} of the {len(expected)} shards in {directory} are missing: "
+                f"{len(missing)} of the {counted(len(expected), 'shard')} in {directory} are "
+                "missing: "
                 f"{listed(missing)}",
                 _SHARD_HINT,
             )

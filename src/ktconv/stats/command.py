@@ -27,6 +27,7 @@ from ktconv.stats.importance import importance_file
 from ktconv.stats.record import Recorder, Recording, Wanted
 from ktconv.system.arrays import I32
 from ktconv.system.text import Notify, silent
+from ktconv.system.units import counted
 from ktconv.targets.expert_sets import expert_set_file, write_expert_set
 from ktconv.writer.option_files import WrittenFile, check_written, check_written_directory
 
@@ -120,7 +121,10 @@ def _write(
     if request.write is not None:
         chosen = statistics.hot(*request.choice)
         write_expert_set(chosen, request.write)
-        notify(f"wrote {chosen.count} experts of {len(chosen.layers)} layers to {request.write}")
+        notify(
+            f"wrote {counted(chosen.count, 'expert')} of "
+            f"{counted(len(chosen.layers), 'layer')} to {request.write}"
+        )
     if request.placement is not None:
         write_placement(statistics, request.placement)
         notify(f"wrote {request.placement}")
@@ -225,7 +229,7 @@ def _lines(statistics: Statistics, facts: dict[str, Any], request: StatsRequest)
     for row in rows:
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
     yield (
-        f"{_choice(request)}: {facts['hot_experts']} of {facts['experts']} experts take "
+        f"{_choice(request)}: {facts['hot_experts']} of {counted(facts['experts'], 'expert')} take "
         f"{100 * facts['hot_share']:.1f} % of the routed tokens"
     )
     if request.hot_total is not None and (tied := statistics.tied(request.hot_total)):

@@ -12,6 +12,7 @@ import numpy as np
 
 from ktconv.errors import UsageError
 from ktconv.system.arrays import I64
+from ktconv.system.units import counted
 from ktconv.targets.expert_sets import COUNTS, ExpertSet, expert_set
 from ktconv.targets.hot import hot_experts, padded
 
@@ -107,7 +108,8 @@ class Statistics:
         for layer in self.layers:
             if hot is not None and hot > layer.experts:
                 raise UsageError(
-                    f"--hot {hot} is more than the {layer.experts} experts of layer {layer.layer}",
+                    f"--hot {hot} is more than the {counted(layer.experts, 'expert')} of layer "
+                    f"{layer.layer}",
                     f"use at most {layer.experts}",
                 )
         if share is not None:
@@ -120,7 +122,8 @@ class Statistics:
         experts = [one.experts for one in self.layers]
         if total > sum(experts):
             raise UsageError(
-                f"--hot-total {total} is more than the {sum(experts)} experts of all layers",
+                f"--hot-total {total} is more than the {counted(sum(experts), 'expert')} of all "
+                "layers",
                 f"use at most {sum(experts)}",
             )
         chosen = hot_experts(padded([one.counts for one in self.layers]), total, experts=experts)

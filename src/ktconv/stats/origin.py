@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ktconv import __version__
 from ktconv.source import Checkpoint, MoELayer
+from ktconv.system.units import counted
 
 FORMAT_VERSION = 1
 
@@ -24,7 +25,7 @@ class Sizes:
     def words(self) -> str:
         """For errors."""
         return (
-            f"{self.experts} experts of hidden size {self.hidden} and intermediate size "
+            f"{counted(self.experts, 'expert')} of hidden size {self.hidden} and intermediate size "
             f"{self.intermediate}"
         )
 

@@ -25,7 +25,7 @@ from ktconv.stats.router_sample import router_sample
 from ktconv.system import machine
 from ktconv.system.arrays import I32
 from ktconv.system.text import Notify, path_text, silent
-from ktconv.system.units import format_size
+from ktconv.system.units import counted, format_size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -199,7 +199,11 @@ class Recording:
                 f"{self._wanted.importance} will have {format_size(self._importance_bytes)}"
             )
         if self._hessian:
-            kept = f"; {len(self._hessian.kept)} layers are there" if self._hessian.kept else ""
+            kept = (
+                f"; {counted(len(self._hessian.kept), 'layer', 'are')} there"
+                if self._hessian.kept
+                else ""
+            )
             found.append(
                 f"up to {format_size(self._hessian_bytes)} will be written to "
                 f"{self._wanted.hessian}{kept}"

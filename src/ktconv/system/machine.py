@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktconv.errors import UsageError
-from ktconv.system.units import parse_ranges
+from ktconv.system.units import counted, parse_ranges
 
 SYSTEM = Path("/sys/devices/system")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -219,7 +219,8 @@ def _by_node(cpus: list[Cpu]) -> dict[int, list[int]]:
 def _check_counts(threads: int | None, nodes: int | None, available: int) -> None:
     if threads is not None and not 1 <= threads <= MAX_THREADS:
         raise UsageError(
-            f"{threads} threads cannot be used", f"use 1 to {MAX_THREADS}, or omit the option"
+            f"{counted(threads, 'thread')} cannot be used",
+            f"use 1 to {MAX_THREADS}, or omit the option",
         )
     if nodes is not None and not 1 <= nodes <= max(1, available):
         raise UsageError(
@@ -229,7 +230,8 @@ def _check_counts(threads: int | None, nodes: int | None, available: int) -> Non
         )
     if threads is not None and nodes is not None and threads < nodes:
         raise UsageError(
-            f"{threads} threads are too few for {nodes} NUMA nodes", "each node needs at least one"
+            f"{counted(threads, 'thread', 'are')} too few for {nodes} NUMA nodes",
+            "each node needs at least one",
         )
 
 

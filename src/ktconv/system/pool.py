@@ -20,6 +20,7 @@ from ktconv import native
 from ktconv.errors import ResourceError, UsageError
 from ktconv.system import machine
 from ktconv.system.arrays import Array
+from ktconv.system.units import counted
 
 
 class Pool(native.Pool):
@@ -43,7 +44,7 @@ class Pool(native.Pool):
             super().__init__(place.threads, place.cpus, place.nodes)
         except ValueError as error:
             raise ResourceError(
-                f"{place.threads} threads cannot be started: {error}",
+                f"{counted(place.threads, 'thread')} cannot be started: {error}",
                 "use fewer threads, or raise the limits of the user or container",
             ) from error
 

@@ -96,9 +96,14 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def counted(count: int, word: str) -> str:
-    """ "1 file", "2,000 files": a number of things in words; `word` names one of them."""
-    return f"{count:,} {word if count == 1 else _plural(word)}"
+_SINGULAR = {"are": "is", "have": "has", "were": "was", "do": "does"}
+
+
+def counted(count: int, word: str, verb: str = "") -> str:
+    """ "1 file", "2,000 files", with `verb` "have" "1 file has", "2 files have": a number of things
+    in words; `word` names one of them, `verb` says what several of them do."""
+    does = verb if count != 1 else _SINGULAR.get(verb, f"{verb}s") if verb else ""
+    return f"{count:,} {word if count == 1 else _plural(word)} {does}".rstrip()
 
 
 def listed(word: str, numbers: Iterable[int]) -> str:

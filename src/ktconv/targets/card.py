@@ -120,7 +120,7 @@ def yaml_string(text: str) -> str:
     return text if plain else json.dumps(text, ensure_ascii=False)
 
 
-def errors_line(errors: ErrorSummary) -> str:
+def errors_line(errors: ErrorSummary, layers: Sequence[MoELayer]) -> str:
     """Lines of a list with the measured errors; empty if nothing was quantized."""
     lines = ""
     if errors.worst is not None and errors.mean is not None:
@@ -129,7 +129,7 @@ def errors_line(errors: ErrorSummary) -> str:
             f"{errors.worst[1]:.4f} (`{errors.worst[0]}`)\n"
         )
     if errors.lost:
-        lines += f"- Warning: {errors.lost_line('`')}\n"
+        lines += f"- Warning: {errors.lost_line(layers, '`')}\n"
     if errors.zero_scales:
         lines += f"- Zero scales in the source: {zero_scales_in_words(errors.zero_scales)}\n"
     return lines
@@ -181,7 +181,11 @@ def _expert_counts(plan: Plan) -> str:
     """How many experts the layers have, and how many were left out of them."""
     counts = sorted({len(unit.experts) for unit in plan.layers})
     left_out = sum(unit.omitted for unit in plan.layers)
-    named = f"; {left_out} experts are left out, `ktconv.json` names them" if left_out else ""
+    named = (
+        f"; {counted(left_out, 'expert', 'are')} left out, `ktconv.json` names them"
+        if left_out
+        else ""
+    )
     return ", ".join(map(str, counts)) + named
 
 
@@ -216,7 +220,7 @@ def model_card(plan: Plan, source: SourceCard, errors: ErrorSummary) -> str:
         f"The routed experts of {name}, quantized for {whose} CPU kernels",
         f"{recorded}\n\n{_use(plan)}",
         command,
-        errors_line(errors),
+        errors_line(errors, plan.checkpoint.layers),
     )
 
 

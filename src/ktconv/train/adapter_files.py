@@ -24,11 +24,13 @@ from ktconv.source.types import TensorRef
 from ktconv.system.files import translated
 from ktconv.system.numbers import real
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
+from ktconv.system.units import counted
 from ktconv.train.adapter_names import (
     PREFIX,
     SIDES,
     LayerNames,
     Side,
+    is_of_unknown_layout,
     parameter_place,
     place_of,
 )
@@ -155,6 +157,13 @@ class Adapter:
         own = (names.place(tensor.name) for names in self._layers.values())
         place = next(filter(None, own), None) or place_of(tensor.name)
         if place is None:
+            if is_of_unknown_layout(tensor.name):
+                raise CheckpointError(
+                    f"{tensor.name} {list(tensor.shape)} in {tensor.file} is of experts, in a "
+                    "layout that is not known",
+                    "save it with PEFT: with matrices of each expert, such as "
+                    "experts.0.up_proj.lora_A.weight, or as an adapter of target_parameters",
+                )
             self.others[tensor.name] = tensor
             return
         if place.layer not in self._layers:
@@ -209,7 +218,7 @@ class Adapter:
         if found is None:
             raise CheckpointError(
                 f"{stored[depth, 'a'].name} and its lora_B in {self.directory} are {list(a.shape)} "
-                f"and {list(b.shape)}, which is no adapter of {experts} experts",
+                f"and {list(b.shape)}, which is no adapter of {counted(experts, 'expert')}",
                 _ANOTHER,
             )
         one, name = found[projection], self._layers[layer].parameter(of)
@@ -252,7 +261,8 @@ class Adapter:
         if more := stack.keys() - set(range(experts)):
             name = stack[max(more, key=str)].name
             raise CheckpointError(
-                f"{self.directory} contains {name}, but the model has {experts} experts", _ANOTHER
+                f"{self.directory} contains {name}, but the model has {counted(experts, 'expert')}",
+                _ANOTHER,
             )
         _expect_alike(list(stack.values()))
         return torch.stack([self.read(stack[expert]) for expert in range(experts)])

@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from ktconv.families import table
 from ktconv.families.family import USUAL, Family, Projection
-from ktconv.families.names import expert_module, layer_number
+from ktconv.families.names import expert_module, layer_number, parse_source, split_name
 from ktconv.model.own import ExpertParameter
 from ktconv.model.sites import Site
 from ktconv.source.settings import ModelSettings
@@ -139,3 +140,13 @@ def place_of(key: str) -> Place | None:
             if layer is not None:
                 return Place(layer, found.proj, side, found.expert)
     return None
+
+
+def is_of_unknown_layout(key: str) -> bool:
+    """Whether a key that is no `Place` is below the experts of a layer, and not a router's."""
+    parts = split_name(key.removeprefix(PREFIX))
+    if parts is None or parse_source(parts[0]) is None:
+        return False
+    return not any(
+        parts[1].startswith(f"{name.rpartition('.')[0]}.") for name in table.FAMILIES.beside
+    )

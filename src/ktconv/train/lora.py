@@ -16,6 +16,7 @@ from ktconv.runtime import MoELayer
 from ktconv.runtime.compiled import uncompiled
 from ktconv.runtime.layers.experts import OutputNorm
 from ktconv.system.numbers import real, whole
+from ktconv.system.units import counted
 from ktconv.train.crossing import fetched, returned
 from ktconv.train.function import DTYPES, Setting, base_gradients, computed
 from ktconv.train.reference import Lora
@@ -141,7 +142,8 @@ class LoRAExperts(nn.Module):
         """Sizes and rank, for `print(module)`."""
         e = self.layer
         sizes = (
-            f"{e.experts} experts of {e.method}, hidden {e.hidden}, intermediate {e.intermediate}"
+            f"{counted(e.experts, 'expert')} of {e.method}, hidden {e.hidden}, intermediate "
+            f"{e.intermediate}"
         )
         if self.rank is None:
             return f"{sizes}, nothing trained"

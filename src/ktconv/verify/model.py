@@ -24,7 +24,7 @@ from ktconv.model.text import read_text
 from ktconv.source.gguf.hub_names import HUB_NAMES
 from ktconv.system import machine
 from ktconv.system.text import Notify
-from ktconv.system.units import format_size
+from ktconv.system.units import counted, format_size
 from ktconv.verify.findings import Facts, Findings, Progression
 from ktconv.verify.memory import level_model_bytes
 from ktconv.verify.output import OpenedOutput
@@ -206,7 +206,8 @@ class ModelCheck(ABC):
                 self._pass.complete()
         if missing := facts["experts_of_source"]:
             self._findings.note(
-                f"level model: {missing} experts that are not in this output ran on the source's "
+                f"level model: {counted(missing, 'expert')} that are not in this output ran on "
+                "the source's "
                 "weights"
             )
         self._check(facts, "perplexity", "perplexity_increase", "max_ppl_increase")
@@ -222,7 +223,7 @@ class ModelCheck(ABC):
 
         if self._pass is None:
             return None, ()
-        notify(f"passing {len(self._pass.windows)} windows through both, layer by layer")
+        notify(f"passing {counted(len(self._pass.windows), 'window')} through both, layer by layer")
         found = Comparison(self._pass.windows)
         try:
             layers = self._pass.parted.experts
@@ -314,7 +315,10 @@ class ModelCheck(ABC):
         why = self._why_not_passed
         self._findings.note(f"level model: both models were loaded, because {why}")
         runs = self._cut(both)
-        notify(f"reading {len(runs)} windows of {runs[0].shape[1]} tokens with both")
+        notify(
+            f"reading {counted(len(runs), 'window')} of "
+            f"{counted(runs[0].shape[1], 'token')} with both"
+        )
         return predictions_of_both(both, experts, runs)
 
     def _check_loaded(  # noqa: B027 - by default they have the weights of the pass
@@ -326,7 +330,7 @@ class ModelCheck(ABC):
         from ktconv.model.evaluate import greedy_side_by_side
 
         prompt = self._text[:PROMPT_CHARACTERS]
-        notify(f"writing {NEW_TOKENS} tokens with both")
+        notify(f"writing {counted(NEW_TOKENS, 'token')} with both")
         texts = greedy_side_by_side(both, experts, self._tokenizer, prompt, NEW_TOKENS)
         return {"prompt": prompt, "source": texts[0], "converted": texts[1]}
 

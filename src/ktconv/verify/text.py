@@ -41,16 +41,17 @@ def levels_in_words(facts: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]
 
 def _structure(about: Mapping[str, Any]) -> Iterator[str]:
     yield (
-        f"{about['tensors_found']} of {about['tensors_expected']} tensors in {about['files']} "
-        f"files, {about['checksums']} checksums, {about['copied_tensors']} copies, "
+        f"{about['tensors_found']} of {counted(about['tensors_expected'], 'tensor')} in "
+        f"{counted(about['files'], 'file')}, {counted(about['checksums'], 'checksum')}, "
+        f"{counted(about['copied_tensors'], 'copy')}, "
         f"{format_size(about['bytes_checked'])} read"
     )
 
 
 def _coverage(about: Mapping[str, Any]) -> Iterator[str]:
     yield (
-        f"of {about['experts']} experts in {about['layers']} layers {about['experts_here']} are "
-        f"in this output, {about['experts_there']} in {about['with']}"
+        f"of {counted(about['experts'], 'expert')} in {counted(about['layers'], 'layer')} "
+        f"{about['experts_here']} are in this output, {about['experts_there']} in {about['with']}"
     )
 
 
@@ -59,7 +60,7 @@ def _weights(about: Mapping[str, Any]) -> Iterator[str]:
     part = "" if sample >= 1 else f" (a sample of {sample:g})"
     allowed = f" ({bound:.4f} allowed)" if bound is not None else ""
     yield (
-        f"{about['matrices']} matrices{part}, relative RMS error "
+        f"{counted(about['matrices'], 'matrix')}{part}, relative RMS error "
         f"{about['relative_rms_error']:.4f} over all weights, cosine {about['cosine']:.6f}, at "
         f"most {about['max_error_steps']:.4f} steps off{allowed}, "
         f"{100 * about['zero_share']:.1f} % zeros"
@@ -95,7 +96,8 @@ def _layers(about: Mapping[str, Any]) -> Iterator[str]:
             f"({about['kernel_bound']:g} allowed)"
         )
     yield (
-        f"{len(rows)} layers {where}, {about['tokens']} tokens of {about['states_are']}{kernels}"
+        f"{counted(len(rows), 'layer')} {where}, {counted(about['tokens'], 'token')} of "
+        f"{about['states_are']}{kernels}"
     )
     worst = max(rows, key=lambda row: _badness(row["quantization_error"]))
     yield (
@@ -164,7 +166,8 @@ def _drift(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _mapping(about: Mapping[str, Any]) -> Iterator[str]:
     """Slots, then possible sizes, and the reasons why others are not."""
-    yield f"{about['slots']} tensors of {about['experts']} experts, one per slot"
+    experts = counted(about["experts"], "expert")
+    yield f"{counted(about['slots'], 'tensor')} of {experts}, one per slot"
     for kind in ("tensor", "expert"):
         rows = about[f"{kind}_parallel"]
         possible = [str(row["size"]) for row in rows if row["possible"]]

@@ -9,6 +9,7 @@ from typing import Any
 
 from ktconv.conversion.records import is_lost
 from ktconv.formats import BACKWARD
+from ktconv.system.units import counted
 from ktconv.targets.packed.matrix_check import ErrorStats
 
 WORST_KEPT = 20
@@ -81,7 +82,7 @@ class Totals:
         ):
             if names:
                 more = f"; and {len(names) - WARNED} more" if len(names) > WARNED else ""
-                count = "1 matrix is" if len(names) == 1 else f"{len(names)} matrices are"
+                count = counted(len(names), "matrix", "are")
                 yield f"{count} {words}: {'; '.join(names[:WARNED])}{more}"
 
     def _keep_worst(self) -> None:

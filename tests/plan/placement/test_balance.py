@@ -162,7 +162,7 @@ def test_the_best_copies() -> None:
 
 @pytest.mark.parametrize(("arguments", "words"), [
     (([1, 2, 3], 2), "2 places are less than 3 experts"),
-    (([1, 2, 3], 4, 1, 1, 3), r"4 places \(3 experts and 1 copies\) cannot be shared out evenly"),
+    (([1, 2, 3], 4, 1, 1, 3), r"4 places \(3 experts and 1 copy\) cannot be shared out evenly"),
     (([1, 2, 3, 4], 4, 2, 2, 3), "3 GPUs cannot be shared out evenly by 2 nodes"),
     (([1, 2, 3], 4, 2, 2, 4), "3 experts do not divide into 2 groups"),
     (([1, -2, 3], 3), "negative or not finite"),

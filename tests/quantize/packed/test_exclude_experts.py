@@ -357,7 +357,7 @@ def test_bench_refuses_what_goes_nowhere(output: Path, tmp_path: Path) -> None:
     [
         ({2: [0]}, "names layer 2, which is not an MoE layer"),
         ({0: [8]}, "names expert 8 of layer 0, but it has 8"),
-        ({1: list(range(8))}, "excludes all of layer 1's 8 experts"),
+        ({1: list(range(8))}, "excludes all 8 of the experts of layer 1"),
     ],
 )
 def test_excluded_sets_that_do_not_fit(

@@ -27,6 +27,7 @@ from ktconv.runtime.layers import Experts
 from ktconv.system import machine
 from ktconv.system.pool import Pool
 from ktconv.system.text import Notify
+from ktconv.system.units import counted
 from ktconv.train.gradients import base_of, bounds, errors, expected, rounding_of
 from ktconv.train.reference import Base, KernelRounding
 from ktconv.train.step import Step
@@ -158,7 +159,9 @@ def _peers(bout: Bout, stack: ExitStack) -> Iterator[Entrant]:
         if bout.pool.threads + spec.waiting > (cpus := machine.usable_cpus()):
             notify(
                 f"{spec.name}: left out, its queue waits on a CPU of its own, so that "
-                f"{bout.pool.threads} threads need {bout.pool.threads + spec.waiting} CPUs and "
+                f"{counted(bout.pool.threads, 'thread', 'need')} "
+                f"{bout.pool.threads + spec.waiting} "
+                "CPUs and "
                 f"there are {cpus}; give fewer --threads"
             )
             continue
@@ -175,7 +178,7 @@ def _peers(bout: Bout, stack: ExitStack) -> Iterator[Entrant]:
             seed=request.seed,
             different=different_experts(bout.shape),
         )
-        notify(f"{bout.shape.name}, {spec.name}: {bout.pool.threads} threads")
+        notify(f"{bout.shape.name}, {spec.name}: {counted(bout.pool.threads, 'thread')}")
         try:
             runner = stack.enter_context(closing(PeerRunner(asked)))
         except PeerError as error:

@@ -10,7 +10,7 @@ from ktconv.bench.cases import Layer
 from ktconv.errors import UsageError
 from ktconv.system import machine
 from ktconv.system.text import Notify
-from ktconv.system.units import format_size
+from ktconv.system.units import counted, format_size
 
 _SHARE_OF_MEMORY = 0.8
 # Bytes for each element: of LoRA matrices, which the call and the module have, with their gradients
@@ -49,7 +49,8 @@ def _check_memory(request: Request, layers: Sequence[Layer]) -> None:
     if packed + lora + work > _SHARE_OF_MEMORY * machine.available_memory():
         sizes = f"{format_size(packed)} of weights, {format_size(lora)} of LoRA matrices"
         raise UsageError(
-            f"{shape.name} takes {sizes} and {format_size(work)} for {tokens} tokens, more than "
+            f"{shape.name} takes {sizes} and {format_size(work)} for {counted(tokens, 'token')}, "
+            "more than "
             "this machine has free",
             "give fewer --experts, --method, --rank or --tokens",
         )

@@ -19,6 +19,7 @@ from ktconv.bench.sft.inputs import make_inputs
 from ktconv.bench.sft.rows import Row
 from ktconv.system.pool import Pool
 from ktconv.system.text import Notify
+from ktconv.system.units import counted
 from ktconv.train.gradients import torch_threads
 
 SCHEMA = 1
@@ -64,8 +65,9 @@ def bench(request: Request, notify: Notify) -> Report:
             for row in _rows(session, layers, request.ranks):
                 report.rows.append(row)
                 notify(
-                    f"  {row.engine} {row.method}, {row.isa}, {row.threads} threads, "
-                    f"{row.tokens} tokens, rank {row.rank}: {row.forward.median_us / 1e3:.1f} ms "
+                    f"  {row.engine} {row.method}, {row.isa}, {counted(row.threads, 'thread')}, "
+                    f"{counted(row.tokens, 'token')}, rank {row.rank}: "
+                    f"{row.forward.median_us / 1e3:.1f} ms "
                     f"forward, {row.backward.median_us / 1e3:.1f} ms backward"
                 )
         report.limits = list(session.meter.found.values())

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ktconv.errors import UsageError
+from ktconv.system.units import counted
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # that the kernels read
 _INTEGERS = (torch.int32, torch.int64)
@@ -84,7 +85,8 @@ def _for_each(name: str, tensor: Tensor, tokens: int, top_k: int) -> Tensor:
         return tensor
     if tensor.ndim < 1 or tensor.shape[-1] != top_k or tensor.numel() != tokens * top_k:
         raise UsageError(
-            f"{name} must have {top_k} numbers for each of the {tokens} tokens, not the shape "
+            f"{name} must have {top_k} numbers for each of the {counted(tokens, 'token')}, not "
+            "the shape "
             f"{list(tensor.shape)}"
         )
     return tensor.reshape(tokens, top_k)

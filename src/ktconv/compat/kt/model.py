@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 from ktconv.compat.kt.calls import Deferred
 from ktconv.errors import UsageError
 from ktconv.runtime.sources import Source, opened
+from ktconv.system.units import counted
 
 
 class Model:
@@ -62,8 +63,9 @@ class Model:
         if pending.done.exception() is not None:
             return None  # so the caller was told, and begins again
         raise UsageError(
-            f"layer {pending.producer} deferred experts of {pending.tokens} tokens to layer "
-            f"{pending.consumer}, but layer {layer_idx} is called, with {tokens} tokens",
+            f"layer {pending.producer} deferred experts of {counted(pending.tokens, 'token')} to "
+            "layer "
+            f"{pending.consumer}, but layer {layer_idx} is called, with {counted(tokens, 'token')}",
             "call layers in order and with the same tokens, or without "
             "max_deferred_experts_per_token; if that pass was given up, just begin another",
         )

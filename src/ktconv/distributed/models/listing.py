@@ -18,6 +18,7 @@ from ktconv.source.locate import hub_model
 from ktconv.source.remote import is_url
 from ktconv.source.remote.urls import shown_model
 from ktconv.system.regular_files import read_given
+from ktconv.system.units import counted
 
 MAX_LIST_BYTES = 4 << 20
 MAX_LINE = 64 << 10  # characters; shlex takes time that grows with their square
@@ -56,7 +57,7 @@ def read_list(path: Path, check: Check) -> list[Entry]:
     entries = []
     for number, line in enumerate(text.splitlines(), 1):
         if len(line) > MAX_LINE:
-            why = f"it has {len(line):,} characters; the limit is {MAX_LINE:,}"
+            why = f"it has {counted(len(line), 'character')}; the limit is {MAX_LINE:,}"
             raise _wrong(path, number, why)
         try:
             words = shlex.split(line, comments=True)

@@ -24,6 +24,7 @@ from ktconv.model.sites import OTHER_PARTS, Site, find_experts
 from ktconv.model.streamed.calls import ExpertLayer
 from ktconv.source import Checkpoint, MoELayer, TensorRef
 from ktconv.system.opened import store_of
+from ktconv.system.units import counted
 
 _WAY_OUT = "load it whole, where memory allows: ktconv.model.load_model"
 
@@ -320,7 +321,8 @@ def _check_sizes(site: Site, layer: MoELayer) -> None:
     theirs = len(layer.experts), layer.hidden_size, layer.intermediate_size, layer.gated
     if ours != theirs:
         raise CheckpointError(
-            f"transformers builds {own.count} experts of {own.hidden} x {own.intermediate} for "
+            f"transformers builds {counted(own.count, 'expert')} of {own.hidden} x "
+            f"{own.intermediate} for "
             f"layer {layer.index}, but the checkpoint has {len(layer.experts)} of "
             f"{layer.hidden_size} x {layer.intermediate_size}",
             "check that config.json and the weights belong together",

@@ -32,7 +32,7 @@ from ktconv.source.reading.matrices import MatrixReader, buffer_bytes, chunk_row
 from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.system import machine
 from ktconv.system.text import path_text
-from ktconv.system.units import format_duration, format_size
+from ktconv.system.units import counted, format_duration, format_size
 
 if TYPE_CHECKING:
     from ktconv.model.streamed.parts import PartedModel
@@ -103,8 +103,8 @@ class PassPlan:
         found = ["; ".join(parts)]
         if self.parked < self.runs:
             found.append(
-                f"attention is computed twice for {self.runs - self.parked} of {self.runs} "
-                "windows, which do not fit into memory together"
+                f"attention is computed twice for {self.runs - self.parked} of "
+                f"{counted(self.runs, 'window')}, which do not fit into memory together"
             )
         return found
 

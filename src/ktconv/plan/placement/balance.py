@@ -19,6 +19,7 @@ from ktconv.errors import UsageError
 from ktconv.plan.placement.parallel import MOST
 from ktconv.system.arrays import F64, I64
 from ktconv.system.numbers import reals, whole
+from ktconv.system.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def replicate(load: ArrayLike, physical: int) -> tuple[I64, I64]:
     loads = checked_load(load)
     *outer, experts = loads.shape
     if whole("physical", physical, 1, MOST) < experts:
-        raise UsageError(f"{physical} places are less than {experts} experts")
+        raise UsageError(f"{physical} places are less than {counted(experts, 'expert')}")
     flat = loads.reshape(-1, experts)
     rows = np.arange(len(flat))
     slots = np.tile(np.arange(experts), (len(flat), 1))
@@ -138,7 +139,7 @@ def replicas_of(physical_to_logical: ArrayLike, experts: int) -> Replicas:
     """All tables of int [P] or [L, P], whose every expert 0 to `experts` - 1 has a place."""
     slots = _integers(physical_to_logical)
     if not slots.ndim or not slots.size or whole("experts", experts, 1, MOST) > slots.shape[-1]:
-        raise UsageError(f"places {list(slots.shape)} cannot hold {experts} experts")
+        raise UsageError(f"places {list(slots.shape)} cannot hold {counted(experts, 'expert')}")
     flat = slots.reshape(-1, slots.shape[-1])
     if not 0 <= flat.min() <= flat.max() < experts:
         raise UsageError(f"a place holds an expert that is not one of 0 to {experts - 1}")
@@ -208,15 +209,16 @@ def _check_sizes(experts: int, physical: int, groups: int, nodes: int, gpus: int
     if gpus % nodes:
         raise UsageError(f"{gpus} GPUs cannot be shared out evenly by {nodes} nodes")
     if whole("physical", physical, 1, MOST) < experts:
-        raise UsageError(f"{physical} places are less than {experts} experts")
+        raise UsageError(f"{physical} places are less than {counted(experts, 'expert')}")
     if physical % gpus:
         raise UsageError(
-            f"{physical} places ({experts} experts and {physical - experts} copies) cannot be "
+            f"{physical} places ({counted(experts, 'expert')} and "
+            f"{counted(physical - experts, 'copy')}) cannot be "
             f"shared out evenly by {gpus} GPUs",
             "numbers of copies that can be: {}, {} ...".format(*even_copies(experts, gpus)),
         )
     if experts % groups:
-        raise UsageError(f"{experts} experts do not divide into {groups} groups")
+        raise UsageError(f"{counted(experts, 'expert', 'do')} not divide into {groups} groups")
 
 
 def even_copies(experts: int, gpus: int) -> list[int]:

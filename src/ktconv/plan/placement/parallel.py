@@ -17,7 +17,7 @@ import numpy as np
 from ktconv.errors import UsageError
 from ktconv.system.arrays import I32, I64
 from ktconv.system.numbers import whole
-from ktconv.system.units import format_ranges
+from ktconv.system.units import counted, format_ranges
 
 Placement = Literal["linear", "round_robin"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
@@ -90,7 +90,7 @@ def expert_parallel(shapes: Sequence[LayerShape], size: int) -> Split:
             shares.setdefault(placement, [len(rank) for rank in ranks])
             if len(set(map(len, ranks))) > 1:
                 counts = format_ranges(sorted(set(map(len, ranks))))
-                reasons[f"{len(shape.experts)} experts give GPUs {counts} each"] = None
+                reasons[f"{counted(len(shape.experts), 'expert')} give GPUs {counts} each"] = None
     return Split("; ".join(reasons) or None, shares)
 
 

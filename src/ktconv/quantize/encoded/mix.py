@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ktconv.system.units import format_ranges, format_size
+from ktconv.system.units import counted, format_ranges, format_size
 from ktconv.targets.encoded.config import recipe_shares
 from ktconv.targets.encoded.target import Plan, encoded_bytes
 
@@ -48,7 +48,7 @@ def method_lines(facts: Sequence[Mapping[str, Any]]) -> list[str]:
     for one in facts:
         where = f"layers {one['layers']}, {' '.join(one['projections'])}"
         if one["experts"] is not None:
-            where += f", {one['experts']} experts"
+            where += f", {counted(one['experts'], 'expert')}"
         lines.append(
             f"{one['method']:<21} {one['matrices']:>8} matrices {format_size(one['bytes']):>9}"
             f"  {one['bits']:.3f} bits  {where}"

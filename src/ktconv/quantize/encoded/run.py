@@ -19,6 +19,7 @@ from ktconv.quantize.encoded.task import encoding_buffers, encoding_memory
 from ktconv.source import Checkpoint, ExpertMatrix, open_checkpoint
 from ktconv.system import machine
 from ktconv.system.text import Notify, silent
+from ktconv.system.units import counted
 from ktconv.targets.encoded.engines import engine_lines
 from ktconv.targets.encoded.kept import awq_group, is_kept
 from ktconv.targets.encoded.loading import readers_of
@@ -149,7 +150,7 @@ def _left_out(plan: Plan) -> list[str]:
     if not left:
         return []
     why = "not in --experts" if plan.target.options.experts else "--exclude-experts"
-    return [f"{sum(left)} experts of {len(left)} layers: {why}"]
+    return [f"{counted(sum(left), 'expert')} of {counted(len(left), 'layer')}: {why}"]
 
 
 def _loading_notes(plan: Plan) -> list[str]:

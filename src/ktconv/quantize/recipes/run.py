@@ -24,7 +24,7 @@ from ktconv.quantize.recipes.choose import Choice, choose, smallest
 from ktconv.quantize.recipes.measure import Measured, Measurement
 from ktconv.quantize.recipes.wish import Wish, fitting
 from ktconv.source import PROJECTIONS, Projection
-from ktconv.system.units import format_size
+from ktconv.system.units import counted, format_size
 from ktconv.targets.encoded.recipe import Method, Recipe, Rule
 from ktconv.targets.encoded.scheme import MIXED
 from ktconv.targets.encoded.target import EncodedTarget, encoded_bytes
@@ -73,7 +73,7 @@ class Fitted:
     def lines(self) -> list[str]:
         """For people."""
         lines = [
-            f"Chosen by the errors of {self.measured.samples} samples "
+            f"Chosen by the errors of {counted(self.measured.samples, 'sample')} "
             f"({format_size(self.measured.bytes_read)} read). Bits per weight, relative RMS error:"
         ]
         lines += self.table()

@@ -25,7 +25,13 @@ from ktconv.source.activations import of_records
 from ktconv.source.config import CONFIG_NAME
 from ktconv.source.settings import ModelSettings
 from ktconv.system.arrays import Array
-from ktconv.targets.packed.weights import PackedWeights, map_pages, name_of, open_packed
+from ktconv.targets.packed.weights import (
+    PackedWeights,
+    map_pages,
+    name_of,
+    no_packed_experts,
+    open_packed,
+)
 from ktconv.writer.manifest import Manifest, read_run
 
 # Functions of the gate's outputs, and of up's where there is no gate: what kernels call them.
@@ -183,10 +189,7 @@ class ConvertedModel:
         if self.packed.damaged:
             raise CheckpointError(next(iter(self.packed.damaged.values())), "convert it again")
         if not self.layers:
-            raise CheckpointError(
-                f"{self.directory} contains no packed experts",
-                "give an OUTPUT of ktconv quantize-cpu --method int4 or int8",
-            )
+            raise CheckpointError(*no_packed_experts(self.directory))
         wanted = self.layers[0] if layer is None else layer
         if wanted not in self.layers:
             raise UsageError(

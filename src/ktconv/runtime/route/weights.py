@@ -13,6 +13,7 @@ from ktconv.runtime.arrays import kind_of
 from ktconv.runtime.route.arrays import floats, integers, rows_of
 from ktconv.system.arrays import F32
 from ktconv.system.numbers import whole
+from ktconv.system.units import counted
 
 
 def weight_on_input(x: Any, weights: Any) -> tuple[Any, Any]:
@@ -26,7 +27,7 @@ def weight_on_input(x: Any, weights: Any) -> tuple[Any, Any]:
     k = rows_of("weights", weights, "tokens, 1")[1]
     if k != 1:
         raise UsageError(
-            f"weights of {k} experts per token cannot be applied to one input",
+            f"weights of {counted(k, 'expert')} per token cannot be applied to one input",
             "give each expert of a token a row of x of its own",
         )
     values, factors = floats("x", x, (tokens, hidden)), floats("weights", weights, (tokens, 1))

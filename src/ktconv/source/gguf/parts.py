@@ -12,6 +12,7 @@ from ktconv.source.absent import absence
 from ktconv.source.gguf.file import MAGIC, read_gguf_header
 from ktconv.source.safetensors_file import Header
 from ktconv.system.opened import opened_source
+from ktconv.system.units import counted
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"(?P<base>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
@@ -93,7 +94,7 @@ def read_parts(files: Sequence[Path]) -> list[Header]:
         declared = _number(header, "split.tensors.count")
         if declared != total:
             raise CheckpointError(
-                f"{header.file} says that all parts together have {declared} tensors "
+                f"{header.file} says that all parts together have {counted(declared, 'tensor')} "
                 f"(split.tensors.count), but they have {total}",
                 _MIXED,
             )

@@ -19,6 +19,7 @@ from ktconv.system.opened import Opened, State
 from ktconv.system.pointers import refuse_pointer
 from ktconv.system.regular_files import MissingFileError
 from ktconv.system.stores import RemotePath, RemoteStore, Span, transfer
+from ktconv.system.units import counted
 
 MAX_FILES = 100_000
 _WEIGHTS = (
@@ -191,7 +192,7 @@ def _checked(store: Store, files: Sequence[RemoteFile]) -> Sequence[RemoteFile]:
         raise CheckpointError(f"{store.url.shown} contains no files", "Check the URL.")
     if len(files) > MAX_FILES:
         raise CheckpointError(
-            f"{store.url.shown} contains {len(files)} files, more than a checkpoint has",
+            f"{store.url.shown} contains {counted(len(files), 'file')}, more than a checkpoint has",
             "Give the directory of one checkpoint.",
         )
     for file in files:

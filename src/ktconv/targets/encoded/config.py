@@ -120,7 +120,7 @@ def card(plan: Plan, source: SourceCard, errors: ErrorSummary) -> str:
 - Experts per layer: {", ".join(map(str, counts))}
 - Activation of the experts: {in_words(activations)}
 - `ktconv.json` contains a checksum of every tensor and the quantization error of every matrix.
-{errors_line(errors)}{note}
+{errors_line(errors, plan.checkpoint.layers)}{note}
 {_use(plan, chosen)}
 
 Made with ktconv {__version__}{tool}:

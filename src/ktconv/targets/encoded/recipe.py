@@ -29,7 +29,7 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats.dialects import translated
 from ktconv.source import PROJECTIONS, MoELayer, Projection
 from ktconv.system.regular_files import MissingFileError, read_small
-from ktconv.system.units import format_ranges, parse_ranges
+from ktconv.system.units import counted, format_ranges, parse_ranges
 from ktconv.targets.encoded.scheme import MIXABLE, SCHEMES, Scheme
 from ktconv.targets.expert_sets import ExpertSet, check_expert_set, expert_set, read_expert_set
 
@@ -373,7 +373,7 @@ class Share:
         where = f"layers {format_ranges([*self.layers])}"
         if len(self.projections) < len(PROJECTIONS):
             where += f", {' and '.join(self.projections)}"
-        return where if self.whole else f"{where}, {self.experts} experts"
+        return where if self.whole else f"{where}, {counted(self.experts, 'expert')}"
 
 
 def shares(recipe: Recipe, chosen: Iterable[tuple[MoELayer, Sequence[int]]]) -> list[Share]:

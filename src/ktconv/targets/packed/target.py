@@ -197,7 +197,8 @@ def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
         return replace(plan, notes=[*plan.notes, *target.notes])
     selection = _without(excluded, checkpoint, options)
     plan = plan_checkpoint(checkpoint, target, selection)
-    left_out = f"{excluded.count} experts of {len(excluded.layers)} layers: --exclude-experts"
+    experts, layers = counted(excluded.count, "expert"), counted(len(excluded.layers), "layer")
+    left_out = f"{experts} of {layers}: --exclude-experts"
     note = f"{NO_KTRANSFORMERS}: this one is for ktconv's own runtime (docs/hot-experts.md)"
     notes = [*plan.notes, *target.notes, note]
     return replace(plan, skipped=[*plan.skipped, left_out], notes=notes)
@@ -227,7 +228,7 @@ def _without(excluded: ExpertSet, checkpoint: Checkpoint, options: Options) -> S
     for layer, ids in remaining.items():
         if not ids:
             raise UsageError(
-                f"--exclude-experts excludes all of layer {layer}'s {experts[layer]} experts",
+                f"--exclude-experts excludes all {experts[layer]} of the experts of layer {layer}",
                 "keep at least one expert of each layer for the CPU",
             )
     return remaining

@@ -45,7 +45,7 @@ from ktconv.system.arrays import U8
 from ktconv.system.pointers import PointerError, refuse_pointer_at
 from ktconv.system.regular_files import opened_regular
 from ktconv.targets.expert_sets import EXCLUDED, ExpertSet, set_of_record
-from ktconv.writer.manifest import MANIFEST, Manifest, read_run
+from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest, read_run
 from ktconv.writer.metadata import read_index
 
 _LAYER_FOLDER = re.compile(r"_layer_[0-9]+")
@@ -209,6 +209,24 @@ def recorded_of(directory: Path) -> Recorded:
     record = manifest.options.get(EXCLUDED, {}) if manifest else {}
     left_out = set_of_record(record, str(directory / MANIFEST))
     return Recorded(left_out, manifest.layers if manifest else {})
+
+
+def no_packed_experts(directory: Path) -> tuple[str, str]:
+    """Message and hint of an error for a directory in which no packed experts were found."""
+    manifest = read_manifest(directory)
+    options = {} if manifest is None else manifest.options
+    hint = "give an OUTPUT of ktconv quantize-cpu --method int4 or int8"
+    if (scheme := options.get("scheme")) is not None:
+        return (
+            f"{directory} contains no packed experts: it is an output in {scheme}, whose experts "
+            "have the names of a checkpoint"
+        ), hint
+    if manifest is None and any(directory.glob("*.safetensors")):
+        return (
+            f"{directory} contains no packed experts, and no {MANIFEST}: it is a model, or an "
+            "output in the names of one"
+        ), f"{hint}; if it is an output, restore its {MANIFEST}"
+    return f"{directory} contains no packed experts", hint
 
 
 def listed_names(directory: Path, manifest: Manifest | None) -> Iterable[str]:

@@ -24,7 +24,7 @@ from ktconv.formats import (
 from ktconv.source import TensorRef
 from ktconv.system.arrays import F32, I8, U8, Bools
 from ktconv.system.files import translated
-from ktconv.targets.packed.weights import Geometry, PackedWeights, open_packed
+from ktconv.targets.packed.weights import Geometry, PackedWeights, no_packed_experts, open_packed
 from ktconv.verify.reading import read_tensor
 
 Expert = tuple[int, Matrix]  # expert, projection
@@ -47,10 +47,7 @@ class Input:
                 )
             self.packed: PackedWeights = open_packed(directory)
         if not self.packed.tensors and not self.packed.damaged:
-            raise UsageError(
-                f"{directory} contains no packed experts",
-                "give outputs of quantize-cpu --method int4 or int8",
-            )
+            raise UsageError(*no_packed_experts(directory))
         self.layers: dict[int, dict[Expert, dict[Piece, TensorRef]]] = {}
         for tensor, place in self.packed.tensors.items():
             matrices = self.layers.setdefault(tensor.layer, {})

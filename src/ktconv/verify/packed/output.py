@@ -15,7 +15,7 @@ from ktconv.source.agreement import Dimensions
 from ktconv.source.model_source import ModelSource
 from ktconv.system.units import counted
 from ktconv.targets.packed.target import Options, make_plan, options_of_record
-from ktconv.targets.packed.weights import PackedWeights, open_packed
+from ktconv.targets.packed.weights import PackedWeights, no_packed_experts, open_packed
 from ktconv.verify.output import NO_LIMIT, OpenedOutput
 from ktconv.verify.packed.unrecorded import found_rule
 from ktconv.writer.journal import Journal, is_run_record
@@ -58,10 +58,8 @@ def open_cpu_output(output: Path, source: ModelSource | str | None) -> CpuOutput
     packed = open_packed(output)
     manifest = _usable(read_manifest(output), output)
     if not packed.tensors and manifest is None and not packed.damaged:
-        raise UsageError(
-            f"{output} contains no packed experts, and no {MANIFEST}",
-            f"{_HINT}; if it is one, restore its {MANIFEST}",
-        )
+        message, _ = no_packed_experts(output)
+        raise UsageError(message, f"{_HINT}; if it is one, restore its {MANIFEST}")
     checkpoint = open_checkpoint(source) if source else None
     options = (
         (manifest and _options_of_manifest(manifest, packed, checkpoint))

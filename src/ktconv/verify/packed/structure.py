@@ -69,7 +69,9 @@ class CpuStructureCheck(StructureCheck):
         if self._output.ours:
             super()._unexpected(expected)
         elif extra:
-            self._findings.note(f"{len(extra)} other tensors do not exist in the source")
+            self._findings.note(
+                f"{counted(len(extra), 'other tensor', 'do')} not exist in the source"
+            )
 
     def _unexpected_packed(self, expected: set[str]) -> None:
         for tensor, place in self._packed.tensors.items():

@@ -12,6 +12,7 @@ from ktconv.quantize.packed.backward import backward_buffers, backward_memory
 from ktconv.quantize.packed.task import quantize_buffers
 from ktconv.source import MoELayer
 from ktconv.source.reading.buffers import BufferSizes
+from ktconv.system.units import counted
 from ktconv.targets.packed.target import Options
 from ktconv.targets.packed.weights import Geometry
 from ktconv.verify.findings import Facts
@@ -120,7 +121,8 @@ class CpuVerifier(OutputVerifier):
         if there == here and source.gated == geometry.gated:
             return source
         message = (
-            f"layer {layer} has {here[0]} experts of hidden {here[1]} and intermediate {here[2]}, "
+            f"layer {layer} has {counted(here[0], 'expert')} of hidden {here[1]} and "
+            f"intermediate {here[2]}, "
             f"its source {there[0]} of {there[1]} and {there[2]}."
         )
         if there == here:

@@ -8,6 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from ktconv.system.units import counted
 from ktconv.verify.report.charts import Series, drawable, line_chart
 from ktconv.verify.report.heat import heat_map
 from ktconv.verify.report.values import (
@@ -18,7 +19,6 @@ from ktconv.verify.report.values import (
     items,
     mapping,
     number,
-    plural,
     records,
     show,
     show_id,
@@ -266,7 +266,7 @@ def texts_of(generation: Facts) -> dict[str, Any]:
         (index for index, (a, b) in enumerate(pairs) if a != b), min(len(source), len(converted))
     )
     marked = {side: _marked(generation[side], shared) for side in ("source", "converted")}
-    return {**marked, "shared": plural(shared, "character"), "same": source == converted}
+    return {**marked, "shared": counted(shared, "character"), "same": source == converted}
 
 
 def _marked(text: str, shared: int) -> Markup:
@@ -288,7 +288,7 @@ def flat(value: Any, name: str = "", depth: int = 0) -> list[tuple[str, Markup]]
         ]
     if isinstance(value, (Mapping, list, tuple)):
         if len(value) > _MAX_ENTRIES or any(isinstance(item, (Mapping, list)) for item in value):
-            count = plural(len(value), "value")
+            count = counted(len(value), "value")
             return [(name, Markup(f'<span class="soft">{count}</span>'))]
         shown = Markup(", ").join(show_id(item) for item in value) if value else show([*value])
         return [(name, shown)]

@@ -152,10 +152,6 @@ def count_words(value: Any) -> str | None:
     return f"{given / factor:.4g} {word}"
 
 
-def plural(count: int, word: str) -> str:
-    return f"{count:,} {word}{'' if count == 1 else 's'}"
-
-
 # --- tables -----------------------------------------------------------------------------
 
 # How a column shows its values; all but "text" are aligned as numbers.

@@ -43,6 +43,7 @@ from ktconv.source import Checkpoint, Projection
 from ktconv.system.arrays import Array
 from ktconv.system.files import make_directory
 from ktconv.system.text import Notify, silent
+from ktconv.system.units import counted
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.encoded.module_classes import class_of
 from ktconv.targets.encoded.names import module_name
@@ -144,7 +145,10 @@ class Gptq(Encode):
         if mine:
             count, wanted = len(self.samples.ids), self.settings.samples
             fewer = f" (the dataset has no more; --samples is {wanted})" if count < wanted else ""
-            self.notify(f"calibrating on {count} samples{fewer}, {self.samples.tokens} tokens")
+            self.notify(
+                f"calibrating on {counted(count, 'sample')}{fewer}, "
+                f"{counted(self.samples.tokens, 'token')}"
+            )
             use_threads(self.preflight.threads)
             with _ways_out():
                 self._calibrate(mine)

@@ -9,6 +9,7 @@ import numpy as np
 
 from ktconv.quantize.packed.gptq.inputs import FEWEST_TOKENS
 from ktconv.system.arrays import I64
+from ktconv.system.units import counted
 
 _SHOWN = 8  # layers of the table, those with the most experts that fall back first
 
@@ -47,9 +48,10 @@ def coverage_lines(layers: Mapping[int, I64]) -> list[str]:
         numbers = "  ".join(f"{row[f'tokens_{name}']:>9}" for name in ("min", "median", "max"))
         lines.append(f"{index:>7}  {numbers}  {row['experts_fell_back']:>9}")
     if len(worst) > _SHOWN:
-        lines.append(f"    and {len(worst) - _SHOWN} layers whose experts saw more")
+        lines.append(f"    and {counted(len(worst) - _SHOWN, 'layer')} whose experts saw more")
     return [
         *lines,
-        f"{facts['experts_fell_back']} of {facts['experts']} experts got fewer than "
-        f"{FEWEST_TOKENS} tokens: they are rounded to nearest, by a search weighted by importance",
+        f"{facts['experts_fell_back']} of {counted(facts['experts'], 'expert')} got fewer than "
+        f"{counted(FEWEST_TOKENS, 'token')}: they are rounded to nearest, by a search weighted "
+        "by importance",
     ]

@@ -27,7 +27,7 @@ from ktconv.stats.record import Recorder, Recording, Wanted
 from ktconv.system.arrays import I64, Array
 from ktconv.system.files import make_directory
 from ktconv.system.text import Notify, path_text
-from ktconv.system.units import format_size, listed
+from ktconv.system.units import counted, format_size, listed
 from ktconv.targets.packed.target import CalibrationRecord
 
 MOST_TOKENS = 1 << 17  # that are read of a text
@@ -67,7 +67,7 @@ class TextCalibration:
         check_enough(tokens, text)
         mtp = [one.index for one in layers if one.is_mtp]
         self.notes = [
-            f"{path_text(text)} is read by the model, {tokens} tokens; it takes up to "
+            f"{path_text(text)} is read by the model, {counted(tokens, 'token')}; it takes up to "
             f"{format_size(self.disk)} of disk for a while"
         ]
         if mtp:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ktconv.quantize.packed.importance.channel_weights import SHRINKAGE
 from ktconv.system.arrays import I64
+from ktconv.system.units import counted
 
 _SHOWN = 8  # layers of the table, those with the fewest tokens first
 
@@ -60,7 +61,7 @@ def coverage_lines(layers: Mapping[int, LayerCoverage]) -> list[str]:
     lines = ["tokens of each expert in the file of importance", head]
     lines += [_row(index, rows[index]) for index in worst[:_SHOWN]]
     if len(worst) > _SHOWN:
-        lines.append(f"    and {len(worst) - _SHOWN} layers whose experts saw more")
+        lines.append(f"    and {counted(len(worst) - _SHOWN, 'layer')} whose experts saw more")
     return [*lines, _total(coverage_facts(layers))]
 
 
@@ -78,6 +79,6 @@ def _row(index: int, row: Mapping[str, int]) -> str:
 def _total(facts: Mapping[str, Any]) -> str:
     without, seldom = facts["experts_without_tokens"], facts["experts_mostly_of_layer"]
     return (
-        f"of {facts['experts']} experts {without} got no token and {seldom} fewer than "
+        f"of {counted(facts['experts'], 'expert')} {without} got no token and {seldom} fewer than "
         f"{SHRINKAGE}: their weights are mostly those of their layer"
     )
