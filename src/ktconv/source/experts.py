@@ -376,7 +376,11 @@ class _EncodingsOfLayer:
             if setting is not None
         ]
         reason = f"config.json has {' and '.join(known)}" if known else "as in the other experts"
+        turned = str(list(weight.shape[::-1])) in expected
         return CheckpointError(
             f"{weight.name} has shape {list(weight.shape)}, expected {expected}: {reason}",
-            CONTRADICTION,
+            'If the weights of experts are stored [in, out], say stored = "in-out" in a map '
+            "(docs/maps.md); else check that config.json and the weights belong to one checkpoint."
+            if turned
+            else CONTRADICTION,
         )
