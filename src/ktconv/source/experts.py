@@ -153,7 +153,7 @@ def _group_by_expert(stack: Stack) -> _Found:
         name, _, part = tail.partition(".")
         if not number.isdecimal():
             number, name = name, number
-        if is_stacked_name(rest):
+        if not _is_numbered(rest) and is_stacked_name(rest):
             other = next(one for key, one in stack.tensors.items() if _is_numbered(key))
             raise CheckpointError(
                 f"{other.name} is of one expert, and {tensor.name} of all: the experts of "
