@@ -441,3 +441,17 @@ def test_headers_of_a_checkpoint_are_parsed_once(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(packed, "read_header", lambda path: pytest.fail(f"{path} was parsed"))
     assert inspect_path(str(EXAMPLE))["kind"] == "checkpoint"
+
+
+def test_a_side_file_that_conversions_refuse(tmp_path: Path) -> None:
+    """A clone without git-lfs is found before its conversion."""
+    model = tmp_path / "model"
+    shutil.copytree(EXAMPLE, model)
+    before = inspect_path(str(model))["notes"]
+    (model / "tokenizer.model").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 499723\n"
+    )
+    *notes, added = inspect_path(str(model))["notes"]
+    assert notes == before
+    assert "tokenizer.model is a Git LFS pointer" in added
+    assert added.endswith("; conversions refuse it")

@@ -472,6 +472,30 @@ def test_a_quantize_config_of_its_own(tmp_path: Path) -> None:
     open_checkpoint(model)
 
 
+def test_group_sizes_that_are_not_the_scales(tmp_path: Path) -> None:
+    """In config.json, and in the file that GPTQ had before."""
+    tensors, _ = experts(lambda *_: KINDS["gptq int4, v1"].of)
+    model = write_checkpoint(tmp_path / "model", tensors, simple_config(**SIZES))
+    scale = open_checkpoint(model).layers[0].experts[0]["up"].scale
+    assert scale is not None
+    own = scale.block_cols
+    for size, odd in ((own, False), (2 * own, True), (-1, False)):
+        (model / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": size}))
+        notes = [note for note in open_checkpoint(model).notes if "group" in note]
+        assert notes == (
+            [
+                f"the scales of experts are for groups of {own}, but group_size in the "
+                f"quantization_config (or quantize_config.json) is {size} (layer 0)"
+            ]
+            if odd
+            else []
+        )
+        quantization = {"quant_method": "gptq", "group_size": size}
+        config = simple_config(**SIZES, quantization_config=quantization)
+        other = write_checkpoint(tmp_path / "other", tensors, config)
+        assert [note for note in open_checkpoint(other).notes if "group" in note] == notes
+
+
 @pytest.mark.parametrize("kind", ["int4 packed, group 32", "int8 channel"])
 def test_zero_points_that_are_missing(kind: str, tmp_path: Path) -> None:
     tensors, _ = experts(lambda *_: KINDS[kind].of)

@@ -22,7 +22,7 @@ from helpers.families import (
 )
 
 from ktconv.errors import CheckpointError
-from ktconv.source import Checkpoint, open_checkpoint
+from ktconv.source import Checkpoint, ModelSource, open_checkpoint
 
 SOURCE = "model.layers.0.mlp.experts"
 ONE = np.zeros((1,), np.float32)
@@ -125,7 +125,7 @@ def test_many_missing_layers(
 ) -> None:
     message = refusal(tmp_path, tensors, num_hidden_layers=1_000_000, **rule)
     assert "layer 1 has no experts" in message
-    assert "nor have 999998 other layers" in message
+    assert "nor have 999,998 other layers" in message
 
 
 def test_expert_count_differs_between_layers(tmp_path: Path) -> None:
@@ -249,7 +249,10 @@ I32 = np.zeros((2, 2), np.int32)
         ({"1.up_proj": ONE}, "1.up_proj (F32 [1]) is not a known tensor of numbered experts"),
         ({"1.gate_up_proj.weight": ONE}, "1.gate_up_proj.weight are the same weight under two"),
         ({"1.up_proj.weight_scale_inv": ONE}, "1.up_proj.weight is BF16 and needs none"),
-        ({"gate_up_proj": ONE}, "experts.gate_up_proj (F32 [1]) is not a known tensor"),
+        (
+            {"gate_up_proj": ONE},
+            "experts.gate_up_proj of all: the experts of model.layers.0.mlp.experts are stored in",
+        ),
         ({"1x.up_proj.weight": ONE}, "experts.1x.up_proj.weight"),
         (
             {"1.up_proj.weight": np.zeros((128, 128), np.int8)},
@@ -509,3 +512,22 @@ def test_leading_zeros(tmp_path: Path, tensors: dict[str, Tensor], number: str) 
     said = refusal(tmp_path, padded)
     assert f"{SOURCE}.{number}." in said
     assert said.endswith("has leading zeros in the number of its expert")
+
+
+def test_numbered_experts_stored_in_out(tmp_path: Path) -> None:
+    """Their shapes cannot be told from those of another config.json: a map says it."""
+    weights = random_weights(256, 128)
+    source = "model.layers.0.mlp.experts"
+    turned = numbered(source, weights, encode=lambda one: bf16(one.T))
+    model = write_checkpoint(
+        tmp_path / "model", turned, simple_config(moe_intermediate_size=128, hidden_size=256)
+    )
+    with pytest.raises(CheckpointError, match=r"0\.gate_proj\.weight has shape") as caught:
+        open_checkpoint(model)
+    assert 'stored = "in-out" in a map' in (caught.value.hint or "")
+    lines = [f'{one} = "model.layers.{{layer}}.mlp.experts.{{expert}}.{one}_proj"'
+             for one in ("gate", "up", "down")]  # fmt: skip
+    names = tmp_path / "names.toml"
+    names.write_text("\n".join(['like = "qwen3_moe"', "[experts]", 'stored = "in-out"', *lines]))
+    found = open_checkpoint(ModelSource(str(model), map=names)).layers[0].experts[1]["down"]
+    assert (found.rows, found.cols, found.row_stride) == (256, 128, 1)

@@ -243,7 +243,10 @@ ROWS = (
     # need not have a model_type
     Family(("deepseek_ocr2", "deepseek_vl_v2"), modules=_OF_OCR2,
            routing=_GREEDY,
-           released=(Released("deepseek_ocr2", "DeepSeek-OCR-2", shared=True),)),
+           released=(
+               Released("deepseek_ocr2", "DeepSeek-OCR-2", shared=True),
+               Released("deepseek_vl_v2", "DeepSeek-VL2", prefix="language.model.",
+                        shared=True))),
     Family(("deepseek_v3", "deepseek_v32", "kimi_k2"),
            routing=_noaux(n_group=8, topk_group=4, routed_scaling_factor=2.5),
            released=(

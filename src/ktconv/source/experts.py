@@ -153,7 +153,7 @@ def _group_by_expert(stack: Stack) -> _Found:
         name, _, part = tail.partition(".")
         if not number.isdecimal():
             number, name = name, number
-        if is_stacked_name(rest):
+        if not _is_numbered(rest) and is_stacked_name(rest):
             other = next(one for key, one in stack.tensors.items() if _is_numbered(key))
             raise CheckpointError(
                 f"{other.name} is of one expert, and {tensor.name} of all: the experts of "
@@ -376,7 +376,11 @@ class _EncodingsOfLayer:
             if setting is not None
         ]
         reason = f"config.json has {' and '.join(known)}" if known else "as in the other experts"
+        turned = str(list(weight.shape[::-1])) in expected
         return CheckpointError(
             f"{weight.name} has shape {list(weight.shape)}, expected {expected}: {reason}",
-            CONTRADICTION,
+            'If the weights of experts are stored [in, out], say stored = "in-out" in a map '
+            "(docs/maps.md); else check that config.json and the weights belong to one checkpoint."
+            if turned
+            else CONTRADICTION,
         )

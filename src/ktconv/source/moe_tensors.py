@@ -7,6 +7,7 @@ they mean; what is stored packed, or under a name that no family has, is left al
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from ktconv.source.counts import CONTRADICTION, has_its_shape
 from ktconv.source.types import MoELayer, TensorRef
 from ktconv.system.units import counted
 
+_EMBEDDING = re.compile(r"emb[a-z_]*\.weight$|\.wte\.weight$")  # of a whole model
 _INTEGERS = ("I64", "I32")
 Shape = tuple[int, ...]
 
@@ -72,8 +74,8 @@ class MoETensors:
         if not without or found:
             return
         layer = without[0]
-        alike, block = self._like_a_router(layer), f"{block_of(layer.source)}."
-        if alike or any(not name.startswith(block) for name in self._by_name):
+        alike = self._like_a_router(layer)
+        if alike or any(_EMBEDDING.search(name) for name in self._by_name):
             known = f"{_router_modules(layer)[0]}.weight"
             yield (
                 f"no layer has a router with a known name, such as {known}{alike}: nothing shows "

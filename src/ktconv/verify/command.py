@@ -63,6 +63,8 @@ def _compare(
 ) -> Outcome:
     from ktconv.verify import compare
 
+    if request.output.resolve() == other.resolve():
+        raise UsageError(f"{other} is given twice", "give another conversion of the same model")
     plan = compare.make_plan(request.output, other, request.sample, request.seed)
     need = Need(max((task.memory for task in plan.tasks), default=0))
     budget = plan_memory(need, request.max_memory, request.threads, None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ktconv.errors import CheckpointError, UsageError
+from ktconv.errors import CheckpointError
 from ktconv.formats import is_backward
 from ktconv.source import TensorRef
 from ktconv.source.side_files import is_legal, list_side_files
@@ -41,8 +41,6 @@ class Plan:
 
 def make_plan(a: Path, b: Path, sample: float, seed: int) -> Plan:
     check_sample(sample)
-    if a.is_dir() and a.resolve() == b.resolve():
-        raise UsageError(f"{b} is given twice", "give it once")
     plan = Plan(Input("A", a), Input("B", b), sample, seed)
     for here in (plan.a, plan.b):
         plan.differences += shortened(list(here.flaws()), f"flaw of {here.name}")
