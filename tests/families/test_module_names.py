@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import saved
@@ -24,7 +25,7 @@ def linear_modules(name: str, directory: Path) -> set[str]:
         config = transformers.AutoConfig.from_pretrained(directory)
         with torch.device("meta"):
             try:
-                model = (getattr(kind, "from_config", None) or kind)(config)
+                model: Any = (getattr(kind, "from_config", None) or kind)(config)
             except (ValueError, AttributeError):  # no language model of its own
                 continue
         found |= {name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)}

@@ -503,9 +503,9 @@ def _words(command: Any, arguments: Mapping[str, Any]) -> list[str]:
                 raise _refused(name, value, "True or False")
             options.append((parameter.opts if value else parameter.secondary_opts)[0])
         else:
-            several = [value] if isinstance(value, _NAME) else value
-            values = several if parameter.multiple else [value]
-            options += [f"{parameter.opts[0]}={_text(name, one)}" for one in values]
+            several = parameter.multiple and not isinstance(value, _NAME)
+            given = value if several else [value]
+            options += [f"{parameter.opts[0]}={_text(name, one)}" for one in given]
     return [*options, "--", *positional]
 
 

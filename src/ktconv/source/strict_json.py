@@ -51,7 +51,9 @@ def parse_object(
 def _kind(value: object) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    return {list: "a list", str: "a string"}.get(type(value), "a number")
+    if isinstance(value, list):
+        return "a list"
+    return "a string" if isinstance(value, str) else "a number"
 
 
 def _unique_keys(

@@ -238,7 +238,7 @@ class MatrixReader:
             with np.errstate(over="ignore"):
                 bias = bias * self.factors.rows
             if not np.isfinite(bias).all():
-                raise _beyond(grid.tensor, "a bias")
+                raise _beyond(grid.tensor, "a bias", folded=True)
         return np.ascontiguousarray(bias)
 
     def _row_scale(self, scale: F32, zero_point: F32 | None, groups: I32 | None) -> F32 | None:

@@ -197,8 +197,8 @@ def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
         return replace(plan, notes=[*plan.notes, *target.notes])
     selection = _without(excluded, checkpoint, options)
     plan = plan_checkpoint(checkpoint, target, selection)
-    experts, layers = counted(excluded.count, "expert"), counted(len(excluded.layers), "layer")
-    left_out = f"{experts} of {layers}: --exclude-experts"
+    experts, places = counted(excluded.count, "expert"), counted(len(excluded.layers), "layer")
+    left_out = f"{experts} of {places}: --exclude-experts"
     note = f"{NO_KTRANSFORMERS}: this one is for ktconv's own runtime (docs/hot-experts.md)"
     notes = [*plan.notes, *target.notes, note]
     return replace(plan, skipped=[*plan.skipped, left_out], notes=notes)
