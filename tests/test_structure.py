@@ -190,7 +190,7 @@ def test_numbers_and_nouns_are_joined_by_one_function() -> None:
                     or not isinstance(after, ast.Constant)
                 ):
                     continue
-                text = str(after.value) if isinstance(after.value, str) else ""
+                text = after.value if isinstance(after.value, str) else ""
                 if _COUNTED.match(text) and _may_be_one(one.value):
                     found.append(f"{module}:{one.lineno} {{{ast.unparse(one.value)}}}{after.value}")
     assert not found, "\n".join(found)
