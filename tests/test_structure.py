@@ -192,7 +192,7 @@ def test_numbers_and_nouns_are_joined_by_one_function() -> None:
                     continue
                 text = after.value if isinstance(after.value, str) else ""
                 if _COUNTED.match(text) and _may_be_one(one.value):
-                    found.append(f"{module}:{one.lineno} {{{ast.unparse(one.value)}}}{after.value}")
+                    found.append(f"{module}:{one.lineno} {{{ast.unparse(one.value)}}}{text}")
     assert not found, "\n".join(found)
 
 
