@@ -67,11 +67,11 @@ def load_of(model: Model, path: Path | None) -> Load:
 
 def _differences(model: Model, statistics: Statistics, path: Path) -> Iterator[str]:
     """Why the counts are not those of the model."""
-    counted = statistics.about.get("model_type")
+    kind = statistics.about.get("model_type")
     known = set(model.config.model_types)
     names = {one.removesuffix("_text") for one in known if isinstance(one, str)}
-    if isinstance(counted, str) and names and counted.removesuffix("_text") not in names:
-        yield f"{path} has counts of a model of type {counted}, not {min(names)}"
+    if isinstance(kind, str) and names and kind.removesuffix("_text") not in names:
+        yield f"{path} has counts of a model of type {kind}, not {min(names)}"
     for one in statistics.layers:
         if one.layer not in model.experts:
             what = f"layer {one.layer}, which is not an MoE layer of {model.path}"
