@@ -13,6 +13,7 @@ from bench.reports import LIMITS
 from ktconv._native import ffi, lib
 
 from ktconv import native
+from ktconv.bench import limits
 from ktconv.bench.limits import Limits, Meter, own_seconds, settle
 from ktconv.system.pool import Pool
 
@@ -29,6 +30,25 @@ def test_a_meter_measures_on_every_level(isa: str, threads: int) -> None:
         figures = (limits.read_gb_s, limits.int8_gops, limits.bf16_gflops)
         assert all(math.isfinite(figure) and figure > 0 for figure in figures)
     assert meter.found == {(isa, threads): first.best(again)}
+
+
+def test_memory_is_filled_in_pieces_between_which_an_interrupt_is_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """New pages cost the system up to 10 s per GiB, and a call cannot be interrupted."""
+    filled: list[int] = []
+
+    class Recording(np.ndarray):
+        def __setitem__(self, where: slice, value: int) -> None:
+            filled.append(self[where].nbytes)
+            super().__setitem__(where, value)
+
+    memory = np.zeros(5 * MIB + 8, np.uint8)
+    monkeypatch.setattr(native, "aligned_bytes", lambda size: memory[:size].view(Recording))
+    monkeypatch.setattr(limits, "_PIECE", 2 * MIB)
+    Meter(5 * MIB + 8)
+    assert filled == [2 * MIB, 2 * MIB, MIB + 8]
+    assert (memory.view(np.uint64) == 0x9E3779B97F4A7C15).all()
 
 
 def test_best_and_drift() -> None:
