@@ -63,8 +63,7 @@ class OutputState:
             )
         return OutputError(
             f"{self._output} contains {name}, which this conversion did not write",
-            "choose an empty directory; to continue a conversion use the same "
-            "options, to start again add --overwrite",
+            "choose an empty directory, or move it elsewhere",
         )
 
     def _planned_names(self) -> set[str]:

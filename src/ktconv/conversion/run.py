@@ -352,10 +352,12 @@ class Conversion(ABC):
             if self.lock.try_acquire(self._all_bytes()):
                 shutil.rmtree(self.journal.directory, ignore_errors=True)
             return True
-        for key, record in intact.items():
-            self.journal.write_unit(key, record)
         if earlier is None:
-            self.journal.write_run(run_record(self.plan) | self.state.claim() | self.origin())
+            run = run_record(self.plan) | self.state.claim() | self.origin()
+            self.journal.begin(run)
+            for key, record in intact.items():
+                self.journal.write_unit(key, record)
+            self.journal.write_run(run)
         self._find_done()
         self.state.remove_stale_staging(claimed)
         return False
