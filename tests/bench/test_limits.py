@@ -13,7 +13,6 @@ from bench.reports import LIMITS
 from ktconv._native import ffi, lib
 
 from ktconv import native
-from ktconv.bench import limits
 from ktconv.bench.limits import Limits, Meter, own_seconds, settle
 from ktconv.system.pool import Pool
 
@@ -45,7 +44,7 @@ def test_memory_is_filled_in_pieces_between_which_an_interrupt_is_raised(
 
     memory = np.zeros(5 * MIB + 8, np.uint8)
     monkeypatch.setattr(native, "aligned_bytes", lambda size: memory[:size].view(Recording))
-    monkeypatch.setattr(limits, "_PIECE", 2 * MIB)
+    monkeypatch.setattr("ktconv.bench.limits._PIECE", 2 * MIB)
     Meter(5 * MIB + 8)
     assert filled == [2 * MIB, 2 * MIB, MIB + 8]
     assert (memory.view(np.uint64) == 0x9E3779B97F4A7C15).all()
