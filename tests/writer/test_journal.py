@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
-from ktconv.errors import OutputError
+from ktconv.errors import OutputError, ResourceError
 from ktconv.writer.journal import (
     Journal,
     changed,
@@ -241,3 +243,23 @@ def test_units_are_of_the_run_that_was_begun_before_its_record(tmp_path: Path) -
     assert journal.read_unit("layer-00003") is None
     journal.write_run(RUN)
     assert journal.read_unit("layer-00003") == UNIT
+
+
+def test_a_directory_in_which_nobody_may_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "out")
+    journal.create()
+    assert not journal.has_run()
+    journal.write_run(RUN)
+    assert journal.has_run()
+
+    def refused(path: Path, **_: object) -> NoReturn:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "stat", refused)
+    with pytest.raises(
+        ResourceError, match=r"cannot read .*run\.json: permission denied"
+    ) as raised:
+        journal.has_run()
+    assert raised.value.hint == "make it readable for this user"

@@ -287,7 +287,7 @@ class Conversion(ABC):
             raise
         finally:
             self.lock.release()
-            if not self.journal.run_file.exists():
+            if not self.journal.has_run():
                 remove_empty(self.journal.directory)
 
     def _run(self, started: float) -> Report:
@@ -503,7 +503,7 @@ class Conversion(ABC):
 
     def _finish(self) -> None:
         """Write index and manifest, if every unit is there and no other run is at work."""
-        if not self.journal.run_file.exists():
+        if not self.journal.has_run():
             return  # a run that shares the work has finished it meanwhile
         self._find_done()
         missing = self._missing()
@@ -550,7 +550,7 @@ class Conversion(ABC):
 
     def _report(self, pending: Sequence[Unit], started: float) -> Report:
         converted = [unit.key for unit in pending if unit.key in self.done]
-        complete = not self.journal.run_file.exists() and (self.output / MANIFEST).exists()
+        complete = not self.journal.has_run() and (self.output / MANIFEST).exists()
         errors = self.errors
         return Report(
             preflight=self.preflight,

@@ -30,7 +30,7 @@ from typing import Any, ClassVar, TypeGuard
 
 from ktconv.errors import InUseError, OutputError
 from ktconv.system import checksums
-from ktconv.system.files import io_error, make_directory, sync_names, write_durably
+from ktconv.system.files import io_error, make_directory, sync_names, translated, write_durably
 from ktconv.system.regular_files import MissingFileError, read_small
 from ktconv.system.text import Notify, silent
 
@@ -66,13 +66,19 @@ class Journal:
     def run_file(self) -> Path:
         return self.directory / "run.json"
 
+    def has_run(self) -> bool:
+        """Whether run.json is there: a conversion that is not finished. ResourceError for a
+        directory in which this user may not look."""
+        with translated("read", self.run_file):
+            return self.run_file.exists()
+
     def read_run(self) -> Record | None:
         """The record in run.json. OutputError if it is damaged: units cannot be interpreted
         then."""
         record = self.peek_run()
         if is_run_record(record):
             return record
-        if record is None and not self.run_file.exists():
+        if record is None and not self.has_run():
             return None
         raise OutputError(f"{self.run_file} is damaged", "start again with --overwrite")
 
