@@ -6,6 +6,7 @@ import hashlib
 import math
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,8 +38,8 @@ def test_memory_is_filled_in_pieces_between_which_an_interrupt_is_raised(
     """New pages cost the system up to 10 s per GiB, and a call cannot be interrupted."""
     filled: list[int] = []
 
-    class Recording(np.ndarray):
-        def __setitem__(self, where: slice, value: int) -> None:
+    class Recording(np.ndarray[Any, Any]):
+        def __setitem__(self, where: Any, value: Any) -> None:
             filled.append(self[where].nbytes)
             super().__setitem__(where, value)
 
