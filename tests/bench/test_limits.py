@@ -6,6 +6,7 @@ import hashlib
 import math
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,25 @@ def test_a_meter_measures_on_every_level(isa: str, threads: int) -> None:
         figures = (limits.read_gb_s, limits.int8_gops, limits.bf16_gflops)
         assert all(math.isfinite(figure) and figure > 0 for figure in figures)
     assert meter.found == {(isa, threads): first.best(again)}
+
+
+def test_memory_is_filled_in_pieces_between_which_an_interrupt_is_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """New pages cost the system up to 10 s per GiB, and a call cannot be interrupted."""
+    filled: list[int] = []
+
+    class Recording(np.ndarray[Any, Any]):
+        def __setitem__(self, where: Any, value: Any) -> None:
+            filled.append(self[where].nbytes)
+            super().__setitem__(where, value)
+
+    memory = np.zeros(5 * MIB + 8, np.uint8)
+    monkeypatch.setattr(native, "aligned_bytes", lambda size: memory[:size].view(Recording))
+    monkeypatch.setattr("ktconv.bench.limits._PIECE", 2 * MIB)
+    Meter(5 * MIB + 8)
+    assert filled == [2 * MIB, 2 * MIB, MIB + 8]
+    assert (memory.view(np.uint64) == 0x9E3779B97F4A7C15).all()
 
 
 def test_best_and_drift() -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 from helpers.cli import contents, done, refused, refused_in_json, run, write_model
@@ -32,6 +33,7 @@ from ktconv.cli.help import choices_of
 from ktconv.cli.process import OutputStream
 from ktconv.cli.repack import RESHARD_HINTS
 from ktconv.errors import KtconvError
+from ktconv.stats.counts import LayerCounts, Statistics
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
@@ -440,10 +442,33 @@ def test_a_disk_that_fills_up(
         ["reshard", output, new, "--numa=2"],
     ):
         assert "finished layers are kept" in hint_of(invoke(*words), 3)
-    result = invoke("verify", output, "--report", tmp_path / "report.html")
-    assert result.exit_code == 3
-    assert "Hint: free some space, then run the same command again." in result.stderr
-    assert "layers are kept" not in result.stderr
+
+
+def test_a_disk_that_fills_up_with_a_file_that_an_option_names(
+    model: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No layer of it is kept, and the output may be on another disk."""
+    report = tmp_path / "report.html"
+    counts, hot, recipe = tmp_path / "counts.json", tmp_path / "hot.json", tmp_path / "recipe.toml"
+    statistics = Statistics([LayerCounts(0, 3, np.array([3, 2, 1, 0]))], {})
+    counts.write_text(json.dumps({"schema": 1, **statistics.facts(2, None)}))
+    monkeypatch.setattr(os, "fsync", full)
+    result = invoke("verify", output, "--report", report)
+    assert result.exit_code == 3 and "layers are kept" not in result.stderr
+    assert "Hint: free some space, or name a file on another disk" in result.stderr
+    for words in (
+        ["stats", counts, "--hot=2", "--write", hot],
+        [
+            "quantize-cpu", model, tmp_path / "new", "--target-bits=8.5",
+            "--methods=fp8-channel,bf16", "--write-recipe", recipe,
+        ],
+    ):  # fmt: skip
+        result = invoke(*words)
+        assert result.exit_code == 3 and result.stdout == ""
+        assert "Hint: free some space, or name a file on another disk" in result.stderr
+        assert "kept" not in result.stderr
+    assert not hot.exists() and not recipe.exists() and not report.exists()
+    assert not (tmp_path / "new").exists()
 
 
 def test_too_little_memory(

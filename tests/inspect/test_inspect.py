@@ -347,9 +347,10 @@ def make_unfinished(output: Path) -> None:
     manifest = json.loads((output / "ktconv.json").read_text())
     journal = Journal(output)
     journal.create()
-    for key, record in manifest.pop("units").items():
-        journal.write_unit(key, record)
+    units = manifest.pop("units")
     journal.write_run(manifest)
+    for key, record in units.items():
+        journal.write_unit(key, record)
     (output / "ktconv.json").unlink()
 
 

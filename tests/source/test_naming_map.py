@@ -285,6 +285,7 @@ DOWN = 'down = "a.{layer}.d.{expert}"\n'
 GOOD = "[experts]\n" + GATE + UP + DOWN
 BAD = {
     "not TOML": ("[experts\n", "line 1"),
+    "too many digits": ("like = 1" + 5000 * "0", "value has 5001 digits"),
     "key twice": (GOOD + GATE, "line 5"),
     "no table": ("like = 'qwen3_moe'\n", "no table [experts]"),
     "no table but a value": ("experts = 3\n", "line 1: experts must be a table"),

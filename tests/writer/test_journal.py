@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
-from ktconv.errors import OutputError
+from ktconv.errors import OutputError, ResourceError
 from ktconv.writer.journal import (
     Journal,
     changed,
@@ -203,3 +205,61 @@ def test_directories_are_durable_before_a_run_is_recorded(
     journal.write_run(RUN)
     assert synced == [(journal.directory, False)]
     assert journal.run_file.exists()
+
+
+def test_a_unit_record_is_of_its_unit_and_run(tmp_path: Path) -> None:
+    """Else another run's checksums, or changed ones, would end up in the manifest."""
+    journal = Journal(tmp_path / "out")
+    journal.create()
+    journal.write_run(RUN)
+    journal.write_unit("layer-00003", UNIT)
+    path = journal.directory / "layer-00003.json"
+    sealed = path.read_bytes()
+    assert Journal(journal.output).read_unit("layer-00003") == UNIT
+
+    (journal.directory / "layer-00004.json").write_bytes(sealed)
+    assert journal.read_unit("layer-00004") is None  # of another unit
+    for old, new in ((b"0" * 64, b"0" * 63 + b"1"), (b"0.25", b"0.125"), (b"64", b"65")):
+        path.write_bytes(sealed.replace(old, new, 1))
+        assert is_unit_record(json.loads(path.read_bytes()))
+        assert journal.read_unit("layer-00003") is None
+    path.write_bytes(encode(UNIT))
+    assert journal.read_unit("layer-00003") is None  # without a seal
+
+    path.write_bytes(sealed)
+    journal.write_run({**RUN, "options": {"scale": "amax"}})
+    assert journal.read_unit("layer-00003") is None  # of another run
+    journal.write_unit("layer-00003", UNIT)
+    assert journal.read_unit("layer-00003") == UNIT
+    assert path.read_bytes() != sealed
+
+
+def test_units_are_of_the_run_that_was_begun_before_its_record(tmp_path: Path) -> None:
+    """As a run into a finished output writes them: it is killed with all records or without."""
+    journal = Journal(tmp_path / "out")
+    journal.create()
+    journal.begin(RUN)
+    journal.write_unit("layer-00003", UNIT)
+    assert journal.read_unit("layer-00003") is None
+    journal.write_run(RUN)
+    assert journal.read_unit("layer-00003") == UNIT
+
+
+def test_a_directory_in_which_nobody_may_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "out")
+    journal.create()
+    assert not journal.has_run()
+    journal.write_run(RUN)
+    assert journal.has_run()
+
+    def refused(path: Path, **_: object) -> NoReturn:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "stat", refused)
+    with pytest.raises(
+        ResourceError, match=r"cannot read .*run\.json: permission denied"
+    ) as raised:
+        journal.has_run()
+    assert raised.value.hint == "make it readable for this user"

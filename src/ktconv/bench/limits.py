@@ -18,8 +18,10 @@ import numpy as np
 from ktconv import native
 from ktconv.bench.fingerprint import largest_cache
 from ktconv.native import Pool
+from ktconv.system.arrays import Array
 
 _CACHES, _LEAST_BYTES, _MOST_BYTES = 6, 192 << 20, 2 << 30
+_PIECE = 32 << 20  # bytes filled at once: pages of new memory can cost the system 10 s per GiB
 _STREAMS = (1, 2, 4, 8, 16)
 _REPEATS, _AGAIN = 4, 2  # of each loop at first, and around a row
 _SETTLE_SLICE = 0.01  # seconds of waiting at a time
@@ -82,8 +84,7 @@ class Meter:
         self, read_bytes: int | None = None, dot_seconds: tuple[float, float] = (0.02, 0.005)
     ) -> None:
         self._first_seconds, self._again_seconds = dot_seconds
-        self._memory = native.aligned_bytes(read_bytes or read_size())
-        self._memory.view(np.uint64)[:] = 0x9E3779B97F4A7C15
+        self._memory = _filled(read_bytes or read_size())
         self._streams: dict[int, int] = {}  # threads -> the number that was fastest
         self.found: dict[tuple[str, int], Limits] = {}
 
@@ -116,6 +117,17 @@ class Meter:
         before = self.found.get((limits.isa, limits.threads), limits)
         self.found[limits.isa, limits.threads] = limits.best(before)
         return limits
+
+
+def _filled(nbytes: int) -> Array:
+    """Memory of so many bytes, written once, so that each of its pages exists. Filled piece by
+    piece, because Python raises an interrupt only between two calls."""
+    memory = native.aligned_bytes(nbytes)
+    numbers = memory.view(np.uint64)
+    step = _PIECE // numbers.itemsize
+    for start in range(0, len(numbers), step):
+        numbers[start : start + step] = 0x9E3779B97F4A7C15
+    return memory
 
 
 def settle(at_most: float = 1.0) -> None:

@@ -49,7 +49,7 @@ class OutputState:
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                 return  # nothing is there yet, or nothing can be
             raise io_error("read", self._output, error) from error
-        ours = self._journal.run_file.exists() or read_manifest(self._output) is not None
+        ours = self._journal.has_run() or read_manifest(self._output) is not None
         known = self._planned_names() | self._earlier_names() if ours else set()
         for name in names:
             if not name.startswith(".") and name not in known:
@@ -63,8 +63,7 @@ class OutputState:
             )
         return OutputError(
             f"{self._output} contains {name}, which this conversion did not write",
-            "choose an empty directory; to continue a conversion use the same "
-            "options, to start again add --overwrite",
+            "choose an empty directory, or move it elsewhere",
         )
 
     def _planned_names(self) -> set[str]:
@@ -78,7 +77,7 @@ class OutputState:
         """Top-level names that earlier runs wrote or began, whatever their settings were."""
         manifest = read_manifest(self._output)
         names = set(_names_in(manifest.record if manifest else None))
-        if self._journal.run_file.exists():
+        if self._journal.has_run():
             names |= set(_names_in(self._journal.peek_run()))
             names |= {MANIFEST}
         for key in self._journal.unit_keys():
@@ -105,7 +104,7 @@ class OutputState:
 
     def nothing_is_kept(self) -> bool:
         """True if the state directory is empty or describes no existing file."""
-        if not self._journal.run_file.exists() and not self._journal.unit_keys():
+        if not self._journal.has_run() and not self._journal.unit_keys():
             return True
         return [path.name for path in self._output.iterdir()] == [STATE_DIRECTORY]
 

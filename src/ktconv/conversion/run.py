@@ -293,7 +293,7 @@ class Conversion(ABC):
             raise
         finally:
             self.lock.release()
-            if not self.journal.run_file.exists():
+            if not self.journal.has_run():
                 remove_empty(self.journal.directory)
 
     def _run(self, started: float) -> Report:
@@ -358,10 +358,12 @@ class Conversion(ABC):
             if self.lock.try_acquire(self._all_bytes()):
                 shutil.rmtree(self.journal.directory, ignore_errors=True)
             return True
-        for key, record in intact.items():
-            self.journal.write_unit(key, record)
         if earlier is None:
-            self.journal.write_run(run_record(self.plan) | self.state.claim() | self.origin())
+            run = run_record(self.plan) | self.state.claim() | self.origin()
+            self.journal.begin(run)
+            for key, record in intact.items():
+                self.journal.write_unit(key, record)
+            self.journal.write_run(run)
         self._find_done()
         self.state.remove_stale_staging(claimed)
         return False
@@ -507,7 +509,7 @@ class Conversion(ABC):
 
     def _finish(self) -> None:
         """Write index and manifest, if every unit is there and no other run is at work."""
-        if not self.journal.run_file.exists():
+        if not self.journal.has_run():
             return  # a run that shares the work has finished it meanwhile
         self._find_done()
         missing = self._missing()
@@ -554,7 +556,7 @@ class Conversion(ABC):
 
     def _report(self, pending: Sequence[Unit], started: float) -> Report:
         converted = [unit.key for unit in pending if unit.key in self.done]
-        complete = not self.journal.run_file.exists() and (self.output / MANIFEST).exists()
+        complete = not self.journal.has_run() and (self.output / MANIFEST).exists()
         errors, layers = self.errors, self.preflight.plan.checkpoint.layers
         return Report(
             preflight=self.preflight,

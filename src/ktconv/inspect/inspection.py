@@ -34,7 +34,7 @@ from ktconv.targets.packed.weights import (
     name_of,
     open_packed,
 )
-from ktconv.writer.journal import STATE_DIRECTORY, Journal, file_is_intact
+from ktconv.writer.journal import Journal, file_is_intact
 from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
 
 # Experts of the method awq: names that no model has.
@@ -49,7 +49,7 @@ def inspect_path(model: ModelSource | str, explained: bool = False) -> dict[str,
     source.naming()  # raises for a map that cannot be used, whatever is there
     directory = Path(source.model)
     if directory.is_dir():
-        if (directory / STATE_DIRECTORY / "run.json").exists():
+        if Journal(directory).has_run():
             return _unfinished(directory)
         manifest = read_manifest(directory)
         if manifest is None and not may_hold_packed(directory):

@@ -23,7 +23,7 @@ from ktconv.targets.packed.weights import (
     name_of,
     open_packed,
 )
-from ktconv.writer.journal import STATE_DIRECTORY
+from ktconv.writer.journal import Journal
 from ktconv.writer.manifest import read_manifest
 
 
@@ -109,7 +109,7 @@ def open_model(source: ModelSource) -> Model:
     """Headers and config.json of a checkpoint, as `open_checkpoint` takes it, or of an output of
     quantize-cpu. Raises KtconvError for anything else, and for an output that is not complete."""
     path, directory = source.model, Path(source.model)
-    if directory.is_dir() and (directory / STATE_DIRECTORY / "run.json").exists():
+    if directory.is_dir() and Journal(directory).has_run():
         raise UsageError(
             f"{path} is a conversion that is not finished", "run the same command again first"
         )

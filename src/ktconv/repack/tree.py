@@ -32,7 +32,7 @@ from ktconv.system.files import io_error
 from ktconv.system.pointers import refuse_pointer_at
 from ktconv.system.units import counted, listed
 from ktconv.targets.packed.weights import Geometry, Recorded, recorded_of
-from ktconv.writer.journal import STATE_DIRECTORY
+from ktconv.writer.journal import Journal
 from ktconv.writer.manifest import MANIFEST
 
 _NUMBER = "(0|[1-9][0-9]{0,4})"
@@ -114,7 +114,7 @@ def refuse_unfinished(directory: Path, wanted: str) -> None:
     """Refuse what is no directory, and one that an interrupted run left."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory", f"give {wanted}")
-    if (directory / STATE_DIRECTORY / "run.json").exists():
+    if Journal(directory).has_run():
         raise CheckpointError(
             f"{directory} is not finished: a conversion into it was interrupted",
             "run the command that began it again to complete it",

@@ -189,8 +189,8 @@ def parse_map(content: str, name: str) -> NamingMap:
     """Raises UsageError in which `name` says where the map is from."""
     try:
         tables = tomllib.loads(content.replace("\r\n", "\n"))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        text = str(error)
+    except (ValueError, RecursionError) as error:  # also for a number of 5000 digits
+        text = str(error).partition(";")[0]  # of Python's limits without advice to programmers
         raise UsageError(f"{name} is not TOML: {text[:1].lower()}{text[1:]}", _HINT) from None
     return _Parser(content, name).map(tables)
 

@@ -42,7 +42,8 @@ def parse_object(
     except UnicodeEncodeError:  # no file name and no terminal takes such a string
         raise CheckpointError(f"{source} contains text that is not valid Unicode", hint) from None
     except ValueError as error:
-        raise CheckpointError(f"{source} is not valid JSON: {error}", hint) from None
+        what = str(error).partition(";")[0]  # of Python's limits without advice to programmers
+        raise CheckpointError(f"{source} is not valid JSON: {what}", hint) from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{source} is not a JSON object but {_kind(value)}", hint)
     return value

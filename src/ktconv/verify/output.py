@@ -73,7 +73,7 @@ class OpenedOutput(ABC):
     @property
     def unfinished(self) -> bool:
         """Whether a conversion into it is incomplete. Manifest and side files are written last."""
-        return Journal(self.directory).run_file.exists()
+        return Journal(self.directory).has_run()
 
     @property
     def source(self) -> Checkpoint:

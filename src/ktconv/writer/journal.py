@@ -1,7 +1,8 @@
 """The state of a conversion in OUTPUT/.ktconv: its settings and which units are done.
 
     run.json            options, source identity and version of the whole conversion
-    layer-00003.json    one record per finished unit, written after the unit is final
+    layer-00003.json    one record per finished unit, written after the unit is final, with a
+                        checksum of itself and run.json
     lock                byte-range locks: one byte per layer, so that machines can share
     *.part              staged files of units under way
 
@@ -29,7 +30,7 @@ from typing import Any, ClassVar, TypeGuard
 
 from ktconv.errors import InUseError, OutputError
 from ktconv.system import checksums
-from ktconv.system.files import io_error, make_directory, sync_names, write_durably
+from ktconv.system.files import io_error, make_directory, sync_names, translated, write_durably
 from ktconv.system.regular_files import MissingFileError, read_small
 from ktconv.system.text import Notify, silent
 
@@ -43,6 +44,7 @@ ENDING_SECONDS = 1.0  # what a process that was killed may take until its locks 
 _FLOCK = "hhqqi"  # struct flock of 64-bit Linux: type, whence, start, length, process
 
 Record = dict[str, Any]
+_SEAL = "seal"  # in a unit's record on the disk
 _LAYER = re.compile("[0-9]{1,9}")
 _ESCAPES = re.compile(rb"\\u[dD][89a-fA-F]")  # surrogates: pairs are sound, single ones are not
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")  # no escaped backslash before u0000
@@ -54,6 +56,7 @@ class Journal:
     def __init__(self, output: Path) -> None:
         self.output = output
         self.directory = output / STATE_DIRECTORY
+        self._begun: bytes | None = None  # run.json, once it is known here
 
     def create(self) -> None:
         make_directory(self.output)
@@ -63,13 +66,19 @@ class Journal:
     def run_file(self) -> Path:
         return self.directory / "run.json"
 
+    def has_run(self) -> bool:
+        """Whether run.json is there: a conversion that is not finished. ResourceError for a
+        directory in which this user may not look."""
+        with translated("read", self.run_file):
+            return self.run_file.exists()
+
     def read_run(self) -> Record | None:
         """The record in run.json. OutputError if it is damaged: units cannot be interpreted
         then."""
         record = self.peek_run()
         if is_run_record(record):
             return record
-        if record is None and not self.run_file.exists():
+        if record is None and not self.has_run():
             return None
         raise OutputError(f"{self.run_file} is damaged", "start again with --overwrite")
 
@@ -77,18 +86,36 @@ class Journal:
         """The record in run.json, or None if it is missing or damaged."""
         return self._read(self.run_file.name)
 
+    def begin(self, record: Record) -> None:
+        """Units that are written from here on are of the run of this record, for `write_run`."""
+        self._begun = encode(record)
+
     def write_run(self, record: Record) -> None:
         """From here on the directories count as durable."""
+        self.begin(record)
         sync_names(self.directory)
         write_durably(self.run_file, encode(record), self.directory)
 
     def read_unit(self, key: str) -> Record | None:
-        """The record of a finished unit, or None. A damaged record counts as none."""
+        """The record of a finished unit, or None. One that is damaged, of another unit or of
+        another run than that of run.json counts as none: its checksums would be wrong."""
         record = self._read(f"{key}.json")
-        return record if is_unit_record(record) else None
+        seal = None if record is None else record.pop(_SEAL, None)
+        if not is_unit_record(record) or seal != _seal(self._run_bytes(), key, record):
+            return None
+        return record
 
     def write_unit(self, key: str, record: Record) -> None:
-        write_durably(self.directory / f"{key}.json", encode(record), self.directory)
+        run = self._run_bytes() if self._begun is None else self._begun
+        sealed = record | {_SEAL: _seal(run, key, record)}
+        write_durably(self.directory / f"{key}.json", encode(sealed), self.directory)
+
+    def _run_bytes(self) -> bytes:
+        """Content of run.json; empty without one."""
+        try:
+            return read_small(self.directory, self.run_file.name)
+        except MissingFileError:
+            return b""
 
     def unit_keys(self) -> list[str]:
         """Keys of all units that have a record, whatever run wrote it."""
@@ -103,6 +130,13 @@ class Journal:
     def unit_is_intact(self, record: Record) -> bool:
         """Whether the files of a finished unit are there with their size and header."""
         return all(file_is_intact(self.output, file) for file in record["files"])
+
+
+def _seal(run: bytes, key: str, record: Record) -> str:
+    """A checksum of a unit's record, its key and run.json."""
+    digest = hashlib.sha256(run)
+    digest.update(b"\0%b\0%b" % (key.encode(), encode(record)))
+    return digest.hexdigest()
 
 
 def parse_record(data: bytes) -> Record | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktconv.errors import KtconvError, UsageError
+from ktconv.errors import DiskFullError, KtconvError, ResourceError, UsageError
 from ktconv.source.config import CONFIG_NAME
 from ktconv.system.files import check_directory, check_writable, write_durably
 from ktconv.writer.journal import STATE_DIRECTORY
@@ -23,6 +23,7 @@ from ktconv.writer.staging import staged_name
 
 ATTEMPT = "ktconv"  # of staged names: FILE.ktconv.part
 _ELSEWHERE = "choose a place outside of models and outputs"
+_OTHER_DISK = "free some space, or name a file on another disk, then run the same command again"
 _ADAPTER = "adapter_config.json"
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".kt")
 _HUB_CACHE = "models--"  # begins the names of directories of models in the cache of the hub
@@ -70,10 +71,14 @@ class WrittenFile:
             return False
 
     def write(self, data: bytes | Iterable[bytes]) -> None:
-        """Replace it in one step, if `check` still allows it."""
+        """Replace it in one step, if `check` still allows it. ResourceError if the disk is full:
+        what commands say of that, as of layers that are kept, is about their output."""
         self.check()
         place = self.place
-        write_durably(place, data, place.parent, staged_name(place.name, ATTEMPT))
+        try:
+            write_durably(place, data, place.parent, staged_name(place.name, ATTEMPT))
+        except DiskFullError as error:
+            raise ResourceError(str(error), _OTHER_DISK) from error
 
 
 def check_written(files: Sequence[WrittenFile | None], apart: Iterable[str | Path | None]) -> None:

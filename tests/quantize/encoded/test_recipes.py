@@ -336,6 +336,7 @@ def test_an_engine_that_cannot_mix_is_refused(model: Path, tmp_path: Path) -> No
 
 BAD = [
     ("method = int4", "is not TOML"),
+    ("method = 1" + 5000 * "0", "is not TOML: exceeds the limit"),
     ('methd = "int4-g128"', "methd is not a key of a recipe; the nearest is method"),
     ("rule = 3", "must be tables"),
     ('[[rule]]\nmethod = "bf16"', "method is missing"),

@@ -238,8 +238,8 @@ class _Parser:
     def recipe(self, content: str) -> Recipe:
         try:
             found = tomllib.loads(content.replace("\r\n", "\n"))
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
-            text = str(error)
+        except (ValueError, RecursionError) as error:  # also for a number of 5000 digits
+            text = str(error).partition(";")[0]  # of Python's limits without advice to programmers
             raise UsageError(
                 f"{self._name} is not TOML: {text[:1].lower()}{text[1:]}", _HINT
             ) from None

@@ -44,7 +44,7 @@ def make_plan(a: Path, b: Path, sample: float, seed: int) -> Plan:
     plan = Plan(Input("A", a), Input("B", b), sample, seed)
     for here in (plan.a, plan.b):
         plan.differences += shortened(list(here.flaws()), f"flaw of {here.name}")
-        if Journal(here.packed.directory).run_file.exists():
+        if Journal(here.packed.directory).has_run():
             plan.notes.append(f"{here.name} is incomplete: run quantize-cpu again.")
     rng, faults = random.Random(seed), list[str]()
     for layer in sorted(plan.a.layers.keys() & plan.b.layers.keys()):

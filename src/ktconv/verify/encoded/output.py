@@ -253,7 +253,7 @@ def open_gpu_output(output: Path, source: ModelSource | str | None) -> GpuOutput
     packed = open_packed(output)
     manifest = _usable(read_manifest(output))
     scheme = _scheme(manifest)
-    if manifest is None and not Journal(output).run_file.exists():
+    if manifest is None and not Journal(output).has_run():
         scheme = unrecorded_scheme(packed.others)
     recipe = _recipe(manifest)
     quantization, why_not, config = _quantization(output, manifest, scheme)
@@ -336,7 +336,7 @@ def _quantization(
             raise CheckpointError(f"{CONFIG_NAME} has no quantization_config of compressed-tensors")
         return read_quantization(section), None, config
     except CheckpointError as error:
-        if manifest is None and Journal(output).run_file.exists():
+        if manifest is None and Journal(output).has_run():
             raise CheckpointError(
                 f"{output} is incomplete", "run the same quantize-gpu command again, then verify"
             ) from error

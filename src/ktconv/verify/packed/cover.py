@@ -53,7 +53,7 @@ def check_cover(output: CpuOutput, other: Path, findings: Findings) -> dict[str,
         )
     layers = _layers(output)
     manifest = read_manifest(other)
-    if Journal(other).run_file.exists():
+    if Journal(other).has_run():
         message = f"{other} is incomplete: run the command that converted it again."
         findings.fail(LEVEL, "unfinished", message, file=str(other))
     _same_source(output.manifest, manifest, other, findings)
