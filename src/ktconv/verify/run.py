@@ -58,7 +58,7 @@ def prepare(request: VerifyRequest) -> OutputVerifier:
     check_sample(request.sample)
     if request.text is not None:
         read_text(request.text)  # a KtconvError now, not after an hour of reading
-    is_gpu = request.output.is_dir() and is_gpu_output(request.output)
+    is_gpu = request.output.is_dir() and is_gpu_output(request.output, bool(request.source))
     # CpuVerifier says what is wrong with anything that is neither.
     verifier = GpuVerifier(request, level) if is_gpu else CpuVerifier(request, level)
     verifier.prepare()

@@ -181,10 +181,10 @@ class GpuOutput(OpenedOutput):
         return {target.output_name(name): one.matrix for name, one in target.decoded.items()}
 
 
-def is_gpu_output(directory: Path) -> bool:
+def is_gpu_output(directory: Path, has_source: bool) -> bool:
     """Whether it is a checkpoint with encoded experts: by its manifest, else by config.json or
     names of tensors, unless it has experts for KTransformers, which keep their source's
-    config.json."""
+    config.json. With a source that it is compared with, also one of plain bf16."""
     manifest = read_manifest(directory)
     if manifest is not None:
         return manifest.options.get("format") in FORMATS
@@ -193,7 +193,7 @@ def is_gpu_output(directory: Path) -> bool:
         return False
     if any(name.endswith(f".{PACK_QUANTIZED.parts[0]}") for name in packed.others):
         return True
-    if unrecorded_scheme(packed.others) is not None:
+    if unrecorded_scheme(packed.others, has_source) is not None:
         return True
     try:
         return quantization_section_of(read_config(directory).content) is not None
@@ -201,10 +201,10 @@ def is_gpu_output(directory: Path) -> bool:
         return False
 
 
-def unrecorded_scheme(tensors: Mapping[str, TensorRef]) -> Scheme | None:
+def unrecorded_scheme(tensors: Mapping[str, TensorRef], has_source: bool) -> Scheme | None:
     """The format of experts without a manifest, by the names, dtypes and shapes of the tensors of
-    one; None for packed integers, which config.json describes, and for plain bf16, which an output
-    has in common with every checkpoint."""
+    one; None for packed integers, which config.json describes, and without a source for plain bf16,
+    which an output has in common with every checkpoint."""
     parts: dict[str, dict[str, TensorRef]] = {}
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
@@ -212,7 +212,9 @@ def unrecorded_scheme(tensors: Mapping[str, TensorRef]) -> Scheme | None:
             parts.setdefault(module, {})[part] = tensor
     found = next(iter(parts.values()), {})
     for row in ROWS:
-        if row.layout in (PACK_QUANTIZED, BF16) or found.keys() != {*row.layout.parts}:
+        if row.layout is PACK_QUANTIZED or found.keys() != {*row.layout.parts}:
+            continue
+        if row.layout is BF16 and not has_source:
             continue
         for size in row.groups:
             scheme = Scheme(row.name, size)
@@ -254,7 +256,7 @@ def open_gpu_output(output: Path, source: ModelSource | str | None) -> GpuOutput
     manifest = _usable(read_manifest(output))
     scheme = _scheme(manifest)
     if manifest is None and not Journal(output).has_run():
-        scheme = unrecorded_scheme(packed.others)
+        scheme = unrecorded_scheme(packed.others, source is not None)
     recipe = _recipe(manifest)
     quantization, why_not, config = _quantization(output, manifest, scheme)
     checkpoint = open_checkpoint(source) if source else None
