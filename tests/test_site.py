@@ -17,8 +17,6 @@ from ktconv.cli.commands import COMMANDS, exit_codes
 
 pytestmark = pytest.mark.process
 
-pytestmark = pytest.mark.process
-
 HOOKS = module("site_hooks")
 PAGES: dict[str, str] = HOOKS.generated()
 BY_NAME: dict[str, Any] = HOOKS.commands()

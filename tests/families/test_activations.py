@@ -30,8 +30,6 @@ from ktconv.source.settings import ModelSettings
 
 pytestmark = pytest.mark.slow
 
-pytestmark = pytest.mark.slow
-
 HIDDEN, INNER, EXPERTS, TOKENS = 32, 48, 2, 24
 CLAMP10, OAI = ExpertActivation(limit=10.0), ExpertActivation(alpha=1.702, limit=7.0)
 SQUARED = ExpertActivation("relu2", gated=False)

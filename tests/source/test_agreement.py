@@ -294,3 +294,27 @@ def test_numbered_and_stacked_experts_in_one_layer(tmp_path: Path) -> None:
             f"{BLOCK}.experts.0.gate_proj.weight is of one expert, and {name} of all: the experts "
             f"of {BLOCK}.experts are stored in two ways"
         )
+
+
+def test_an_exclusion_that_takes_for_ever_to_match(tmp_path: Path) -> None:
+    """Patterns come from strangers: they are matched in bounded time."""
+    codes = np.full((HIDDEN, HIDDEN), 0x38, np.uint8)
+    tensors = numbered(f"{BLOCK}.experts", random_weights(), encode=lambda _: fp8(codes))
+    scales = {f"{name}_scale_inv": np.ones((1, 1), np.float32) for name in tensors}
+    quantization = {"quant_method": "fp8", "ignore": ["re:(.|.)*!$", "re:(x+x+)+y"]}
+    config = simple_config(quantization_config=quantization | {"weight_block_size": [128, 128]})
+    notes = open_checkpoint(write_checkpoint(tmp_path, tensors | scales, config)).notes
+    assert not [note for note in notes if "is not quantized" in note]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("lm_head.qweight", False), ("lm_head.weight_packed", False), ("other.qweight", True)],
+)
+def test_a_quantized_head_is_a_head(name: str, said: bool, tmp_path: Path) -> None:
+    tensors: dict[str, Tensor] = {
+        "model.embed_tokens.weight": ones(64, HIDDEN),
+        name: np.zeros((64, 32), np.int32),
+    }
+    notes = opened(tmp_path, tensors, tie_word_embeddings=False).notes
+    assert any("no tensor is the head" in note for note in notes) == said

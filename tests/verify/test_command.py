@@ -197,3 +197,17 @@ def test_full_disk_for_the_report(
     with pytest.raises(ResourceError, match="the disk is full"):
         command.run(VerifyRequest(converted()), unwatched, said.append, report=page)
     assert said[-1].startswith(f"{converted()}: OK, verified to level")
+
+
+def test_links_in_a_circle(converted: Convert, tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    for words in ([tmp_path / "a", converted()], [converted(), tmp_path / "a"]):
+        said = ktconv("verify", *words)
+        assert said.exit_code == 2 and "Traceback" not in said.stderr
+
+
+@pytest.mark.parametrize("words", [["--download"], ["--revision", "main"], ["--cache-dir", "c"]])
+def test_options_of_a_source_that_is_not_given(words: list[str], converted: Convert) -> None:
+    said = ktconv("verify", converted(), *words)
+    assert said.exit_code == 2 and f"{words[0]} belongs to --source" in said.stderr

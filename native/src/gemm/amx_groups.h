@@ -6,10 +6,10 @@
  * is unpacked once, into the ring of amx_stream.h, beside the products of the group before. Within
  * a group tiles add; the float operations on its sums are those of the other levels.
  *
- * The core starts what reads and writes tiles in the order of the program, and a store waits for
- * the last product of its tile, 52 cycles. So each tile is stored within the next pass, just before
- * it is zeroed there: four products, with stores, take 20 ns so, and 34 with all stores at the end.
- * What is added in a pass are the sums of the pass before the last.
+ * Stores directly behind the products of their tiles do not overlap with products: four of each
+ * take 34 ns, and 21 if each tile is stored one product later or more (measured; why is not known).
+ * So each tile is stored within the next pass, just before it is zeroed there. What is added in a
+ * pass are the sums of the pass before the last.
  *
  * Include after KT_TARGET_BEGIN(AMX). */
 #ifndef KT_AMX_GROUPS_H
@@ -26,7 +26,7 @@ typedef struct kt_amx_groups {
   const uint8_t *codes; /* of the first group; others follow */
   const void *tables;   /* for unpacking, or NULL */
   const uint8_t *x;
-  const uint8_t *x_scale; /* int8: the float of the first token and group */
+  const uint8_t *x_scale; /* int8: the float of the first token and group; others do not read it */
   int64_t strip, number, stride;
   float *out; /* [tokens][32] totals */
 } kt_amx_groups;
@@ -79,8 +79,15 @@ KT_INLINE void kt_amx_add_token(const int int8, const uint8_t *sums, const uint8
   }
 }
 
+#if defined(__SANITIZE_ADDRESS__) /* unoptimized copies of it would fill the stack of a thread */
+#define KT_AMX_ADDING static __attribute__((noinline, unused))
+#else
+#define KT_AMX_ADDING KT_INLINE
+#endif
+
 /* Of up to `most` tokens, a constant. */
-KT_INLINE void kt_amx_add(const int int8, const int most, int64_t stride, kt_amx_waiting *waiting) {
+KT_AMX_ADDING void kt_amx_add(const int int8, const int most, int64_t stride,
+                              kt_amx_waiting *waiting) {
   const int64_t left = waiting->tokens, some = left < most ? left : most;
   const uint8_t *sums = waiting->sums, *x_scale = waiting->x_scale;
   const __m512 scale0 = waiting->scale[0], scale1 = waiting->scale[1];

@@ -462,8 +462,11 @@ def _run(name: str, arguments: Mapping[str, Any]) -> Report:
 
     command = vars(typer.main.get_command(application([name])))["commands"][name]
     given = dict(arguments)
+    defaults = {argument_of(one): one.default for one in command.params}
     for old, new in OLD_NAMES.get(name, {}).items():
         if (value := given.pop(old, None)) is not None:
+            if given[new] not in (defaults[new], value):
+                raise UsageError(f"{old} and {new} are two names of one argument", f"omit {old}")
             given[new] = value
     words = _words(command, given)
     with called() as documents:
@@ -496,7 +499,7 @@ def _words(command: Any, arguments: Mapping[str, Any]) -> list[str]:
         elif parameter.param_type_name == "argument":
             values = value if isinstance(value, tuple) else (value,)
             positional += [_text(name, one) for one in values if one is not None]
-        elif value is None or value == parameter.default:
+        elif value is None or (not _is_several(value) and value == parameter.default):
             continue
         elif parameter.is_flag:
             if value not in (True, False):  # "no" is true to Python
@@ -518,6 +521,11 @@ def argument_of(parameter: Any) -> str:
 
 
 _NAME = (str, bytes, os.PathLike)
+
+
+def _is_several(value: Any) -> bool:
+    """Whether it has parts, which arrays of NumPy compare one by one."""
+    return isinstance(value, Iterable) and not isinstance(value, _NAME)
 
 
 def _text(name: str, value: Any) -> str:

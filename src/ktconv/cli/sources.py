@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Reading:
     """Options about the source of a command; each field is an option of every command that
-    `reads_source` says it of. What does not change where bytes come from is `ModelSource`'s."""
+    `reads_source` decorates. What does not change where bytes come from is `ModelSource`'s."""
 
     revision: Annotated[
         str | None,
@@ -100,8 +100,9 @@ class Reading:
         then."""
         if model:
             return self.source(model, output=output)
-        for name in sorted(_SAME):
-            if getattr(self, name) is not None:
+        for one in fields(self):
+            if getattr(self, one.name) != one.default:
+                name = one.name.replace("_", "-")
                 raise UsageError(f"--{name} belongs to --source", "give --source MODEL too")
         return None
 

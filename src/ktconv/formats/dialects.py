@@ -19,7 +19,7 @@ class Names(NamedTuple):
     words: str  # what it is, in one line
     method: str = ""  # of quantize-cpu, recipes and --methods
     kernel: str = ""  # of bench, plan and the runtime: a key of FORMATS
-    scheme: str = ""  # of quantize-gpu calls it,
+    scheme: str = ""  # what quantize-gpu calls it,
     group_size: int = 0  # with this --group-size; 0: a scheme has one only
     others: tuple[str, ...] = ()  # of other programs
 

@@ -64,6 +64,8 @@ def _amx(features: dict[str, bool]) -> str:
         return "this CPU has none" + claimed
     if not features["amx_permission"]:
         return "present, but the kernel refuses tile state to this process" + claimed
+    if "amx" not in native.isa_available():
+        return "present, but other instructions that its kernels need are missing or hidden"
     return "ready"
 
 

@@ -98,9 +98,12 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
         apart = chosen is None or chosen.name not in MODALITIES[1:]  # has routers of its own names
         read = ModelSettings(content, config.content if chosen else None)
         settings = interpret_config(content, described)
+        packing = None
         if side_directory and any(rest.endswith("qweight") for rest in _first_names(split)):
-            settings = with_quantize_config(settings, side_directory, content)
+            settings, packing = with_quantize_config(settings, side_directory, content)
         layers, notes = build_layers(split, settings, apart)
+        if packing is not None and any("gptq" in layer.encoding for layer in layers):
+            raise packing  # of AWQ it names the order of words, which are read by their shapes
         if apart:
             notes = [*notes, *check_agreement(content, settings, layers, split.others)]
         if chosen is not None:

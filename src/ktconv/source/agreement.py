@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 from ktconv.errors import CheckpointError
@@ -20,6 +21,7 @@ from ktconv.source.config import CONFIG_NAME, ModelConfig, Setting
 from ktconv.source.encodings.unquantized import UNQUANTIZED
 from ktconv.source.moe_tensors import MoETensors
 from ktconv.source.types import MoELayer, TensorRef
+from ktconv.system.patterns import PatternError, Patterns
 from ktconv.system.units import listed
 
 # experts, hidden size, intermediate size, and whether experts have gates
@@ -35,6 +37,7 @@ _COMPANION = re.compile(
     r"weight\.absmax)$|_(scale_inv|blocks|scales)$"
 )
 _CODES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8")  # dtypes of quantized weights
+_GLOB = re.compile(r"[*?\[]")
 _HEADS = {"lm_head", "head", "output", "unembed"}
 _LARGE_FACTOR = 100.0  # of the experts' sum; the largest in the table of families is 16
 
@@ -71,9 +74,9 @@ def check_agreement(
 
 def _missing_head(content: Mapping[str, Any], others: Sequence[TensorRef]) -> Iterator[str]:
     """A note where the model has embeddings, but no head, which config.json says is not theirs."""
-    modules = {one.name.removesuffix(".weight").rpartition(".")[2] for one in others}
+    words = {word for one in others for word in one.name.split(".")[-2:]}  # of a quantized one too
     tied = text_section(content).get("tie_word_embeddings") is not False
-    if "embed_tokens" in modules and not tied and not modules & _HEADS:
+    if "embed_tokens" in words and not tied and not words & _HEADS:
         yield (
             f"no tensor is the head (lm_head.weight), although {CONFIG_NAME} says "
             "tie_word_embeddings false: loaders would start with a random one"
@@ -169,9 +172,18 @@ def _names_module(pattern: str, name: str) -> bool:
     of a module that it is in; unlike `_excludes` words must be whole."""
     if pattern.startswith("re:"):
         return _excludes(pattern, name)
+    inside = _inside(name)
+    return pattern in inside or (
+        bool(_GLOB.search(pattern)) and any(fnmatchcase(one, pattern) for one in inside)
+    )
+
+
+@lru_cache(maxsize=8)  # of one name after the other, each with all patterns
+def _inside(name: str) -> frozenset[str]:
+    """The runs of a name's words."""
     parts = name.split(".")
-    inside = [".".join(parts[a:b]) for a in range(len(parts)) for b in range(a + 1, len(parts) + 1)]
-    return any(fnmatchcase(one, pattern) for one in inside)
+    ends = range(1, len(parts) + 1)
+    return frozenset(".".join(parts[start:end]) for end in ends for start in range(end))
 
 
 def _excludes(pattern: str, name: str) -> bool:
@@ -179,10 +191,16 @@ def _excludes(pattern: str, name: str) -> bool:
     of a part of the model that it is in."""
     if pattern.startswith("re:"):
         try:
-            return re.search(pattern[3:], name) is not None
-        except re.error:
+            return _compiled(pattern[3:]).first(name) is not None
+        except PatternError:  # nobody knows what it excludes
             return False
     return pattern in name or fnmatchcase(name, pattern) or fnmatchcase(name, f"*{pattern}*")
+
+
+@lru_cache(maxsize=256)
+def _compiled(pattern: str) -> Patterns:
+    """A search for a pattern anywhere in a name, in bounded time: it comes from a stranger."""
+    return Patterns([f".*(?:{pattern}).*"])
 
 
 def contradictions(

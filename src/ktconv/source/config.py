@@ -178,27 +178,27 @@ def read_description(directory: Path) -> Mapping[str, str]:
 
 def with_quantize_config(
     config: ModelConfig, directory: Path, content: Mapping[str, Any]
-) -> ModelConfig:
-    """For GPTQ: `config` with the group size of quantize_config.json, where config.json says
-    nothing of quantization. CheckpointError if the file names a packing that is not the first
-    version's, as which the weights would be read."""
+) -> tuple[ModelConfig, CheckpointError | None]:
+    """For GPTQ and AWQ: `config` with the group size of quantize_config.json, where config.json
+    says nothing of quantization; and the error for GPTQ weights if the file names a packing that is
+    not the first version's, as which they would be read."""
     if _quantization(sections_of(content)):
-        return config
+        return config, None
     try:
         data = read_small(directory, _QUANTIZE_CONFIG, MAX_CONFIG_BYTES)
     except MissingFileError:
-        return config
+        return config, None
     path = directory / _QUANTIZE_CONFIG
     hint = f"Copy what {_QUANTIZE_CONFIG} has to {CONFIG_NAME}, as quantization_config."
     said = parse_object(data, str(path), hint, allow_same_twice=True)
-    packing = said.get("checkpoint_format")
+    packing, other = said.get("checkpoint_format"), None
     if packing not in (None, "gptq"):
-        raise CheckpointError(
+        other = CheckpointError(
             f"{path} has checkpoint_format {packing!r:.60}, but {CONFIG_NAME} beside it has no "
             "quantization_config",
             hint,
         )
-    return replace(config, group_sizes=_group_sizes(said))
+    return replace(config, group_sizes=_group_sizes(said)), other
 
 
 def interpret_config(

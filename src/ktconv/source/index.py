@@ -221,7 +221,8 @@ def substitute(
 def _unnamed(index: Index) -> list[str]:
     """Other safetensors files beside an index."""
     named = set(index.weight_map.values())
-    beside = (path.name for path in sorted(index.path.parent.glob("*.safetensors")))
+    here = (path.name for path in index.path.parent.iterdir())  # as remote directories have it
+    beside = sorted(name for name in here if name.endswith(".safetensors"))
     return [name for name in beside if name not in named and not is_adapter_file(name)]
 
 

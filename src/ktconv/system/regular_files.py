@@ -143,6 +143,8 @@ def read_given(path: Path, what: str, hint: str, limit: int = MAX_CONFIG_BYTES) 
     except IsADirectoryError:
         raise UsageError(f"{what} {path} is a directory", hint) from None
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UsageError(f"{what} {path} is a link that leads in a circle", hint) from None
         raise unreadable(path, error) from error
     if len(data) > limit:
         raise UsageError(

@@ -23,6 +23,7 @@ from ktconv.source.strict_json import parse_object
 from ktconv.source.types import TensorRef
 from ktconv.system.files import translated
 from ktconv.system.numbers import real
+from ktconv.system.patterns import PatternError, Patterns
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
 from ktconv.system.units import counted
 from ktconv.train.adapter_names import (
@@ -41,7 +42,6 @@ from ktconv.train.parameters import (
     rank_of,
     unstacked,
 )
-from ktconv.train.patterns import PatternError, Patterns
 
 _PICKLED = "adapter_model.bin"
 _ANOTHER = "give the adapter of this model"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ def _compare(
 ) -> Outcome:
     from ktconv.verify import compare
 
-    if request.output.resolve() == other.resolve():
+    if os.path.realpath(request.output) == os.path.realpath(other):  # resolve() raises for circles
         raise UsageError(f"{other} is given twice", "give another conversion of the same model")
     plan = compare.make_plan(request.output, other, request.sample, request.seed)
     need = Need(max((task.memory for task in plan.tasks), default=0))

@@ -13,16 +13,22 @@ from typing import Any
 import pytest
 from helpers.cli import contents, done, ktconv, ktconv_done, refused, run, write_model
 from helpers.convert import read_model, read_shards
-from helpers.families import bf16, random_weights, write_safetensors
+from helpers.families import (
+    bf16,
+    numbered,
+    random_weights,
+    simple_config,
+    write_checkpoint,
+    write_safetensors,
+)
 from helpers.stores import FolderStore, ResetError
 from source.remote.conftest import Served
 
+from ktconv.errors import CheckpointError
 from ktconv.source import open_checkpoint
 from ktconv.source.remote import attempts, mirror, transfer
 from ktconv.source.remote.store import RemoteFile
 from ktconv.system.stores import local_path
-
-pytestmark = [pytest.mark.slow, pytest.mark.network]
 
 pytestmark = [pytest.mark.slow, pytest.mark.network]
 
@@ -312,3 +318,13 @@ def test_what_lies_there_is_looked_at(model: Path, tmp_path: Path, served: Serve
     assert "ignored 1 tensor that" in note and "has in other shards" in note
     done(URL, tmp_path / "copied")
     assert read_model(tmp_path / "copied") == read_model(tmp_path / "expected")
+
+
+def test_an_index_that_names_a_missing_tensor(served: Served, tmp_path: Path) -> None:
+    weights = numbered("model.layers.0.mlp.experts", random_weights())
+    model = write_checkpoint(tmp_path / "m", weights, simple_config(), shards=2)
+    index = json.loads((model / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.layers.0.mlp.gate.weight"] = "model-00001-of-00002.safetensors"
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.gate\.weight"):
+        open_checkpoint("hf://org/m")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -152,3 +153,26 @@ def test_the_last_bit_of_a_second_scale(
         assert ("scale", 2, name) in {(one.check, one.expert, one.tensor) for one in failures}
         change_recorded(output, name, partial(np.copyto, src=before))
     assert check(output, model, "weights").passed
+
+
+def test_damage_in_the_first_expert_is_named(model: Path, tmp_path: Path) -> None:
+    """The format is that of the first expert that is whole."""
+    output = tmp_path / "out"
+    ktconv_done("quantize-cpu", model, output, "--method", "mxfp4", "--threads=2")
+    forget_manifest(output)
+    index = read_json(output / "model.safetensors.index.json")
+    name = min(one for one in index["weight_map"] if "experts" in one and "shared" not in one)
+    del index["weight_map"][name]
+    (output / "model.safetensors.index.json").write_text(json.dumps(index))
+    said = ktconv("verify", output, "--source", model, "--level", "structure")
+    assert said.exit_code == 1 and name.rpartition(".")[0] in said.stdout, said.stdout
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "MXFP4A16"])
+def test_a_scheme_has_its_own_name(scheme: str, model: Path, tmp_path: Path) -> None:
+    """Its group in config.json has bits, as integers have them."""
+    output = tmp_path / "out"
+    ktconv_done("quantize-gpu", model, output, "--scheme", scheme, "--threads=2")
+    assert check(output, model, "structure").facts["scheme"] == scheme
+    forget_manifest(output)
+    assert check(output, model, "structure").facts["scheme"] == scheme

@@ -90,7 +90,9 @@ def expert_parallel(shapes: Sequence[LayerShape], size: int) -> Split:
             shares.setdefault(placement, [len(rank) for rank in ranks])
             if len(set(map(len, ranks))) > 1:
                 counts = format_ranges(sorted(set(map(len, ranks))))
-                reasons[f"{counted(len(shape.experts), 'expert')} give GPUs {counts} each"] = None
+                reasons[f"{counted(len(shape.experts), 'expert', 'give')} GPUs {counts} each"] = (
+                    None
+                )
     return Split("; ".join(reasons) or None, shares)
 
 

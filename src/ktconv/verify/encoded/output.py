@@ -117,6 +117,8 @@ class GpuOutput(OpenedOutput):
             return {**about, "group_size": self.scheme.group_size}
         groups = {(group.scheme, group.group_size) for group in self.quantization.groups}
         scheme, size = next(iter(groups)) if len(groups) == 1 else ("mixed", None)
+        if self.scheme is not None:  # a group in config.json has bits, as FP8 and FP4 have too
+            scheme = self.scheme.name
         return {"method": self.method, "numa": None, "scheme": scheme, "group_size": size}
 
     @property
@@ -181,7 +183,7 @@ class GpuOutput(OpenedOutput):
         return {target.output_name(name): one.matrix for name, one in target.decoded.items()}
 
 
-def is_gpu_output(directory: Path, has_source: bool) -> bool:
+def is_gpu_output(directory: Path, has_source: bool = False) -> bool:
     """Whether it is a checkpoint with encoded experts: by its manifest, else by config.json or
     names of tensors, unless it has experts for KTransformers, which keep their source's
     config.json. With a source that it is compared with, also one of plain bf16."""
@@ -210,16 +212,16 @@ def unrecorded_scheme(tensors: Mapping[str, TensorRef], has_source: bool) -> Sch
         module, _, part = name.rpartition(".")
         if part != BIAS and is_expert(module):
             parts.setdefault(module, {})[part] = tensor
-    found = next(iter(parts.values()), {})
-    for row in ROWS:
-        if row.layout is PACK_QUANTIZED or found.keys() != {*row.layout.parts}:
-            continue
-        if row.layout is BF16 and not has_source:
-            continue
-        for size in row.groups:
-            scheme = Scheme(row.name, size)
-            if _fits(scheme, found):
-                return scheme
+    left_out = (PACK_QUANTIZED,) if has_source else (PACK_QUANTIZED, BF16)
+    rows = [row for row in ROWS if row.layout not in left_out]
+    for found in parts.values():  # the first that is whole: some can be damaged
+        for row in rows:
+            if found.keys() != {*row.layout.parts}:
+                continue
+            for size in row.groups:
+                scheme = Scheme(row.name, size)
+                if _fits(scheme, found):
+                    return scheme
     return None
 
 

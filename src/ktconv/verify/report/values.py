@@ -11,6 +11,7 @@ import markupsafe
 from markupsafe import Markup
 
 from ktconv.system.text import printable
+from ktconv.system.units import counted as counted  # of templates
 from ktconv.system.units import format_size
 
 MISSING = Markup('<span class="none" title="not measured">–</span>')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -42,8 +43,12 @@ class CompareRequest:
         """UsageError for what cannot be compared."""
         if len(self.outputs) < 2:
             raise UsageError("one output alone cannot be compared", "give several, or use verify")
-        real = [path.resolve() for path in self.outputs]
-        if twice := next((path for path in self.outputs if real.count(path.resolve()) > 1), None):
+        real = [os.path.realpath(path) for path in self.outputs]  # resolve() raises for circles
+        places = list(zip(self.outputs, real, strict=True))
+        if twice := next((path for path, place in places if real.count(place) > 1), None):
             raise UsageError(f"{twice} is given twice", "give it once")
+        original = os.path.realpath(ModelSource.of(self.source).model)
+        if same := next((path for path, place in places if place == original), None):
+            raise UsageError(f"{same} is the source", "omit it: the source has a row of its own")
         if missing := next((path for path in self.outputs if not path.is_dir()), None):
             raise UsageError(f"{missing} is not a directory", "give outputs of ktconv")

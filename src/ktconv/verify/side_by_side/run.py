@@ -9,10 +9,12 @@ from typing import Any
 
 from ktconv import __version__
 from ktconv.source import Checkpoint, open_checkpoint
+from ktconv.source.model_source import ModelSource
 from ktconv.source.reading.matrices import experts_bytes
 from ktconv.system.stores import is_remote
 from ktconv.system.text import Notify, silent
 from ktconv.verify.findings import Progression
+from ktconv.verify.output import recorded_naming, recorded_tower
 from ktconv.verify.report.outputs import ERRORS
 from ktconv.verify.request import VerifyRequest
 from ktconv.verify.run import Result, prepare, unwatched, verify
@@ -85,7 +87,9 @@ def compare(
     """Verify each output to the level, then measure its experts. Raises KtconvError where something
     cannot be run; checks that fail are in the rows."""
     request.check()
-    checkpoint = open_checkpoint(request.source)
+    first = request.outputs[0]
+    source = ModelSource.of(request.source).recorded(recorded_naming(first), recorded_tower(first))
+    checkpoint = open_checkpoint(source)
     wishes = [_verification(request, output) for output in request.outputs]
     prepared = [prepare(wish) for wish in wishes]  # refuses all that is wrong before an hour's work
     rows = [_source_row(request, checkpoint, notify)]

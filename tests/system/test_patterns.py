@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from ktconv.train import patterns as module
-from ktconv.train.patterns import PatternError, Patterns
+from ktconv.system import patterns as module
+from ktconv.system.patterns import PatternError, Patterns
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
 
