@@ -44,7 +44,7 @@ ENDING_SECONDS = 1.0  # what a process that was killed may take until its locks 
 _FLOCK = "hhqqi"  # struct flock of 64-bit Linux: type, whence, start, length, process
 
 Record = dict[str, Any]
-_SEAL = "seal"  # in a unit's record on the disk
+_SEALED = re.compile(rb'\{\n "seal": "([0-9a-f]{64})",')  # how a unit's record begins on the disk
 _LAYER = re.compile("[0-9]{1,9}")
 _ESCAPES = re.compile(rb"\\u[dD][89a-fA-F]")  # surrogates: pairs are sound, single ones are not
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")  # no escaped backslash before u0000
@@ -99,21 +99,27 @@ class Journal:
     def read_unit(self, key: str) -> Record | None:
         """The record of a finished unit, or None. One that is damaged, of another unit or of
         another run than that of run.json counts as none: its checksums would be wrong."""
-        record = self._read(f"{key}.json")
-        seal = None if record is None else record.pop(_SEAL, None)
-        if not is_unit_record(record) or seal != _seal(self._run_bytes(), key, record):
+        data = self._bytes(f"{key}.json")
+        if (sealed := _SEALED.match(data)) is None:
             return None
-        return record
+        # Its bytes, not its values: a program that computes in a rounding mode of its own reads
+        # other floats than it wrote.
+        content = b"{" + data[sealed.end() :]
+        if sealed[1].decode() != _seal(self._bytes(self.run_file.name), key, content):
+            return None
+        record = parse_record(content)
+        return record if is_unit_record(record) else None
 
     def write_unit(self, key: str, record: Record) -> None:
-        run = self._run_bytes() if self._begun is None else self._begun
-        sealed = record | {_SEAL: _seal(run, key, record)}
-        write_durably(self.directory / f"{key}.json", encode(sealed), self.directory)
+        run = self._bytes(self.run_file.name) if self._begun is None else self._begun
+        content = encode(record)
+        sealed = b'{\n "seal": "%b",%b' % (_seal(run, key, content).encode(), content[1:])
+        write_durably(self.directory / f"{key}.json", sealed, self.directory)
 
-    def _run_bytes(self) -> bytes:
-        """Content of run.json; empty without one."""
+    def _bytes(self, name: str) -> bytes:
+        """The content of a file; empty without one."""
         try:
-            return read_small(self.directory, self.run_file.name)
+            return read_small(self.directory, name)
         except MissingFileError:
             return b""
 
@@ -132,10 +138,10 @@ class Journal:
         return all(file_is_intact(self.output, file) for file in record["files"])
 
 
-def _seal(run: bytes, key: str, record: Record) -> str:
-    """A checksum of a unit's record, its key and run.json."""
+def _seal(run: bytes, key: str, content: bytes) -> str:
+    """A checksum of run.json and of a unit's key and record."""
     digest = hashlib.sha256(run)
-    digest.update(b"\0%b\0%b" % (key.encode(), encode(record)))
+    digest.update(b"\0%b\0%b" % (key.encode(), content))
     return digest.hexdigest()
 
 

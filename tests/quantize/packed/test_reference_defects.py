@@ -422,7 +422,7 @@ def test_b4_memory_does_not_grow_with_layers(tmp_path: Path) -> None:
         path = tmp_path / str(count)
         write_checkpoint(path, tensors, simple_config(**sizes, num_hidden_layers=count), count)
         words = ["--method", "int8", "--numa", "1", "--threads", "2", "--json"]
-        done = ktconv("quantize-cpu", path, tmp_path / f"{count}-out", *words)
+        done = process("quantize-cpu", path, tmp_path / f"{count}-out", *words)
         facts = json.loads(done.stdout)
         peaks.append(facts["peak_rss_bytes"])
     per_layer = facts["output_bytes"] / 14
