@@ -300,7 +300,7 @@ def test_batches_that_do_not_fit(
 ) -> None:
     monkeypatch.setattr("ktconv.system.machine.available_memory", lambda: gib << 30)
     most = max(changes["tokens"])
-    with pytest.raises(UsageError, match=f"^{most} tokens of {shape} take .* machine has free"):
+    with pytest.raises(UsageError, match=f"^{most:,} tokens of {shape} take .* machine has free"):
         prepare(request(["bf16"], shape, **changes))
     prepare(request(["bf16"], shape, **changes | {"tokens": (1,)}))
 
@@ -352,7 +352,7 @@ def test_a_model_on_a_machine_without_memory(
     monkeypatch.setattr("ktconv.system.machine.available_memory", lambda: 100 << 20)
     for read, tokens, words in (
         (1 << 30, 1, "measuring memory takes"),
-        (1, 1 << 20, "1048576 tok"),
+        (1, 1 << 20, "1,048,576 tok"),
     ):
         monkeypatch.setattr(cases, "read_size", lambda read=read: read)
         with pytest.raises(UsageError, match=f"^{words}.* than this machine has free"):

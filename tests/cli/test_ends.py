@@ -75,7 +75,7 @@ WORKING: dict[str, Words] = {
     "inspect": lambda model, *_: ["inspect", model],
     "quantize-cpu": lambda model, output, folders, new: ["quantize-cpu", model, new, "--numa=1"],
     "verify": lambda model, output, *_: ["verify", output],
-    "verify A B": lambda model, output, *_: ["verify", output, output],
+    "verify A B": lambda model, output, folders, _: ["verify", output, folders],
     "merge": lambda model, output, folders, new: ["merge", folders, new],
     "reshard": lambda model, output, folders, new: ["reshard", output, new, "--numa=2"],
 }

@@ -94,8 +94,8 @@ def test_an_unknown_method_is_answered_with_the_list(make: Make) -> None:
     with pytest.raises(UsageError) as refused:
         make(own=None, method="MXFP8")
     assert refused.value.hint == (
-        "supported: AMXINT4, AMXINT8, BF16, FP8, FP8_PERCHANNEL, RAWINT4, GPTQ_INT4, MXFP4, "
-        "NVFP4, LLAMAFILE, MOE_INT4, MOE_INT8"
+        "supported: AMXINT4, AMXINT8, RAWINT4, GPTQ_INT4, FP8, FP8_PERCHANNEL, MXFP4, NVFP4, "
+        "BF16, LLAMAFILE, MOE_INT4, MOE_INT8"
     )
 
 

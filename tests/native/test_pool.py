@@ -212,7 +212,7 @@ def test_a_closed_pool() -> None:
 
 @pytest.mark.parametrize("threads", [0, -3, 4097, 10**9])
 def test_absurd_threads(threads: int) -> None:
-    with pytest.raises(UsageError, match=f"{threads} threads"):
+    with pytest.raises(UsageError, match=f"{threads:,} threads"):
         Pool(threads)
 
 
@@ -234,7 +234,7 @@ with Pool(2) as pool:
 def test_threads_that_the_system_refuses() -> None:
     done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "4000 threads cannot be started" in done.stdout
+    assert "4,000 threads cannot be started" in done.stdout
     assert ResourceError.exit_code == 3
 
 

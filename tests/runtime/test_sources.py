@@ -14,7 +14,7 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.quantize.packed.run import Request, quantize_cpu
 from ktconv.runtime import MoELayer, Pool
 from ktconv.runtime.layers import load
-from ktconv.source import read_header
+from ktconv.source import read_header, settings
 from ktconv.targets.packed import weights
 from ktconv.targets.packed.target import Options
 
@@ -98,14 +98,14 @@ def test_headers_are_read_once(
 ) -> None:
     """However many layers there are: those of large models take seconds."""
     read: list[str] = []
-    for name in ("open_packed", "read_run", "read_config"):
-        function = getattr(load, name)
+    for room, name in ((load, "open_packed"), (load, "read_run"), (settings, "read_config")):
+        function = getattr(room, name)
 
         def counted(path: Path, *more: Any, name: str = name, function: Any = function) -> Any:
             read.append(name)
             return function(path, *more)
 
-        monkeypatch.setattr(load, name, counted)
+        monkeypatch.setattr(room, name, counted)
     assert len(MoELayer.load_all(converted["safetensors"], pool=pool)) == 2
     assert sorted(read) == ["open_packed", "read_config", "read_run"]
 

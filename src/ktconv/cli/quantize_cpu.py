@@ -39,9 +39,12 @@ def list_of_methods() -> str:
     """List the methods, what they are, and their names in other programs."""
     rows = {row.method: row for row in ROWS}
     about = "Names in other programs, in brackets, are known too: docs/methods.md.\n\n"
-    return about + "\n".join(
-        f"- {name}: {rows[name].words}{_others(rows[name])}" for name in _METHODS
-    )
+    return about + "\n".join(f"- {name}{_about(rows.get(name))}" for name in _METHODS)
+
+
+def _about(row: Names | None) -> str:
+    """What a method is; nothing for a format without a row."""
+    return f": {row.words}{_others(row)}" if row else ""
 
 
 def _others(row: Names) -> str:

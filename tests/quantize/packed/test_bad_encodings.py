@@ -120,7 +120,7 @@ STRAYS: dict[str, str] = {
     "-1.gate_proj.weight": "is not a known tensor of numbered experts",
     "1.side_proj.weight": "is not a known tensor of numbered experts",
     "1.gate_proj": "is not a known tensor of numbered experts",
-    "gate_up_proj": "is not a known tensor of numbered experts",
+    "gate_up_proj": "are stored in two ways",
     "2.gate_proj.weight": "is expert 2, but config.json has num_experts 2",
     "1.w1.weight": "are the same weight under two names",
     "01.gate_proj.weight": "has leading zeros in the number of its expert",

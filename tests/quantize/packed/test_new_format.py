@@ -152,6 +152,6 @@ def test_the_command_line_offers_it(tmp_path: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     assert '"method": "g32-f32"' in shown.stdout
     refused = subprocess.run(
-        [*command, "--method", "gint4-32"], capture_output=True, text=True, check=False
+        [*command, "--method", "gint4-99"], capture_output=True, text=True, check=False
     )
     assert refused.returncode == 2 and "g32-bf16" in refused.stderr

@@ -19,6 +19,7 @@ from ktconv.model.streamed.run import StreamedPass, unit_sizes
 from ktconv.model.streamed.states import Scratch, States
 from ktconv.model.streamed.work import WorkFolder, pass_folder, pass_identity
 from ktconv.source import open_checkpoint
+from ktconv.source.settings import ModelSettings
 from ktconv.system.machine import usable_cpus
 from ktconv.system.text import Notify, silent
 from ktconv.writer.option_files import check_written_directory
@@ -195,7 +196,8 @@ def stream(
         def runner(own: SourceExperts) -> AbstractContextManager[ExpertRunner]:
             if output is None:
                 return nullcontext(own)
-            layers, settings = planned.parted.experts, planned.parted.model.config.to_dict()
+            layers = planned.parted.experts
+            settings = ModelSettings(planned.parted.model.config.to_dict())
             return BothExperts(own, Path(output), layers, settings, threads)
 
         planned.run(runner, watchers=watchers, progression=progression, notify=notify)
