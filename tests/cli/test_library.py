@@ -354,7 +354,7 @@ def test_errors_are_raised_as_they_are(
         ktconv.quantize_gpu(EXAMPLE, tmp_path / "out", dampening=0.2)
     with pytest.raises(UsageError, match="method and algorithm are two names of one argument"):
         ktconv.quantize_gpu(EXAMPLE, tmp_path / "out", algorithm="gptq", method="rtn")
-    with pytest.raises(UsageError, match="layers 7"):
+    with pytest.raises(UsageError, match="layer 7"):
         ktconv.quantize_cpu(EXAMPLE, tmp_path / "out", layers=np.arange(7, 9))
     with pytest.raises(TypeError, match="nonsense"):
         ktconv.merge(made / "layers", tmp_path / "out", nonsense=1)  # type: ignore[call-arg]

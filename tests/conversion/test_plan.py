@@ -104,7 +104,7 @@ def test_experts_that_are_left_out(model: Path) -> None:
     assert [unit.omitted for unit in plan.layers] == [0, 2] + [0] * 9 + [1]
     assert plan.skipped == ["3 experts of 2 layers: --exclude-experts"]
     assert "for ktconv's own runtime" in plan.notes[-1]
-    with pytest.raises(UsageError, match="all 2 experts of layer 4"):
+    with pytest.raises(UsageError, match="all 2 of the experts of layer 4"):
         planned(model, exclude_experts=ExpertSet({4: (0, 1)}))
 
 

@@ -43,7 +43,7 @@ def list_of_methods() -> str:
 
 
 def _about(row: Names | None) -> str:
-    """What a method is; nothing for a format without a row."""
+    """A method in words; nothing for a format without a row."""
     return f": {row.words}{_others(row)}" if row else ""
 
 

@@ -228,7 +228,7 @@ def _without(excluded: ExpertSet, checkpoint: Checkpoint, options: Options) -> S
     for layer, ids in remaining.items():
         if not ids:
             raise UsageError(
-                f"--exclude-experts excludes all {experts[layer]} experts of layer {layer}",
+                f"--exclude-experts excludes all {experts[layer]} of the experts of layer {layer}",
                 "keep at least one expert of each layer for the CPU",
             )
     return remaining
