@@ -583,7 +583,60 @@ static void check_drop(const kt_gradients *level, uint32_t below, int64_t pair) 
   release_all();
 }
 
+/* Any float: denormals, NaN, Inf, bits that round to even either way, large ones. */
+static float odd_float(void) {
+  const uint32_t bits = (uint32_t)draw();
+  switch (draw() % 6) {
+  case 0: return of_bits(bits & 0x807fffff);
+  case 1: return of_bits((bits & 0x80000000) | 0x7f800000 | (draw() & 1 ? bits & 0x7fffff : 0));
+  case 2: return of_bits((bits & 0x8000ffff) | 0x3f800000 | (bits & 7) << 16);
+  case 3: return of_bits((bits & 0x80007fff) | 0x40e00000);
+  case 4: return of_bits((bits & 0x80ffffff) | 0x7f000000);
+  default: return of_bits(bits);
+  }
+}
+
+/* Whether `kept` is bf16(value), or the next number on value's own side of the cut. */
+static int is_kept(float value, float cut, uint16_t kept) {
+  const float found = fabsf(of_bits((uint32_t)kept << 16));
+  if (isnan(value)) return isnan(found);
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  const uint16_t even = (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  const int crosses = (fabsf(of_bits((uint32_t)even << 16)) > cut) != (fabsf(value) > cut);
+  return (found > cut) == (fabsf(value) > cut) && abs(kept - even) == crosses;
+}
+
+static void check_keep(const kt_gradients *level) {
+  enum { KEPT = 40, ROW = 48 };
+  static const float cuts[] = {INFINITY, 7.0f, 1.0f, 0.0f, 7.015625f, 1e-40f, 3e38f};
+  const size_t size = ((KEPT - 1) * ROW + 32) * sizeof(uint16_t);
+  for (int n = 0; n < 700; n++) {
+    float *products = guarded(KEPT * 32 * sizeof *products), *bias = guarded(32 * sizeof *bias);
+    uint16_t *expected = guarded(size), *found = guarded(size);
+    for (int i = 0; i < KEPT * 32; i++) products[i] = odd_float();
+    for (int i = 0; i < 32; i++) bias[i] = draw() & 1 ? odd_float() : 0;
+    memset(expected, 0xa5, size);
+    memset(found, 0xa5, size);
+    const int64_t first = (int64_t)(draw() % KEPT);
+    const int64_t end = first + (int64_t)(draw() % (uint64_t)(KEPT + 1 - first));
+    const float *const added = draw() & 1 ? bias : NULL, cut = cuts[n % 7];
+    kt_keep k = {products, added, KEPT, cut, expected, ROW};
+    kt_gradients_scalar.keep(&k, first, end);
+    k.rows = found;
+    level->keep(&k, first, end);
+    if (memcmp(expected, found, size)) failed("keep", n, first, cut);
+    for (int64_t i = first * 32; i < end * 32; i++) {
+      const float value = added ? products[i] + added[i % 32] : products[i];
+      const uint16_t kept = expected[i / 32 * ROW + i % 32];
+      if (!is_kept(value, cut, kept)) failed("keep's number", n, i, value);
+    }
+    release_all();
+  }
+}
+
 static void check_level(const kt_gradients *level) {
+  check_keep(level);
   static const int64_t tokens[] = {1, 2, 70};
   for (int i = 0; i < ACTIVATIONS; i++)
     for (int parts = 0; parts < 8; parts++)

@@ -15,7 +15,7 @@ from ktconv.cli.quantize_cpu import Method
 from ktconv.cli.quantize_gpu import Scheme
 from ktconv.errors import UsageError
 from ktconv.formats import FORMATS, format_named
-from ktconv.formats.dialects import ROWS, names_in, row_named, translated
+from ktconv.formats.dialects import ROWS, all_names, row_named, translated
 from ktconv.quantize.recipes.wish import method_named
 from ktconv.targets.encoded.recipe import parse_recipe
 from ktconv.targets.encoded.scheme import SCHEMES, names_of
@@ -164,4 +164,4 @@ def test_the_page_has_the_names() -> None:
             row.group_size not in (0, 128)
         )
     assert {row.method for row in ROWS if row.scheme} <= told.keys()
-    assert all(names_in(row) for row in ROWS)
+    assert all(all_names(row) for row in ROWS)

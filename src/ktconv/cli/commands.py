@@ -1,4 +1,4 @@
-"""The table of the commands: where their functions are, and what `ktconv --help` says of them.
+"""The table of commands: their functions, and their lines in `ktconv --help`.
 
 Reading it imports no command.
 """
@@ -12,7 +12,7 @@ MAIN, OUTPUTS, PLANNING, MACHINE = "Main commands", "Outputs", "Planning", "This
 _MISMATCH = "what was written does not match its source"
 _FAILED = "a check failed"
 
-# What an exit code means; 1 is of the commands that check something.
+# Meanings of exit codes; 1 belongs to commands that check something.
 EXIT_CODES = {
     0: "done",
     1: _FAILED,
@@ -28,7 +28,7 @@ class Row(NamedTuple):
     function: str  # module:function of ktconv.cli
     panel: str  # of the list in `ktconv --help`
     summary: str  # one line of that list
-    failed: str = ""  # what exit code 1 means; "": the command does not have it
+    failed: str = ""  # the meaning of exit code 1; "": the command never ends with it
 
 
 COMMANDS = {

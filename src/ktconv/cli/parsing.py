@@ -19,7 +19,7 @@ from ktconv.errors import UsageError
 from ktconv.system.text import printable
 
 if TYPE_CHECKING:
-    from ktconv.formats.dialects import Dialect
+    from ktconv.formats.dialects import Column
 
 MOST_PARTS = 1024  # NUMA nodes of the largest machines
 WORDS = "ktconv.words"  # in the meta of a context: the arguments of the command as they were given
@@ -169,8 +169,8 @@ def with_defaults(words: Sequence[str]) -> list[str]:
     return found
 
 
-# Options whose value is a format, with the dialect of their command.
-_FORMATS: dict[tuple[str | None, str], Dialect] = {
+# Options whose value is a format, with the column of its names.
+_FORMATS: dict[tuple[str | None, str], Column] = {
     ("quantize-cpu", "--method"): "method",
     ("quantize-gpu", "--scheme"): "scheme",
 }
@@ -181,7 +181,7 @@ def in_dialect(command: str | None, words: Sequence[str]) -> list[str]:
 
     A format that is a scheme with a group size adds --group-size; BadParameter if another is given.
     """
-    options = {option: dialect for (name, option), dialect in _FORMATS.items() if name == command}
+    options = {option: column for (name, option), column in _FORMATS.items() if name == command}
     if not options:
         return list(words)
     from ktconv.formats.dialects import row_named, translated

@@ -20,7 +20,7 @@ from ktconv.cli.ray import RAY_CONFLICTS, RayOption, RayScratchOption, on_cluste
 from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.errors import UsageError
 from ktconv.formats import output_formats
-from ktconv.formats.dialects import ROWS, Names, folded, names_in, translated
+from ktconv.formats.dialects import ROWS, Names, all_names, folded, translated
 from ktconv.system.units import parse_ranges, parse_size
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ ScaleRule = Literal["amax", "search"]  # as in ktransformers.py; a test compares
 DEFAULT_METHOD = next(iter(output_formats()))  # as in Options; a test compares them
 Layout = Literal["safetensors", "layers"]
 _MOST_AT_ONCE = 64  # processes, each with threads and buffers of its own
-ENCODED = ENCODED_METHODS
 
 
 def list_of_methods() -> str:
@@ -49,7 +48,7 @@ def _about(row: Names | None) -> str:
 
 def _others(row: Names) -> str:
     """The names of other programs by which --method knows a format."""
-    names = [one for one in names_in(row) if translated(one, "method") == row.method]
+    names = [one for one in all_names(row) if translated(one, "method") == row.method]
     own = {folded(row.method), folded(row.kernel)}
     others = [one for one in names if folded(one) not in own and not one.startswith("gint")]
     return f" ({', '.join(others)})" if others else ""
@@ -69,8 +68,9 @@ _OF_PACKED = {
     "--numa": "KTransformers cuts these weights into NUMA parts when it loads them",
     "--save-backward": "KTransformers trains on int4 and int8 only",
 }
-_OTHERS = f"--method={','.join(ENCODED)}"  # than int4 and int8
-_FIXED = f"--method={','.join(name for name in ENCODED if name not in INTEGERS)}"  # have no search
+_OTHERS = f"--method={','.join(ENCODED_METHODS)}"  # than int4 and int8
+_FLOATS = [name for name in ENCODED_METHODS if name not in INTEGERS]  # have no search
+_FIXED = f"--method={','.join(_FLOATS)}"
 _NO_MIX = " ".join(f"!{name}" for name in _MIXES)
 _PARTIAL = "engines cannot load an output without all experts"
 
@@ -399,7 +399,7 @@ def quantize_cpu_command(
                 "give MODEL and OUTPUT, or --from-list FILE",
             )
         mix = Mix(recipe, target_size, target_bits, engine, methods, write_recipe, importance)
-        encoded = method in ENCODED or bool(mix)
+        encoded = method in ENCODED_METHODS or bool(mix)
         size = parse_size(max_shard_size, "--max-shard-size")
         source = reading.source(model, headers_only=dry_run, output=output)
         wanted: dict[str, Any] = {

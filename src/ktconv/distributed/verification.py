@@ -140,7 +140,7 @@ def _record(request: VerifyRequest, level: str) -> Record:
 
 
 def _request(record: Record) -> VerifyRequest:
-    """The opposite of `_record`."""
+    """Read a request that `_record` wrote."""
     given = decode(record)
     source = given["source"] and ModelSource(**given["source"])
     return VerifyRequest(**{**given, "source": source})

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from ktconv.formats.specs import CHANNEL, spec_of
 
-Dialect = Literal["method", "kernel", "scheme"]
+Column = Literal["method", "kernel", "scheme"]  # of Names: the commands that take the name
 
 
 class Names(NamedTuple):
@@ -19,7 +19,7 @@ class Names(NamedTuple):
     words: str  # what it is, in one line
     method: str = ""  # of quantize-cpu, recipes and --methods
     kernel: str = ""  # of bench, plan and the runtime: a key of FORMATS
-    scheme: str = ""  # what quantize-gpu calls it,
+    scheme: str = ""  # of quantize-gpu,
     group_size: int = 0  # with this --group-size; 0: a scheme has one only
     others: tuple[str, ...] = ()  # of other programs
 
@@ -57,36 +57,36 @@ def folded(name: str) -> str:
 
 
 def row_named(name: str) -> Names | None:
-    """The first row with this name, in whatever dialect."""
+    """The first row with this name, in whatever column."""
     wanted = folded(name)
-    rows = (row for row in ROWS if wanted in map(folded, names_in(row)))
+    rows = (row for row in ROWS if wanted in map(folded, all_names(row)))
     return next(rows, None) if wanted else None
 
 
-def names_in(row: Names) -> tuple[str, ...]:
+def all_names(row: Names) -> tuple[str, ...]:
     """All names of a format."""
     names = (row.method, row.kernel, row.scheme, *row.others)
     return tuple(dict.fromkeys(name for name in names if name))
 
 
-def translated(name: str, dialect: Dialect) -> str:
-    """The name that a format has in `dialect`, whatever dialect `name` is of; `name` itself if no
-    format is called so, or if `dialect` has no name for it.
+def translated(name: str, column: Column) -> str:
+    """The name of a format in `column`, whichever column `name` is from; `name` itself if no
+    format has it, or if the format has no name in `column`.
 
     >>> translated("AMXINT4", "method"), translated("W4A16", "method")
     ('int4', 'int4-g128')
     """
     wanted = folded(name)
-    for row in ROWS:  # a name of the dialect itself means what it means there
-        if wanted and wanted == folded(getattr(row, dialect)):
-            return str(getattr(row, dialect))
+    for row in ROWS:  # a name of the column itself means what it means there
+        if wanted and wanted == folded(getattr(row, column)):
+            return str(getattr(row, column))
     found = row_named(name)
-    return str(getattr(found, dialect)) if found and getattr(found, dialect) else name
+    return str(getattr(found, column)) if found and getattr(found, column) else name
 
 
 def aliases_of_kernel(key: str) -> tuple[str, ...]:
     """The names that mean the row `key` of FORMATS, without that one: lower case."""
-    names = [folded(name) for row in ROWS for name in names_in(row)]
+    names = [folded(name) for row in ROWS for name in all_names(row)]
     return tuple(
         dict.fromkeys(name for name in names if name != key and translated(name, "kernel") == key)
     )

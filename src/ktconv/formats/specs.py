@@ -35,7 +35,7 @@ class FormatSpec:
         return self.kind.startswith("int")
 
     def name_in(self, dialect: Dialect) -> str:
-        """What a dialect calls it; empty where that does not have it."""
+        """The name of this format in a dialect; empty if the dialect has none."""
         named = {"kernel": self.kernel, "quantize-cpu": self.cpu, "quantize-gpu": self.scheme}
         return named[dialect]
 

@@ -99,7 +99,7 @@ def _source(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _unusable_side_files(checkpoint: Checkpoint) -> list[str]:
-    """Why a conversion would refuse a file beside the weights, as one that is a Git LFS pointer."""
+    """Notes on files beside the weights that a conversion refuses, such as Git LFS pointers."""
     directory = checkpoint.side_directory
     if directory is None or is_remote(directory):  # where each file would take a request
         return []

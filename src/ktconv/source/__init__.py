@@ -146,7 +146,7 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
 
 
 def _first_names(split: Split) -> Iterable[str]:
-    """What follows the experts' source in the names of a layer's tensors."""
+    """The last parts of the names of a layer's stacked tensors."""
     return split.stacks[0].tensors if split.stacks else ()
 
 

@@ -179,9 +179,9 @@ def read_description(directory: Path) -> Mapping[str, str]:
 def with_quantize_config(
     config: ModelConfig, directory: Path, content: Mapping[str, Any]
 ) -> tuple[ModelConfig, CheckpointError | None]:
-    """For GPTQ and AWQ: `config` with the group size of quantize_config.json, where config.json
-    says nothing of quantization; and the error for GPTQ weights if the file names a packing that is
-    not the first version's, as which they would be read."""
+    """Add the group size of quantize_config.json, which GPTQ and AWQ have, to `config` if
+    config.json does not mention quantization. The second result is the error for GPTQ weights if
+    that file names another packing than the first version, as which they would be read."""
     if _quantization(sections_of(content)):
         return config, None
     try:

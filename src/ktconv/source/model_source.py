@@ -29,7 +29,7 @@ class ModelSource:
         return model if isinstance(model, ModelSource) else ModelSource(model)
 
     def __str__(self) -> str:
-        """For users: a URL without passwords and signatures."""
+        """The model as users see it: a URL has no password and no signature."""
         from ktconv.source.remote.urls import shown_model
 
         return shown_model(str(self.model))
@@ -53,16 +53,16 @@ class ModelSource:
                 yield name, value
 
     def files(self) -> tuple[str | Path, ...]:
-        """What is read, and must not be written to."""
+        """The files and directories that are read, which no option may write to."""
         paths = (self.config, self.map)
         return (self.model, *(path for path in paths if isinstance(path, Path)))
 
     def recorded(self, naming: NamingMap | None, tower: str | None) -> ModelSource:
-        """The same model with the map and the tower that a manifest has, where none is given."""
+        """Take the map and the tower that a manifest has, if none is given."""
         return replace(self, map=self.map or naming, tower=self.tower or tower)
 
     def portable(self) -> ModelSource:
-        """The same model as another machine understands it: by an absolute path, or a URL; of a
+        """Name the model as another machine understands it: by an absolute path, or a URL; of a
         repository of the hub that of its commit, of other URLs with their signatures."""
         if isinstance(self.model, str) and self.model.startswith("hf://"):
             from ktconv.source.remote import pinned
@@ -74,7 +74,7 @@ class ModelSource:
 
 
 def source_or_none(model: ModelSource | str | None) -> ModelSource | None:
-    """The same of a source that need not be there; an empty name is none."""
+    """A source that may be missing: None for None and for an empty name."""
     return ModelSource.of(model) if model else None
 
 

@@ -1,4 +1,4 @@
-"""What config.json says of a model, asked by meaning: the file's own keys stay in `source`."""
+"""Settings of a model, asked for by meaning; the keys of config.json stay in this room."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ModelSettings:
 
     @cached_property
     def checked(self) -> ModelConfig:
-        """What experts are checked against; raises as `interpret_config`."""
+        """The sizes and counts that experts are checked against; raises as `interpret_config`."""
         return interpret_config(self.content)
 
     @cached_property
@@ -53,25 +53,26 @@ class ModelSettings:
 
     @property
     def model_type(self) -> str | None:
-        """As the top of config.json has it."""
+        """The model_type at the top of config.json."""
         return self.content.get("model_type")
 
     @property
     def model_types(self) -> list[Any]:
-        """Of the text section, then of the whole file if that is another one; None: it has none."""
+        """The model types of the text section and, if that is another one, of the whole file; None
+        for a section without one."""
         return [value_of(section, "model type") for section in sections_of(self.content)]
 
     def activation(self, layer: int | None = None) -> ExpertActivation:
-        """Of the routed experts; see `expert_activation`."""
+        """The activation of the routed experts; see `expert_activation`."""
         return expert_activation(self.content, layer)
 
     def shared_activation(self, layer: int) -> ExpertActivation:
-        """Of the shared experts."""
+        """The activation of the shared experts."""
         return shared_activation(self.content, layer)
 
     @property
     def post_norm_epsilon(self) -> float:
-        """Of norms of the experts' outputs."""
+        """The epsilon of norms of the experts' outputs."""
         return post_norm_epsilon(self.content)
 
     def top_k(self, layer: int | None = None) -> int | None:
@@ -115,8 +116,8 @@ class ModelSettings:
         return any(one.get("quantization_config") is not None for one in sections_of(self.content))
 
     def document(self) -> dict[str, Any]:
-        """A new config.json for an output of the same model, of all towers, without what it says of
-        quantization."""
+        """The content of a config.json for an output of the same model: all towers, without the
+        settings of quantization."""
         return _without_quantization(self._whole)
 
     @property

@@ -1,4 +1,4 @@
-"""Which keys of config.json decide how a checkpoint is read, found by watching the readers."""
+"""Keys of config.json that decide how a checkpoint is read, found by watching the readers."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ LOCAL = LocalStore()
 
 
 def store_of(path: Path) -> FileStore:
-    """What serves a file or directory."""
+    """The store that serves a file or directory."""
     return path.store if isinstance(path, RemotePath) else LOCAL
 
 

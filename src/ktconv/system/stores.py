@@ -1,4 +1,4 @@
-"""What serves the files of a source: this machine, or a store that is read over a network.
+"""Stores that serve the files of a source: this machine, or one that is read over a network.
 
 A `RemotePath` names a file or directory of such a store. It knows its store, says its URL, lists
 and joins like any path, and has no bytes on this machine: `system.opened` opens it, `local_path`
@@ -27,7 +27,7 @@ class Span:
 
 @dataclass(slots=True)
 class Transfer:
-    """What this process received over a network."""
+    """Requests and bytes of this process over a network."""
 
     requests: int = 0  # for bytes of files; what a redirect adds is not counted
     nbytes: int = 0
@@ -47,7 +47,7 @@ transfer = Transfer()
 
 
 class FileStore(ABC):
-    """What serves the files of a source. Safe to use from several threads."""
+    """A place that serves the files of a source. Safe to use from several threads."""
 
     memory: int  # bytes that reading needs at most, beside the buffers of who reads
 

@@ -92,9 +92,9 @@ class Journal:
 
     def write_run(self, record: Record) -> None:
         """From here on the directories count as durable."""
-        self.begin(record)
+        self._begun = encode(record)
         sync_names(self.directory)
-        write_durably(self.run_file, encode(record), self.directory)
+        write_durably(self.run_file, self._begun, self.directory)
 
     def read_unit(self, key: str) -> Record | None:
         """The record of a finished unit, or None. One that is damaged, of another unit or of

@@ -63,8 +63,8 @@ class Encode(Conversion):
 
     @cached_property
     def _renamed(self) -> list[str]:
-        """What transformers calls modules that have other names in the output; empty where it
-        does not read the output, or nothing in config.json names modules."""
+        """Transformers' names of modules that have other names in the output; empty if
+        transformers does not read the output, or nothing in config.json names modules."""
         section = config.quantization_config(self.plan)
         if not self.plan.target.read_by_transformers(self.plan.moe_layers):
             return []

@@ -82,7 +82,7 @@ class Preflight(AnyPreflight[KTransformersTarget]):
 
     @property
     def weights(self) -> ExpertWeights | SourceWeights | None:
-        """Of squared errors; None: all count the same."""
+        """The weights of squared errors; None: all errors count the same."""
         return next((way.found for way in self.ways if isinstance(way, Importance)), None)
 
 

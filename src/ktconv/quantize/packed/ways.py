@@ -6,6 +6,7 @@ run takes. A new one is a subclass of `Way` in a file of its own, and a row in `
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a conversion is asked to do, before it is planned."""
+    """A request for a conversion with its opened checkpoint, before it is planned."""
 
     request: Request
     checkpoint: Checkpoint
@@ -57,7 +58,8 @@ LAYERS_KEPT = 2  # with weights in memory, while verify reads an output
 
 @dataclass(frozen=True, slots=True)
 class ErrorWeights:
-    """What squared errors count: of a matrix [inputs], None: all the same; and bytes of memory."""
+    """Weights of squared errors: [inputs] of each matrix, None if all count the same; and the bytes
+    of memory that they take."""
 
     of: Callable[[int, int, Projection], F32 | None]  # layer, expert, projection
     memory: int
@@ -73,24 +75,24 @@ class Converted:
     layers: Sequence[MoELayer]
 
 
-class Way:
-    """One way, as a conversion uses it. The methods here change nothing."""
+class Way(ABC):
+    """One way, as a conversion uses it. Methods that a subclass leaves out change nothing."""
 
     option: ClassVar[str] = ""  # whose file verify needs, to prove what follows from it
 
     record: Mapping[str, Any] = MappingProxyType({})  # fields of Options that say what was used
 
     @staticmethod
+    @abstractmethod
     def open(asked: Asked) -> Way | None:
-        """None where it is not asked for. UsageError for what it cannot be combined with, and for
-        inputs that cannot be used."""
-        raise NotImplementedError
+        """Open the way for a conversion; None if it is not asked for. UsageError for what it cannot
+        be combined with, and for inputs that cannot be used."""
 
     @staticmethod
     def error_weights(output: Converted, given: Path | None) -> ErrorWeights | None:
-        """What the search for scales of an output minimized, by its source and the file that is
-        given; None: nothing, or it is not known. UsageError for another file than the conversion
-        was given."""
+        """The weights of the errors that an output's search for scales minimized, by its source and
+        the file that is given; None: there are none, or they are not known. UsageError for another
+        file than the conversion was given."""
         return None
 
     @staticmethod
@@ -101,9 +103,10 @@ class Way:
 
     def check(self, plan: Plan) -> None:
         """UsageError for a plan that it does not fit."""
+        return
 
     def notes(self, plan: Plan) -> list[str]:
-        """What a user should know, for the plan."""
+        """Sentences for the user, shown with the plan."""
         return []
 
     def about(self) -> tuple[dict[str, Any], list[str]]:
@@ -119,11 +122,11 @@ class Way:
         return 0
 
     def buffers(self, plan: Plan) -> BufferSizes | None:
-        """What its tasks need beside the buffers of packing."""
+        """Sizes of the buffers that its tasks need, in addition to those of packing."""
         return None
 
     def weights(self, layer: int) -> LayerWeights | NormWeights | None:
-        """What squared errors of a layer's matrices count; None: all the same."""
+        """The weights of squared errors in a layer; None: all errors count the same."""
         return None
 
     def tasks(self, expert: Expert, tasks: list[Task]) -> list[Task]:
@@ -131,7 +134,7 @@ class Way:
         return tasks
 
     def more_tasks(self, expert: Expert) -> list[Task]:
-        """What follows the expert's tasks, while the page cache has its bytes."""
+        """Tasks to run after those of the expert, while the page cache has its bytes."""
         return []
 
     def convert(self, run: QuantizeCpu, pending: Sequence[Unit]) -> Sequence[Unit]:
@@ -143,5 +146,5 @@ class Way:
         return nullcontext()
 
     def report(self) -> dict[str, Any]:
-        """What a report of a run has in addition."""
+        """Facts that it adds to the report of a run."""
         return {}

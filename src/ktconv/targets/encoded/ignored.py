@@ -68,8 +68,8 @@ def ignored_modules(tensors: Iterable[Stored], renamed: Iterable[str] = ()) -> l
 
 
 def names_in_transformers(tensors: Iterable[Stored], rows: Iterable[Family]) -> set[str]:
-    """What transformers calls the modules of `tensors` in its own model, where that is another
-    name: by the row of each model type in config.json, the whole model's first."""
+    """Transformers' names of the modules of `tensors`, where they differ: by the row of each model
+    type in config.json, the whole model's first."""
     plain = {name for name in plain_modules(tensors) if not is_in_experts(name)}
     found = set(plain)
     for pattern, names in dict.fromkeys(change for row in rows for change in row.modules):

@@ -105,8 +105,8 @@ class GpuStructureCheck(StructureCheck):
             self._wrong_config(f"{CONFIG_NAME} also describes quantization in {path}.")
 
     def _note_section(self, section: Any) -> None:
-        """Without a manifest nothing says that ktconv wrote these experts: other tools describe the
-        same numbers otherwise."""
+        """Note how quantization_config differs from ours. Without a manifest that is no failure:
+        another tool may have written these experts, and describes them in its own way."""
         written = self._written()
         if not isinstance(section, Mapping):
             found = [f"{CONFIG_NAME} has no quantization_config"] if written else []

@@ -155,8 +155,8 @@ class GpuVerifier(OutputVerifier):
         return found
 
     def _unrecorded_way(self, context: Context) -> tuple[Scheme, bool] | None:
-        """For a format that only tensors tell: the way that explains most of some experts, of
-        scales by the largest weight or by the search, and of codes that are the source's or not.
+        """The way of rounding that explains most of a sample of experts, if tensors alone tell the
+        format: scales by the largest weight or by the search, codes kept from the source or not.
         The checks hold all experts to it, so that damage is found by whatever it disagrees with."""
         output, scheme = self.output, self.output.scheme
         if output.ours or scheme is None or not context.compare:

@@ -22,7 +22,7 @@ from ktconv.targets.packed.target import BY_WEIGHTS, Options, Plan
 
 
 class Importance(Way):
-    """What squared errors count."""
+    """Weights of squared errors, from a file or from the model's own matrices."""
 
     option = "importance"
 
@@ -58,7 +58,7 @@ class Importance(Way):
 
     @staticmethod
     def error_weights(output: Converted, given: Path | None) -> ErrorWeights | None:
-        """Where they are the model's own, all that they follow from is in the source."""
+        """Weights that follow from the model's own matrices need no file, only the source."""
         recorded = output.options.importance
         if recorded == BY_WEIGHTS:
             own = SourceWeights(output.checkpoint, output.layers)
