@@ -52,9 +52,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # The tree of commands takes 40 ms to build, and tests run some thousand of them.
     vars(typer.testing)["_get_command"] = cache(typer.main.get_command)
     # Arrays of some hundred KB are asked for and freed all the time: their pages are kept.
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD) if set_option else ():
-        set_option(option, 256 << 20)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # of glibc
+        for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+            libc.mallopt(option, 256 << 20)
     # Else those compile all modules of the package again, each time.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     config.stash[EMULATOR] = load_emulator(kept_directory(config, "ktconv-amx"))
@@ -120,11 +121,13 @@ def pytest_runtest_logfinish() -> None:
 
 
 def freeze() -> None:
-    """Else each full collection visits all tests and PyTorch's modules."""
+    """Else each full collection visits all tests and PyTorch's modules. Others are rarer: what
+    tests wait for they collect themselves."""
     global _frozen
     _frozen = len(sys.modules)
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(scope="session", autouse=True)
