@@ -1,5 +1,5 @@
 /* The table row of NVFP4 weights, their packing and scalar product. */
-#include "nvfp4.h"
+#include "fp4.h"
 
 #include "../cpu.h"
 #include "../fp8/fp8.h"

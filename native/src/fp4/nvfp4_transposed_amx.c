@@ -7,7 +7,7 @@
 
 KT_TARGET_BEGIN(AMX)
 #include "../train/transposed_nibbles_amx.h"
-#include "nvfp4_scales_avx512.h"
+#include "fp4_scales_avx512.h"
 
 KT_INLINE kt_packed_square square(const kt_weight *w, int64_t n, int64_t column) {
   const uint8_t *const tile = w->codes + kt_bf16_tile_start(w->cols, KT_NVFP4_TILE, n, column);
@@ -26,7 +26,7 @@ KT_INLINE void part(const kt_unpack_tables *t, kt_unpack_unit *u, int q) {
 
 void kt_nvfp4_transposed_amx(kt_transposed *t, float *out) {
   static const kt_unpack_form form = {.wide = 1, .square = square, .part = part};
-  static const int order[4] = {0, 2, 1, 3}; /* gemm/fp4_gemm.h */
+  static const int order[4] = {0, 2, 1, 3}; /* fp4.h */
   const __m256i bits = _mm256_loadu_si256((const __m256i *)(const void *)kt_fp4_bf16);
   const __m512i numbers = _mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
   const kt_unpack_tables tables = kt_nibble_words(order, _mm512_castsi512_ps(numbers));

@@ -21,7 +21,4 @@ kt_transposed_fn kt_fp8_transposed_amx;
 kt_product_fn kt_fp8_product_scalar, kt_fp8_product_avx2, kt_fp8_product_avx512,
     kt_fp8_product_float_avx512, kt_fp8_product_amx;
 
-/* Packed tiles as tiles of bf16 (bf16_gemm.h), 64-byte aligned; AVX-512 with VBMI. */
-void kt_fp8_decode_tiles(const uint8_t *codes, int64_t tiles, uint8_t *out);
-
 #endif

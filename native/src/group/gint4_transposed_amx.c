@@ -6,7 +6,7 @@
 
 KT_TARGET_BEGIN(AMX)
 #include "../train/transposed_nibbles_amx.h"
-#include "gint4.h"
+#include "group.h"
 
 /* shift: the dtype of scales. */
 KT_INLINE kt_packed_square square(const kt_weight *w, int64_t n, int64_t column) {

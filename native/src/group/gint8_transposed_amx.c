@@ -7,7 +7,7 @@
 
 KT_TARGET_BEGIN(AMX)
 #include "../train/transposed_nibbles_amx.h"
-#include "gint8.h"
+#include "group.h"
 
 enum { LINES = 2 * KT_LINE }; /* 4 columns of 32 rows */
 

@@ -7,7 +7,7 @@
 
 KT_TARGET_BEGIN(AMX)
 #include "../train/transposed_amx.h"
-#include "int4.h"
+#include "int.h"
 
 /* shift: from the nibble of the columns to the upper one. */
 KT_INLINE kt_packed_square square(const kt_weight *w, int64_t n, int64_t column) {

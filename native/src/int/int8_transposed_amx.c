@@ -6,7 +6,7 @@
 
 KT_TARGET_BEGIN(AMX)
 #include "../train/transposed_amx.h"
-#include "int8.h"
+#include "int.h"
 
 KT_INLINE kt_packed_square square(const kt_weight *w, int64_t n, int64_t column) {
   const int64_t k = column / KT_INT8_TILE_COLS * KT_INT8_TILE_COLS;
