@@ -9,11 +9,9 @@
 #define KT_FP8_H
 
 #include "../gemm/bf16_gemm.h"
+#include "../gemm/e4m3.h"
 
 enum { KT_FP8_TILE = 1024, KT_FP8_BLOCK = 128 };
-
-/* bf16 bits of the 128 magnitudes; exact. */
-extern const uint16_t kt_fp8_bf16[128];
 
 kt_transpose_fn kt_fp8_transpose_scalar, kt_fp8_transpose_avx512;
 kt_stream_fn kt_fp8_stream_amx;
