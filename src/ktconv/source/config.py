@@ -12,7 +12,7 @@ from typing import Any
 from ktconv.errors import CheckpointError
 from ktconv.families import table
 from ktconv.families.activations import experts_have_gate
-from ktconv.families.config import family_of, sections_of
+from ktconv.families.config import Config
 from ktconv.families.config_values import (
     CONFIG_HINT,
     check_values,
@@ -177,12 +177,12 @@ def read_description(directory: Path) -> Mapping[str, str]:
 
 
 def with_quantize_config(
-    config: ModelConfig, directory: Path, content: Mapping[str, Any]
+    config: ModelConfig, directory: Path, content: Config
 ) -> tuple[ModelConfig, CheckpointError | None]:
     """Add the group size of quantize_config.json, which GPTQ and AWQ have, to `config` if
     config.json does not mention quantization. The second result is the error for GPTQ weights if
     that file names another packing than the first version, as which they would be read."""
-    if _quantization(sections_of(content)):
+    if _quantization(content.sections):
         return config, None
     try:
         data = read_small(directory, _QUANTIZE_CONFIG, MAX_CONFIG_BYTES)
@@ -202,13 +202,13 @@ def with_quantize_config(
 
 
 def interpret_config(
-    content: Mapping[str, Any], described: Mapping[str, str] = MappingProxyType({})
+    content: Config, described: Mapping[str, str] = MappingProxyType({})
 ) -> ModelConfig:
     """Pick from config.json what the experts are checked against.
 
     Raises CheckpointError where a known key has an impossible or contradictory value.
     """
-    keys, sections, row = table.FAMILIES.keys, sections_of(content), family_of(content)
+    keys, sections, row = table.FAMILIES.keys, content.sections, content.family
     text = sections[0]
     check_values(sections)
     num_layers = _first_size(sections, keys("layers", row)) or _counted(text)

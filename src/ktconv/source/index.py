@@ -97,9 +97,10 @@ def _check_plain_name(index: Path, name: str) -> None:
 # ---- what is in the shards -----------------------------------------------------------------
 
 
-def as_indexed(index: Index, headers: Sequence[Header]) -> list[Header]:
+def as_indexed(index: Index, headers: Sequence[Header]) -> tuple[list[Header], list[str]]:
     """The headers with the tensors that the index has in their shards; others are counted in
-    `Header.elsewhere` and `unlisted`. CheckpointError if one that it names is missing."""
+    `Header.elsewhere` and `unlisted`, and named in notes. CheckpointError if one that it names is
+    missing."""
     weight_map, kept = index.weight_map, list[Header]()
     for header in headers:
         shard = header.file.name
@@ -115,7 +116,7 @@ def as_indexed(index: Index, headers: Sequence[Header]) -> list[Header]:
         kept.append(header)
     if sum(len(header.tensors) for header in kept) < len(weight_map):
         raise _missing_tensors(index, headers)
-    return kept
+    return kept, list(_ignored(index, kept))
 
 
 def _unused(tensors: Iterable[TensorRef]) -> Unused:
@@ -123,7 +124,7 @@ def _unused(tensors: Iterable[TensorRef]) -> Unused:
     return Unused(len(sizes), sum(sizes))
 
 
-def ignored_notes(index: Index, headers: Sequence[Header]) -> Iterator[str]:
+def _ignored(index: Index, headers: Sequence[Header]) -> Iterator[str]:
     """Copies and tensors that `as_indexed` left out."""
     name = index.path.name
     if found := _in_words([(one.file.name, one.elsewhere) for one in headers]):
@@ -141,11 +142,6 @@ def _in_words(unused: Sequence[tuple[str, Unused]]) -> tuple[str, str] | None:
     tensors = counted(count, "tensor")
     where = f"{format_size(nbytes)} in {listed([name for name, _ in there])}"
     return (tensors, where) if there else None
-
-
-def unlisted_tensors(headers: Sequence[Header]) -> int:
-    """Number of tensors that `as_indexed` left out because the index does not list them."""
-    return sum(header.unlisted.tensors for header in headers)
 
 
 def _missing_tensors(index: Index, headers: Sequence[Header]) -> CheckpointError:

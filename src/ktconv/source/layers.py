@@ -33,7 +33,8 @@ def build_layers(
     left = sum(_without_identity(split, stack, config) for stack in stacks.values())
     _check_layers_present(split, stacks, config)
     _check_not_dense(stacks, config)
-    counts = Counts(config, split.others, with_routers)
+    sources = [stack.source for stack in stacks.values()]
+    counts = Counts(config, sources, split.others if with_routers else ())
     layers = [
         build_layer(stack, index, _is_mtp(index, stack, config), counts)
         for index, stack in sorted(stacks.items())

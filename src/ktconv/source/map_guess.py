@@ -11,7 +11,6 @@ from ktconv.families import table
 from ktconv.source.config import ModelConfig
 from ktconv.source.encodings import ENCODINGS
 from ktconv.source.encodings.base import WEIGHT
-from ktconv.source.mapped import part_of
 from ktconv.source.name_patterns import NamePattern, name_patterns
 from ktconv.source.naming_map import parse_map
 from ktconv.source.types import TensorRef
@@ -99,14 +98,14 @@ def guess_map(tensors: Iterable[TensorRef], config: ModelConfig, name: str) -> G
 def _weights(patterns: Sequence[NamePattern], config: ModelConfig) -> list[_Weight]:
     found: dict[str, _Weight] = {}
     for pattern in patterns:
-        base, part = part_of(pattern.text)
+        base, part = pattern.base, pattern.part
         if part not in _PRIMARY or len(pattern.shapes) != 1 or not _is_plain(pattern):
             continue
         shape = pattern.shapes[0]
         count = len(pattern.values)
         if single := count == 3 - len(shape):
             pattern = _with_layer(pattern)
-            base, count = part_of(pattern.text)[0], len(pattern.values)
+            base, count = pattern.base, len(pattern.values)
         numbered = count == 2 and len(shape) == 2
         stacked = count == 1 and len(shape) in (3, 4) and shape[0] > 1
         if part == "blocks" and len(shape) == 4:  # the last axis are bytes
@@ -330,14 +329,14 @@ def _others(patterns: Sequence[NamePattern], main: _Table) -> dict[str, str]:
         if len(one.shapes[0]) == 2
         and one.shapes[0][0] == experts
         and (hidden is None or one.shapes[0][1] == hidden)
-        and part_of(one.text)[1] == WEIGHT
+        and one.part == WEIGHT
     ]
     found = {}
     if len(routers) == 1:
-        found["router"] = part_of(routers[0].text)[0].replace("{}", "{layer}")
+        found["router"] = routers[0].base.replace("{}", "{layer}")
     vectors = [one for one in beside if one.shapes[0] in ((experts,), (1, experts))]
-    router = routers[0].text if len(routers) == 1 else ""
-    biases = [one for one in vectors if one.text != f"{part_of(router)[0]}.bias"]
+    router = routers[0].base if len(routers) == 1 else ""
+    biases = [one for one in vectors if one.text != f"{router}.bias"]
     if len(biases) == 1:
         found["correction"] = biases[0].text.removesuffix(f".{WEIGHT}").replace("{}", "{layer}")
     return found | _shared(patterns, layers)
@@ -347,13 +346,12 @@ def _shared(patterns: Sequence[NamePattern], layers: set[int]) -> dict[str, str]
     """A shared expert, by its words."""
     found: dict[str, list[str]] = {}
     for one in filter(_is_plain, patterns):
-        base, part = part_of(one.text)
-        if "shared" not in one.text or len(one.values) != 1 or part != WEIGHT:
+        if "shared" not in one.text or len(one.values) != 1 or one.part != WEIGHT:
             continue
         if {number for (number,) in one.numbers} <= layers and len(one.shapes[0]) == 2:
-            role = next(iter(_roles(base.rpartition(".")[2], set())), None)
+            role = next(iter(_roles(one.base.rpartition(".")[2], set())), None)
             if role in ("gate", "up", "down"):
-                found.setdefault(f"shared_{role}", []).append(base.replace("{}", "{layer}"))
+                found.setdefault(f"shared_{role}", []).append(one.base.replace("{}", "{layer}"))
     if set(found) != {"shared_gate", "shared_up", "shared_down"}:
         return {}
     return {key: texts[0] for key, texts in sorted(found.items()) if len(texts) == 1}
@@ -365,7 +363,7 @@ def _nearest(likely: Sequence[NamePattern], config: ModelConfig) -> str | None:
     for kind in sorted(config.model_types):
         if near := difflib.get_close_matches(kind, types, n=1, cutoff=0.75):
             return near[0]
-    words = {word for one in likely for word in _words(part_of(one.text)[0])}
+    words = {word for one in likely for word in _words(one.base)}
     best, most = None, 0.0
     for row in table.FAMILIES.rows:
         spelt = row.matrices
