@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ktconv.families import table
-from ktconv.families.config import Config, of_layer
+from ktconv.families.config import Config
 from ktconv.families.config_values import contradiction, is_whole, wrong_value
 from ktconv.families.family import PLAIN, ExpertActivation, Family, Router
 from ktconv.system.units import counted
@@ -149,7 +149,9 @@ def _bound(text: Mapping[str, Any], setting: str, layer: int | None) -> float | 
         raise wrong_value(key, value, f"a number for each of the {counted(layers, 'layer')}")
     for one in value:
         _checked(key, one or 0)
-    return float(of_layer(value, layer) or 0) if layer is not None else 0.0
+    if layer is None or layer >= len(value):
+        return 0.0
+    return float(value[layer] or 0)
 
 
 def _key(text: Mapping[str, Any], setting: str) -> str:

@@ -15,12 +15,18 @@ USUAL_TOP_K = 8  # where config.json does not say
 class _Values(dict[str, Any]):
     """Values of a section by names of settings, each looked up when it is first asked for."""
 
-    def __init__(self, section: Mapping[str, Any], family: Family | None = None) -> None:
+    def __init__(
+        self,
+        section: Mapping[str, Any],
+        family: Family | None = None,
+        layer: int | None = None,
+    ) -> None:
         super().__init__()
-        self._section, self._family = section, family
+        self._section, self._family, self._layer = section, family, layer
 
     def __missing__(self, setting: str) -> Any:
-        return self.setdefault(setting, _value(self._section, setting, self._family))
+        value = _value(self._section, setting, self._family)
+        return self.setdefault(setting, of_layer(value, self._layer))
 
 
 class Config:
@@ -45,6 +51,10 @@ class Config:
         self.values: Mapping[str, Any] = _Values(self.text)
         # The same, by the family's names first.
         self.own: Mapping[str, Any] = _Values(self.text, self.family)
+
+    def own_of(self, layer: int) -> Mapping[str, Any]:
+        """The values by the family's names, of lists those for `layer`."""
+        return _Values(self.text, self.family, layer)
 
     @property
     def checked_text(self) -> Mapping[str, Any]:

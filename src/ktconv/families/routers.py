@@ -8,7 +8,7 @@ from typing import Any
 
 from ktconv.errors import CheckpointError
 from ktconv.families import table
-from ktconv.families.config import Config, of_layer, top_k_of
+from ktconv.families.config import Config, top_k_of
 from ktconv.families.family import SCORINGS, GroupScore, Router, RouterSpec
 from ktconv.system.units import counted
 
@@ -59,8 +59,8 @@ def find_router(config: Config, layer: int, corrected: bool | None = None) -> Fo
     `corrected`: whether the checkpoint has a correction bias for this layer, where that is known.
     For such a family it decides what config.json leaves open.
     """
-    found = _found(config, layer, corrected)
-    top_k = top_k_of(config, layer)
+    top_k, own = top_k_of(config, layer), config.own_of(layer)
+    found = _found(config, own, layer, corrected)
     if top_k is None:
         raise CheckpointError("config.json does not say how many experts are chosen for a token")
     spec = replace(found.spec, top_k=top_k)
@@ -73,11 +73,12 @@ def stated_router(config: Config, layer: int, experts: int, corrected: bool) -> 
 
     Raises CheckpointError where config.json contradicts the family, or the number of experts.
     """
+    top_k, own = top_k_of(config, layer), config.own_of(layer)
     try:
-        found = _found(config, layer, corrected)
+        found = _found(config, own, layer, corrected)
     except UnknownRouter:
         return None
-    spec, top_k = found.spec, top_k_of(config, layer)
+    spec = found.spec
     grouped = config.own["n_group"] is not None
     if found.inferred or spec.n_group == 1 or not grouped:
         return replace(spec, top_k=top_k or 0)
@@ -88,8 +89,10 @@ def stated_router(config: Config, layer: int, experts: int, corrected: bool) -> 
     return replace(spec, top_k=top_k or 0)
 
 
-def _found(config: Config, layer: int, corrected: bool | None) -> FoundRouter:
-    """Without the number of experts per token."""
+def _found(
+    config: Config, own: Mapping[str, Any], layer: int, corrected: bool | None
+) -> FoundRouter:
+    """The router without the number of experts per token; `own`: the values for `layer`."""
     name, row = config.type, config.family
     routing, inferred = row.routing if row is not None else None, ""
     if isinstance(routing, str):
@@ -98,7 +101,7 @@ def _found(config: Config, layer: int, corrected: bool | None) -> FoundRouter:
         routing, inferred = _inferred(config, corrected)
     routing = routing.by_method.get(str(config.values["method"]), routing)
     _check_stated(config, routing)
-    spec = _read(routing, config, layer)
+    spec = _read(routing, config, own)
     if "hash layers" in routing.reads and _is_hashed(config, layer, corrected):
         spec = replace(spec, by_token=True, correction=False)
     return FoundRouter(spec, inferred)
@@ -114,7 +117,7 @@ def rows_beside_experts(config: Config) -> int | None:
     for setting, field in (("zero experts", "identity_experts"), ("shared experts", "sinks")):
         if getattr(routing.spec, field) and config.own[setting] is None:
             return None
-    spec = _read(routing, config, 0)
+    spec = _read(routing, config, config.own_of(0))
     return spec.identity_experts + spec.sinks
 
 
@@ -178,12 +181,12 @@ def _check_stated(config: Config, router: Router) -> None:
             raise UnknownRouter(f"{name} with {key} is not supported", _HINT)
 
 
-def _read(router: Router, config: Config, layer: int) -> RouterSpec:
+def _read(router: Router, config: Config, own: Mapping[str, Any]) -> RouterSpec:
     """The family's spec with what it reads from config.json."""
     found: dict[str, Any] = {}
     for setting in router.reads & SETTINGS.keys():
         field, kind = SETTINGS[setting]
-        value = of_layer(config.own[setting], layer)
+        value = own[setting]
         if value is not None and (value is not False or kind is bool):  # false: there is none
             found[field] = kind(value)
     norms = (config.text.get(key, 1) for key in _keys("p-norm"))
@@ -193,8 +196,8 @@ def _read(router: Router, config: Config, layer: int) -> RouterSpec:
     grouped = router.spec.group_score == "top2" or config.values["method"] == "group_limited_greedy"
     if "groups" in router.reads and grouped:
         for key in ("n_group", "topk_group"):
-            if config.own[key] is not None:
-                found[key] = config.own[key]
+            if own[key] is not None:
+                found[key] = own[key]
     return replace(router.spec, **found)
 
 

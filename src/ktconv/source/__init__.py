@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.families.activations import assumed_activation
+from ktconv.families.activations import assumed_activation, expert_activation
 from ktconv.families.config import Config
 from ktconv.families.family import PROJECTIONS, ExpertActivation, Projection
 from ktconv.source.adapters import adapter_notes
@@ -25,7 +25,7 @@ from ktconv.source.config import (
     ConfigFile,
     interpret_config,
     read_config,
-    read_description,
+    side_directory_of,
     with_quantize_config,
 )
 from ktconv.source.gguf.config import config_of_metadata, refuse_unread
@@ -75,8 +75,10 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
     naming = source.naming()
     place = source.place()
     selection = select_shards(place)
-    side_directory = _side_directory(place, selection, source.config)
-    file = None if side_directory is None else read_config(side_directory)
+    side_directory = side_directory_of(place, selection.gguf, source.config)
+    file = None
+    if side_directory is not None:
+        file = read_config(side_directory, None if selection.gguf else place)
     shards = read_shards(selection)
     headers = shards.headers
     if selection.gguf:
@@ -90,7 +92,6 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
     else:
         content = naming.applied(content)
         split, mapped = split_mapped(list(shards.tensors), naming)
-    described = {} if selection.gguf else read_description(place)
     with _indexed(selection.index, shards), _naming(headers[0], file), _mapping(mapped):
         config = Config(content)
         chosen = choose_tower(split, config, source.tower)
@@ -98,7 +99,7 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
             split, config = chosen.split, chosen.config
         apart = chosen is None or chosen.name not in MODALITIES[1:]  # has routers of its own names
         read = ModelSettings(config, file.content if chosen else None)
-        settings = interpret_config(config, described)
+        settings = interpret_config(config, file.described)
         packing = None
         if side_directory and any(rest.endswith("qweight") for rest in _first_names(split)):
             settings, packing = with_quantize_config(settings, side_directory, config)
@@ -110,7 +111,11 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
         if chosen is not None:
             layers = [replace(one, first_expert=chosen.first_expert) for one in layers]
             notes = [*chosen.notes, *notes]
-        layers = [replace(one, activation=_activation(read, one)) for one in layers]
+        activations = {one.index: expert_activation(config, one.index) for one in layers}
+        layers = [
+            replace(one, activation=replace(activations[one.index], biases=one.biased))
+            for one in layers
+        ]
         if assumed := assumed_activation(config):
             notes = [*notes, assumed]
         if mapped is not None:
@@ -121,21 +126,19 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
     architecture = str(headers[0].metadata.get("general.architecture")) if selection.gguf else None
     if hub_names := HUB_NAMES.get(architecture or ""):
         layers = [replace(one, hub_names=hub_names.experts(one.index)) for one in layers]
-    sources = [SourceFile(CONFIG_NAME, file.file_bytes, None, file.sha256)]
-    for header in headers:
-        name = path_text(header.file.name)
-        sources.append(_source_file(name, header))
-    if shards.deciding is not None:
-        sources.append(shards.deciding.state)
-    selected = [*shards.notes, *_adapters_beside(place, side_directory)]
+    sources = shards.states
+    if file.made is None:
+        sources.insert(0, SourceFile(CONFIG_NAME, file.file_bytes, None, file.sha256))
+    beside = {one: None for one in (place, side_directory) if one is not None and one.is_dir()}
+    adapters = [note for one in beside for note in adapter_notes(one, file_names(one))]
     return Checkpoint(
         path=selection.files[0] if selection.gguf else place,
         config=read,
         files=selection.files,
         layers=layers,
         other_tensors=split.others,
-        notes=[*selected, *notes],
-        sources=sources if file.made is None else sources[1:],
+        notes=[*shards.notes, *adapters, *notes],
+        sources=sources,
         side_directory=side_directory,
         made_files={} if file.made is None else {CONFIG_NAME: file.made},
         architecture=architecture,
@@ -149,30 +152,6 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
 def _first_names(split: Split) -> Iterable[str]:
     """The last parts of the names of a layer's stacked tensors."""
     return split.stacks[0].tensors if split.stacks else ()
-
-
-def _adapters_beside(place: Path, side_directory: Path | None) -> list[str]:
-    """Notes on adapters in the directories of weights and of side files."""
-    directories = {one: None for one in (place, side_directory) if one is not None and one.is_dir()}
-    return [note for one in directories for note in adapter_notes(one, file_names(one))]
-
-
-def _source_file(name: str, header: Header) -> SourceFile:
-    return SourceFile(name, header.file_bytes, header.mtime_ns, header.sha256, header.etag)
-
-
-def _side_directory(place: Path, selection: ShardSelection, given: Path | None) -> Path | None:
-    if given is None:
-        return None if selection.gguf else place
-    if not Path(given).is_dir():
-        raise UsageError(
-            f"--config {given} is not a directory", f"name a directory with {CONFIG_NAME}"
-        )
-    return Path(given)
-
-
-def _activation(config: ModelSettings, layer: MoELayer) -> ExpertActivation:
-    return replace(config.activation(layer.index), biases=layer.biased)
 
 
 def _of_metadata(text: str, header: Header) -> str:
@@ -237,7 +216,7 @@ def check_headers(source: ModelSource) -> Path:
     place = source.place()
     selection = select_shards(place)
     read_shards(selection)
-    directory = _side_directory(place, selection, source.config)
+    directory = side_directory_of(place, selection.gguf, source.config)
     if directory is not None:
         interpret_config(Config(read_config(directory).content))
     return place

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ktconv.errors import CheckpointError
-from ktconv.source.strict_json import parse_object
-from ktconv.system.regular_files import MAX_CONFIG_BYTES, read_small
+from ktconv.source.strict_json import read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of PEFT
 FUSED = "fused_expert_lora.safetensors"  # of KTransformers, without alpha and rank
@@ -47,8 +46,7 @@ def refuse_adapter(directory: Path, names: Sequence[str]) -> None:
     kind, base = None, ""
     if CONFIG in adapter:
         with contextlib.suppress(CheckpointError):  # that it is an adapter is enough
-            data = read_small(directory, CONFIG, MAX_CONFIG_BYTES)
-            config = parse_object(data, CONFIG, "", allow_same_twice=True)
+            config = read_object(directory, CONFIG, "").content
             kind = config.get("peft_type")
             if isinstance(config.get("base_model_name_or_path"), str):
                 base = f" of {config['base_model_name_or_path']:.200}"

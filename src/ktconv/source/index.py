@@ -16,9 +16,9 @@ from pathlib import Path
 from ktconv.errors import CheckpointError
 from ktconv.source.adapters import is_adapter_file
 from ktconv.source.safetensors_file import Header, Unused, read_header
-from ktconv.source.strict_json import parse_object
+from ktconv.source.strict_json import read_object
 from ktconv.source.types import SourceFile, TensorRef
-from ktconv.system.regular_files import read_small
+from ktconv.system.regular_files import MAX_SMALL_BYTES
 from ktconv.system.text import path_of, path_text
 from ktconv.system.units import counted, format_size
 
@@ -58,8 +58,10 @@ def read_index(directory: Path, names: Sequence[str]) -> Index | None:
             "Keep only one of them in the directory.",
         )
     path = directory / (DEFAULT_INDEX if DEFAULT_INDEX in candidates else candidates[0])
-    data = read_small(directory, path.name)
-    weight_map = parse_object(data, str(path), _HINT).get("weight_map")
+    content, data = read_object(
+        directory, path.name, _HINT, MAX_SMALL_BYTES, allow_same_twice=False
+    )
+    weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{path} has no weight_map object", _HINT)
     if not weight_map:

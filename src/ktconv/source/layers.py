@@ -11,8 +11,8 @@ from ktconv.families.names import MTP_MARKS, dense_mlp, looked_for
 from ktconv.source.config import ModelConfig
 from ktconv.source.counts import CONTRADICTION, Counts
 from ktconv.source.experts import build_layer
-from ktconv.source.map_guess import guess_map
-from ktconv.source.stacks import MAP_HINT, Split, Stack, nearest_keys
+from ktconv.source.map_guess import guess_map, nearest_keys
+from ktconv.source.stacks import MAP_HINT, Split, Stack
 from ktconv.source.types import MoELayer
 from ktconv.system.units import counted, format_ranges
 

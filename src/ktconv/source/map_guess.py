@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ktconv.families import table
 from ktconv.source.config import ModelConfig
@@ -18,6 +19,7 @@ from ktconv.source.types import TensorRef
 _PRIMARY = frozenset(encoding.primary for encoding in ENCODINGS)
 _PLAIN = ("BF16", "F16", "F32", "F8_E4M3", "F8_E5M2")  # whose shapes are those of the weights
 _LEAST = 4  # rows and columns of a weight; less is a convolution or a table of something
+_TYPICAL_KEY = "model.layers.0.mlp.experts.0.gate_proj.weight"
 _SHOWN = 40  # patterns of tensors that are no experts
 _WORDS = {
     "gate_up": ("gate_up", "gateup", "w13", "w1w3", "gate_and_up", "wi"),
@@ -468,3 +470,14 @@ def _quoted(text: str) -> str:
 def _comment(text: str) -> str:
     """Text for a comment, which is one line."""
     return re.sub(r"[\x00-\x1f\x7f]", "?", text)
+
+
+def nearest_keys(names: Iterable[str]) -> list[str]:
+    """Up to three names that most look as if they belonged to experts, for an error."""
+    everything = list(names)
+    for word in ("expert", "moe"):
+        found = list(islice((name for name in everything if word in name), 3))
+        if found:
+            return found
+    # difflib is quadratic; the first thousand names show how the model spells things.
+    return difflib.get_close_matches(_TYPICAL_KEY, everything[:1000], n=3, cutoff=0.3)

@@ -21,7 +21,7 @@ from ktconv.source.index import (
     substitute,
 )
 from ktconv.source.safetensors_file import Header, read_header
-from ktconv.source.types import TensorRef
+from ktconv.source.types import SourceFile, TensorRef
 from ktconv.system.opened import advise
 from ktconv.system.stores import Span, is_remote
 from ktconv.system.units import counted
@@ -66,8 +66,12 @@ def _select_safetensors(directory: Path) -> ShardSelection:
     """
     names = file_names(directory)
     index = read_index(directory, names)
-    if index is not None:
-        return _select_by_index(directory, index, names)
+    if index is None:
+        return _select_without_index(directory, names)
+    return _select_by_index(directory, index, names)
+
+
+def _select_without_index(directory: Path, names: Sequence[str]) -> ShardSelection:
     shards = [one for one in names if one.endswith(".safetensors") and not is_adapter_file(one)]
     if not shards:
         raise _no_safetensors(directory, names)
@@ -85,6 +89,12 @@ class Shards:
     notes: Sequence[str]  # about how files and their tensors were chosen
     # The index, if without it, or by a reader that disregards it, other tensors would be read.
     deciding: Index | None
+
+    @property
+    def states(self) -> list[SourceFile]:
+        """The state of each file whose content decides what tensors there are."""
+        files = [header.state for header in self.headers]
+        return files if self.deciding is None else [*files, self.deciding.state]
 
     @property
     def tensors(self) -> Iterator[TensorRef]:

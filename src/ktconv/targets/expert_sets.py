@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.source import MoELayer
 from ktconv.source.strict_json import parse_object
 from ktconv.system.regular_files import read_given
 from ktconv.system.units import format_ranges, parse_ranges
@@ -160,6 +161,23 @@ def check_expert_set(chosen: ExpertSet, experts: Mapping[int, int], path: Path |
                 f"{path} names expert {ids[-1]} of layer {layer}, but it has {experts[layer]}",
                 f"experts are 0 to {experts[layer] - 1}",
             )
+
+
+def remaining(excluded: ExpertSet, layers: Sequence[MoELayer]) -> dict[int, tuple[int, ...]]:
+    """The experts that remain of the layers that some are excluded from, by layer.
+
+    Raises UsageError for experts that these layers do not have, and where none would remain.
+    """
+    experts = {layer.index: len(layer.experts) for layer in layers}
+    check_expert_set(excluded, experts, "--exclude-experts")
+    left = others(excluded, {layer: experts[layer] for layer in excluded.layers})
+    for layer, ids in left.items():
+        if not ids:
+            raise UsageError(
+                f"--exclude-experts excludes all {experts[layer]} of the experts of layer {layer}",
+                "keep at least one expert of each layer for the CPU",
+            )
+    return left
 
 
 def expert_set_file(path: Path) -> WrittenFile:

@@ -31,7 +31,7 @@ from ktconv.quantize.packed.backward import Backward
 from ktconv.quantize.packed.folding import Folding
 from ktconv.quantize.packed.gptq.way import Compensation
 from ktconv.quantize.packed.importance.way import Importance
-from ktconv.quantize.packed.integers import integer_notes, may_be_kept
+from ktconv.quantize.packed.integers import treated
 from ktconv.quantize.packed.task import QuantizeTask, quantize_buffers
 from ktconv.quantize.packed.ways import Asked, Expert, Way
 from ktconv.source import open_checkpoint
@@ -78,7 +78,8 @@ class Preflight(AnyPreflight[KTransformersTarget]):
     """A planned conversion; what `--dry-run` prints."""
 
     request: Request
-    ways: Sequence[Way] = ()  # to choose codes, beside the rule for scales
+    ways: Sequence[Way]  # to choose codes, beside the rule for scales
+    buffers: BufferSizes  # of a worker
 
     @property
     def weights(self) -> ExpertWeights | SourceWeights | None:
@@ -117,21 +118,23 @@ def prepare(request: Request) -> Preflight:
     for way in ways:
         options = replace(options, **way.record)
     plan = make_plan(checkpoint, options)
-    if not options.requantize:
-        rounded = (m for layer in plan.moe_layers for m in layer.kinds if not may_be_kept(m))
-        refuse_second_rounding(checkpoint, rounded, f"--method {options.method}")
+    rounded, integers = treated(plan.moe_layers, options)
+    refuse_second_rounding(checkpoint, rounded, f"--method {options.method}")
     for way in ways:
         way.check(plan)
-    notes = [*plan.notes, *integer_notes(plan.moe_layers, options)]
-    plan = replace(plan, notes=[*notes, *(note for way in ways for note in way.notes(plan))])
+    notes = [*plan.notes, *integers, *(note for way in ways for note in way.notes(plan))]
+    plan = replace(plan, notes=notes)
     check_output(plan, request.output)
     units = plan.layer_units(request.layers)
     open_units = min(OPEN_UNITS, len(units))
     shared = sum(way.shared_memory(open_units) for way in ways)
-    each = _buffers(plan, ways).nbytes + sum(way.worker_memory(plan) for way in ways)
+    buffers = quantize_buffers(plan.moe_layers, FORMATS[options.method])
+    for more in filter(None, (way.buffers(plan) for way in ways)):
+        buffers = buffers.with_those_of(more)
+    each = buffers.nbytes + sum(way.worker_memory(plan) for way in ways)
     threads, peak = fit_memory(request, checkpoint, each, shared)
     free = machine.disk_free(request.output)
-    return Preflight(request, plan, units, threads, peak, free, ways)
+    return Preflight(request, plan, units, threads, peak, free, ways, buffers)
 
 
 def quantize_cpu(
@@ -140,14 +143,6 @@ def quantize_cpu(
     """Convert; see `Request`. Raises KtconvError, or KeyboardInterrupt with all state kept."""
     preflight = preflight or prepare(request)
     return QuantizeCpu(preflight, observer or Observer()).run()
-
-
-def _buffers(plan: Plan, ways: Sequence[Way]) -> BufferSizes:
-    sizes = quantize_buffers(plan.moe_layers, FORMATS[plan.target.options.method])
-    for way in ways:
-        more = way.buffers(plan)
-        sizes = sizes if more is None else sizes.with_those_of(more)
-    return sizes
 
 
 class QuantizeCpu(Conversion):
@@ -161,7 +156,7 @@ class QuantizeCpu(Conversion):
         return self.preflight.ways
 
     def buffers(self) -> BufferSizes:
-        return _buffers(self.plan, self.ways)
+        return self.preflight.buffers
 
     def expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
         """The rule for scales first, which every way starts from."""

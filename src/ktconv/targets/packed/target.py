@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from ktconv import __version__
 from ktconv.conversion.plan import Plan as AnyPlan
-from ktconv.conversion.plan import Selection, plan_checkpoint
+from ktconv.conversion.plan import plan_checkpoint
 from ktconv.conversion.target import BaseOptions, Target
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import (
@@ -29,7 +29,7 @@ from ktconv.source import Checkpoint, MoELayer, TensorRef
 from ktconv.source.side_files import find_side_files
 from ktconv.system.units import counted
 from ktconv.targets.consumers import Mismatch, mismatch_of, model_types
-from ktconv.targets.expert_sets import EXCLUDED, ExpertSet, check_expert_set, others, set_of_record
+from ktconv.targets.expert_sets import EXCLUDED, ExpertSet, remaining, set_of_record
 from ktconv.targets.renaming import rename_tensors
 from ktconv.writer.manifest import MANIFEST
 from ktconv.writer.shards import Tensor
@@ -191,17 +191,15 @@ def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
     excluded = options.exclude_experts
     layers = [layer for layer in checkpoint.layers if options.mtp or not layer.is_mtp]
     target = target_for(checkpoint, layers, options)
-    options = target.options
-    if not excluded:
-        plan = plan_checkpoint(checkpoint, target)
-        return replace(plan, notes=[*plan.notes, *target.notes])
-    selection = _without(excluded, checkpoint, options)
+    selection = remaining(excluded, layers) if excluded else None
     plan = plan_checkpoint(checkpoint, target, selection)
+    notes = [*plan.notes, *target.notes]
+    if not excluded:
+        return replace(plan, notes=notes)
     experts, places = counted(excluded.count, "expert"), counted(len(excluded.layers), "layer")
     left_out = f"{experts} of {places}: --exclude-experts"
     note = f"{NO_KTRANSFORMERS}: this one is for ktconv's own runtime (docs/hot-experts.md)"
-    notes = [*plan.notes, *target.notes, note]
-    return replace(plan, skipped=[*plan.skipped, left_out], notes=notes)
+    return replace(plan, skipped=[*plan.skipped, left_out], notes=[*notes, note])
 
 
 def target_for(
@@ -214,24 +212,6 @@ def target_for(
     if mismatch is None:
         options = replace(options, allow_activation_mismatch=False)
     return KTransformersTarget(options, backward, mismatch)
-
-
-def _without(excluded: ExpertSet, checkpoint: Checkpoint, options: Options) -> Selection:
-    """What remains of the layers that experts are excluded from."""
-    experts = {
-        layer.index: len(layer.experts)
-        for layer in checkpoint.layers
-        if options.mtp or not layer.is_mtp
-    }
-    check_expert_set(excluded, experts, "--exclude-experts")
-    remaining = others(excluded, {layer: experts[layer] for layer in excluded.layers})
-    for layer, ids in remaining.items():
-        if not ids:
-            raise UsageError(
-                f"--exclude-experts excludes all {experts[layer]} of the experts of layer {layer}",
-                "keep at least one expert of each layer for the CPU",
-            )
-    return remaining
 
 
 class KTransformersTarget(Target):
