@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
@@ -90,6 +90,8 @@ class Options(BaseOptions):
     fold: Fold = ""  # what is moved between the matrices of an expert
     calibrate: CalibrationRecord | None = None  # codes make up for one another's errors
     save_backward: bool = False  # transposed matrices too, for backward passes of kt-kernel
+    # What other ways to choose codes record, by the names of their options: JSON values.
+    ways: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.scale:
@@ -123,6 +125,7 @@ class Options(BaseOptions):
             "fold",
             "calibrate",
             "save_backward",
+            "ways",
         ):
             if not record[name]:
                 del record[name]
@@ -140,6 +143,7 @@ def options_of_record(record: Mapping[str, Any]) -> Options | None:
         importance=BY_WEIGHTS,
         calibrate=CalibrationRecord("", "", "", "", ""),
         save_backward=True,
+        ways={"name": None},
     ).as_dict()
     usual["fold"] = ""
     values = {name: value for name, value in record.items() if name in usual}
@@ -148,18 +152,15 @@ def options_of_record(record: Mapping[str, Any]) -> Options | None:
     scale = values.setdefault("scale", "amax")  # the only rule before there was a choice
     if scale not in get_args(ScaleRule) or (scale != "amax" and values.get("compat")):
         return None
-    if values.get("fold", "up-down") != "up-down":
-        return None
+    for name in _RECORDED.keys() & values.keys():
+        values[name] = _RECORDED[name](values[name])
+        if values[name] is None:
+            return None
     if values.get("fold") and (values.get("compat") or values.get("save_backward")):
         return None
-    if "importance" in values:
-        values["importance"] = _importance(values["importance"])
-        if values["importance"] is None or scale != "search":
-            return None
-    if "calibrate" in values:
-        values["calibrate"] = _record(CalibrationRecord, values["calibrate"])
-        if values["calibrate"] is None or scale != "search" or "importance" in values:
-            return None
+    searched = [name for name in ("importance", "calibrate") if name in values]
+    if len(searched) > 1 or (searched and scale != "search"):
+        return None
     return Options(**values, exclude_experts=set_of_record(record.get(EXCLUDED, {}), MANIFEST))
 
 
@@ -180,6 +181,14 @@ def _record(kind: type[R], record: Mapping[str, Any]) -> R | None:
     if record.keys() != names or not all(type(value) is str for value in record.values()):
         return None
     return kind(**record)
+
+
+# Records of ways to choose codes, by fields of Options; None for what no conversion records.
+_RECORDED: Mapping[str, Callable[[Any], Any]] = {
+    "fold": lambda record: record if record == "up-down" else None,
+    "importance": _importance,
+    "calibrate": lambda record: _record(CalibrationRecord, record),
+}
 
 
 def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
