@@ -32,6 +32,7 @@ from ktconv.source.gguf.config import config_of_metadata, refuse_unread
 from ktconv.source.gguf.hub_names import HUB_NAMES
 from ktconv.source.index import Index
 from ktconv.source.layers import build_layers
+from ktconv.source.map_guess import no_experts
 from ktconv.source.mapped import Mapped, check_encodings, split_mapped
 from ktconv.source.mapped import notes_of as notes_of_map
 from ktconv.source.model_source import ModelSource as ModelSource
@@ -43,7 +44,6 @@ from ktconv.source.settings import ModelSettings
 from ktconv.source.shards import (
     Shards,
     ShardSelection,
-    file_names,
     read_shards,
     select_shards,
 )
@@ -86,14 +86,12 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
         _refuse_map(naming)
     if file is None:
         file = config_of_metadata(headers[0])
-    content, mapped = file.content, None
+    config = Config(file.content if naming is None else naming.applied(file.content))
     if naming is None:
-        split = split_tensors(shards.tensors)
+        split, mapped = split_tensors(shards.tensors), None
     else:
-        content = naming.applied(content)
         split, mapped = split_mapped(list(shards.tensors), naming)
     with _indexed(selection.index, shards), _naming(headers[0], file), _mapping(mapped):
-        config = Config(content)
         chosen = choose_tower(split, config, source.tower)
         if chosen is not None:
             split, config = chosen.split, chosen.config
@@ -103,6 +101,8 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
         packing = None
         if side_directory and any(rest.endswith("qweight") for rest in _first_names(split)):
             settings, packing = with_quantize_config(settings, side_directory, config)
+        if not split.stacks:
+            raise no_experts(split.others, settings)
         layers, notes = build_layers(split, settings, apart)
         if packing is not None and any("gptq" in layer.encoding for layer in layers):
             raise packing  # of AWQ it names the order of words, which are read by their shapes
@@ -129,8 +129,7 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
     sources = shards.states
     if file.made is None:
         sources.insert(0, SourceFile(CONFIG_NAME, file.file_bytes, None, file.sha256))
-    beside = {one: None for one in (place, side_directory) if one is not None and one.is_dir()}
-    adapters = [note for one in beside for note in adapter_notes(one, file_names(one))]
+    adapters = adapter_notes(place, side_directory)
     return Checkpoint(
         path=selection.files[0] if selection.gguf else place,
         config=read,

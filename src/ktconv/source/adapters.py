@@ -27,15 +27,20 @@ def is_adapter_file(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def adapter_notes(directory: Path, names: Sequence[str]) -> list[str]:
-    """Notes about adapter files in the directory of a model."""
-    found = sorted(filter(is_adapter_file, names))
-    if not found:
-        return []
-    return [
-        f"a LoRA adapter lies in {directory} and is not merged; its files are neither read nor "
-        f"copied: {', '.join(found)}"
-    ]
+def adapter_notes(*directories: Path | None) -> list[str]:
+    """Notes about adapter files in the directories of a model, which may be one; others than
+    directories have none."""
+    notes = []
+    for directory in dict.fromkeys(filter(None, directories)):
+        there: list[Path] = []
+        with contextlib.suppress(OSError):  # what is needed there was read
+            there = [one for one in directory.iterdir() if is_adapter_file(one.name)]
+        if names := sorted(one.name for one in there if not one.is_dir()):
+            notes.append(
+                f"a LoRA adapter lies in {directory} and is not merged; its files are neither read "
+                f"nor copied: {', '.join(names)}"
+            )
+    return notes
 
 
 def refuse_adapter(directory: Path, names: Sequence[str]) -> None:

@@ -97,15 +97,16 @@ class Counts:
         for layer in layers:
             if left := self._left_rows(layer):
                 unsure.setdefault(left, []).append(layer.index)
-        for layer in layers:
-            self._check_lists(layer)
         notes = [
             f"routers have {counted(left, 'row')} more than their layers have experts "
             f"({listed('layer', indices)}): what these are is not "
             "known"
             for left, indices in unsure.items()
         ]
-        return [*notes, *self._check_number(layers)]
+        notes += self._check_number(layers)
+        for layer in layers:
+            self._check_lists(layer)
+        return notes
 
     def _left_rows(self, layer: MoELayer) -> int:
         """Rows of the router beside those of the experts, where a family may have some."""

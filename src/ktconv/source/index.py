@@ -35,7 +35,13 @@ class Index:
 
     path: Path
     weight_map: Mapping[str, str]  # tensor name to file name
-    state: SourceFile
+    nbytes: int
+    sha256: str
+
+    @property
+    def state(self) -> SourceFile:
+        """The file's state when it was read."""
+        return SourceFile(path_text(self.path.name), self.nbytes, None, self.sha256)
 
     @property
     def shards(self) -> list[str]:
@@ -73,8 +79,7 @@ def read_index(directory: Path, names: Sequence[str]) -> Index | None:
             weight_map[key] = name = name[2:]
         if not name.isascii():
             weight_map[key] = path_of(name)
-    digest = hashlib.sha256(data).hexdigest()
-    index = Index(path, weight_map, SourceFile(path_text(path.name), len(data), None, digest))
+    index = Index(path, weight_map, len(data), hashlib.sha256(data).hexdigest())
     for name in index.shards:
         _check_plain_name(path, name)
     return index

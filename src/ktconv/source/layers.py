@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
-from ktconv.errors import CheckpointError, PackedExpertsError, UnknownNamesError
+from ktconv.errors import CheckpointError
 from ktconv.families import table
 from ktconv.families.names import MTP_MARKS, dense_mlp, looked_for
 from ktconv.source.config import ModelConfig
 from ktconv.source.counts import CONTRADICTION, Counts
 from ktconv.source.experts import build_layer
-from ktconv.source.map_guess import guess_map, nearest_keys
-from ktconv.source.stacks import MAP_HINT, Split, Stack
+from ktconv.source.stacks import Split, Stack
 from ktconv.source.types import MoELayer
 from ktconv.system.units import counted, format_ranges
 
@@ -27,8 +25,6 @@ def build_layers(
 
     Raises CheckpointError naming the layer or tensor for every contradiction.
     """
-    if not split.stacks:
-        raise _no_experts(split, config)
     stacks = _number(split, config)
     left = sum(_without_identity(split, stack, config) for stack in stacks.values())
     _check_layers_present(split, stacks, config)
@@ -76,31 +72,6 @@ def _without_identity(split: Split, stack: Stack, config: ModelConfig) -> int:
 
 def _is_down(rest: str) -> bool:
     return table.FAMILIES.projections.get(rest.split(".")[1]) == "down"
-
-
-_PACKED = re.compile(r"blk\.[0-9]+\.ffn_[a-z_]+_exps\.[0-9]+\.")  # as KTransformers names them
-
-
-def _no_experts(split: Split, config: ModelConfig) -> CheckpointError:
-    packed = (one.name for one in split.others if _PACKED.match(one.name))
-    if (name := next(packed, None)) is not None:
-        return PackedExpertsError(
-            f"{name}: these experts were packed for KTransformers, by quantize-cpu or its own "
-            "converter, and are no source of a conversion",
-            "Convert the original model; of outputs, those of the methods in docs/methods.md but "
-            "awq can be read.",
-        )
-    guess = guess_map(split.others, config, "this model")
-    near = [f"{one.text} ({one.described})" for one in guess.likely[:_SHOWN]]
-    near = near or nearest_keys(tensor.name for tensor in split.others)
-    tail = f"; the nearest keys are {', '.join(near)}" if near else ""
-    if guess.likely and guess.nearest:
-        tail += f"; the most similar names are those of {guess.nearest}"
-    mapped = f"If these are experts, {MAP_HINT}; " if guess.likely else ""
-    return UnknownNamesError(
-        f"no MoE layer was found: looked for {looked_for()}{tail}",
-        f"{mapped}{'d' if mapped else 'D'}ense models have no experts to convert.",
-    )
 
 
 def _number(split: Split, config: ModelConfig) -> dict[int, Stack]:

@@ -8,18 +8,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from ktconv.errors import CheckpointError, PackedExpertsError, UnknownNamesError
 from ktconv.families import table
+from ktconv.families.names import looked_for
 from ktconv.source.config import ModelConfig
 from ktconv.source.encodings import ENCODINGS
 from ktconv.source.encodings.base import WEIGHT
 from ktconv.source.name_patterns import NamePattern, name_patterns
 from ktconv.source.naming_map import parse_map
+from ktconv.source.stacks import MAP_HINT
 from ktconv.source.types import TensorRef
 
 _PRIMARY = frozenset(encoding.primary for encoding in ENCODINGS)
 _PLAIN = ("BF16", "F16", "F32", "F8_E4M3", "F8_E5M2")  # whose shapes are those of the weights
 _LEAST = 4  # rows and columns of a weight; less is a convolution or a table of something
 _TYPICAL_KEY = "model.layers.0.mlp.experts.0.gate_proj.weight"
+_NEAREST = 3  # patterns that an error shows
 _SHOWN = 40  # patterns of tensors that are no experts
 _WORDS = {
     "gate_up": ("gate_up", "gateup", "w13", "w1w3", "gate_and_up", "wi"),
@@ -92,6 +96,32 @@ def guess_map(tensors: Iterable[TensorRef], config: ModelConfig, name: str) -> G
     text = "\n".join(_lines(name, main, mtp, others, nearest, config, patterns)) + "\n"
     parse_map(text, "the guessed map")  # a fault of this module, not of the user's
     return Guess(patterns, likely, nearest, text)
+
+
+_PACKED = re.compile(r"blk\.[0-9]+\.ffn_[a-z_]+_exps\.[0-9]+\.")  # as KTransformers names them
+
+
+def no_experts(others: Sequence[TensorRef], config: ModelConfig) -> CheckpointError:
+    """The error for a checkpoint in whose names no experts were found."""
+    packed = (one.name for one in others if _PACKED.match(one.name))
+    if (name := next(packed, None)) is not None:
+        return PackedExpertsError(
+            f"{name}: these experts were packed for KTransformers, by quantize-cpu or its own "
+            "converter, and are no source of a conversion",
+            "Convert the original model; of outputs, those of the methods in docs/methods.md but "
+            "awq can be read.",
+        )
+    guess = guess_map(others, config, "this model")
+    near = [f"{one.text} ({one.described})" for one in guess.likely[:_NEAREST]]
+    near = near or nearest_keys(tensor.name for tensor in others)
+    tail = f"; the nearest keys are {', '.join(near)}" if near else ""
+    if guess.likely and guess.nearest:
+        tail += f"; the most similar names are those of {guess.nearest}"
+    mapped = f"If these are experts, {MAP_HINT}; " if guess.likely else ""
+    return UnknownNamesError(
+        f"no MoE layer was found: looked for {looked_for()}{tail}",
+        f"{mapped}{'d' if mapped else 'D'}ense models have no experts to convert.",
+    )
 
 
 # ---- which tensors are experts -----------------------------------------------------------

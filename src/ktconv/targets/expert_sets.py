@@ -20,7 +20,7 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.source import MoELayer
 from ktconv.source.strict_json import parse_object
 from ktconv.system.regular_files import read_given
-from ktconv.system.units import format_ranges, parse_ranges
+from ktconv.system.units import counted, format_ranges, parse_ranges
 from ktconv.writer.option_files import WrittenFile
 
 SCHEMA = 1
@@ -60,6 +60,11 @@ class ExpertSet:
             "schema": SCHEMA,
             "experts": {str(layer): list(ids) for layer, ids in self.layers.items()},
         }
+
+    @property
+    def in_words(self) -> str:
+        """3 experts of 2 layers"""
+        return f"{counted(self.count, 'expert')} of {counted(len(self.layers), 'layer')}"
 
     def as_record(self) -> dict[str, Any]:
         """For a manifest: {"sha256": "...", "layers": {"3": "0,5,17-20"}}; empty for no expert."""

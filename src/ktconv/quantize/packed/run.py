@@ -92,7 +92,6 @@ def prepare(request: Request) -> Preflight:
     if options.numa == 0:
         options = replace(options, numa=machine.numa_nodes())
     checkpoint = open_checkpoint(request.source)
-    refuse_nested(checkpoint.path, request.output)
     if request.exclude_experts is not None:
         if not request.allow_partial:
             raise UsageError(
@@ -112,14 +111,15 @@ def prepare(request: Request) -> Preflight:
     for way in ways:
         options = replace(options, **way.record)
     plan = make_plan(checkpoint, options)
+    units = plan.layer_units(request.layers)
     rounded, integers = treated(plan.moe_layers, options)
     refuse_second_rounding(checkpoint, rounded, f"--method {options.method}")
     for way in ways:
         way.check(plan)
     notes = [*plan.notes, *integers, *(note for way in ways for note in way.notes(plan))]
     plan = replace(plan, notes=notes)
+    refuse_nested(checkpoint.path, request.output)
     check_output(plan, request.output)
-    units = plan.layer_units(request.layers)
     open_units = min(OPEN_UNITS, len(units))
     shared = sum(way.shared_memory(open_units) for way in ways)
     buffers = BufferSizes()

@@ -205,8 +205,7 @@ def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
     notes = [*plan.notes, *target.notes]
     if not excluded:
         return replace(plan, notes=notes)
-    experts, places = counted(excluded.count, "expert"), counted(len(excluded.layers), "layer")
-    left_out = f"{experts} of {places}: --exclude-experts"
+    left_out = f"{excluded.in_words}: --exclude-experts"
     note = f"{NO_KTRANSFORMERS}: this one is for ktconv's own runtime (docs/hot-experts.md)"
     return replace(plan, skipped=[*plan.skipped, left_out], notes=[*notes, note])
 
