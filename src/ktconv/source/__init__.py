@@ -86,7 +86,8 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
         _refuse_map(naming)
     if file is None:
         file = config_of_metadata(headers[0])
-    config = Config(file.content if naming is None else naming.applied(file.content))
+    content = file.content if naming is None else naming.applied(file.content)
+    config = Config(content)
     if naming is None:
         split, mapped = split_tensors(shards.tensors), None
     else:
@@ -100,7 +101,7 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
         settings = interpret_config(config, file.described)
         packing = None
         if side_directory and any(rest.endswith("qweight") for rest in _first_names(split)):
-            settings, packing = with_quantize_config(settings, side_directory, config)
+            settings, packing = with_quantize_config(settings, file, side_directory, config)
         if not split.stacks:
             raise no_experts(split.others, settings)
         layers, notes = build_layers(split, settings, apart)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ktconv.errors import CheckpointError, UsageError
+from ktconv.errors import CheckpointError, KtconvError, UsageError
 from ktconv.families import table
 from ktconv.families.activations import experts_have_gate
 from ktconv.families.config import Config
@@ -30,6 +30,7 @@ from ktconv.system.units import counted
 
 DESCRIPTION = "quant_model_description.json"  # of msModelSlim
 _QUANTIZE_CONFIG = "quantize_config.json"  # of GPTQ, in old checkpoints instead of a section
+_QUANTIZE_HINT = f"Copy what {_QUANTIZE_CONFIG} has to {CONFIG_NAME}, as quantization_config."
 # No model comes near; loops up to a count end soon, whatever a damaged file says.
 MAX_SIZE = 1_000_000
 
@@ -140,6 +141,8 @@ class ConfigFile:
     made: bytes | None = None  # the file, where it was made from other files' metadata
     # msModelSlim's type of each tensor, by a file beside the weights; empty for others.
     described: Mapping[str, str] = field(default_factory=dict)
+    # What quantize_config.json says, or why it cannot be read, which matters where it is needed.
+    quantize: Mapping[str, Any] | KtconvError | None = None
 
 
 def side_directory_of(place: Path, gguf: bool, given: Path | None) -> Path | None:
@@ -157,39 +160,49 @@ def side_directory_of(place: Path, gguf: bool, given: Path | None) -> Path | Non
 def read_config(directory: Path, weights: Path | None = None) -> ConfigFile:
     """Read `directory`/config.json, and what describes the tensors of a directory of `weights`.
 
-    Raises CheckpointError if the first is missing, or one is not an object.
+    Raises CheckpointError if config.json is missing, or if it or the description is no object.
     """
     try:
         content, data = read_object(directory, CONFIG_NAME, CONFIG_HINT)
     except MissingFileError as error:
         raise CheckpointError(str(error), CONFIG_HINT) from None
+    file = ConfigFile(content, len(data), hashlib.sha256(data).hexdigest())
+    if weights is None:
+        return file
     described: Mapping[str, Any] = {}
     with suppress(MissingFileError):
-        if weights is not None:
-            described = read_object(weights, DESCRIPTION, "Download it again.").content
+        described = read_object(weights, DESCRIPTION, "Download it again.").content
     types = {name: kind for name, kind in described.items() if isinstance(kind, str)}
-    return ConfigFile(content, len(data), hashlib.sha256(data).hexdigest(), described=types)
+    quantize: Mapping[str, Any] | KtconvError | None = None
+    try:
+        quantize = read_object(directory, _QUANTIZE_CONFIG, _QUANTIZE_HINT).content
+    except MissingFileError:
+        pass
+    except KtconvError as error:
+        quantize = error
+    return replace(file, described=types, quantize=quantize)
 
 
 def with_quantize_config(
-    config: ModelConfig, directory: Path, content: Config
+    config: ModelConfig, file: ConfigFile, directory: Path, content: Config
 ) -> tuple[ModelConfig, CheckpointError | None]:
-    """Add the group size of quantize_config.json, which GPTQ and AWQ have, to `config` if
-    config.json does not mention quantization. The second result is the error for GPTQ weights if
-    that file names another packing than the first version, as which they would be read."""
-    if _quantization(content.sections):
+    """Add the group size of quantize_config.json in `directory`, which GPTQ and AWQ have, to
+    `config` if config.json does not mention quantization. The second result is the error for GPTQ
+    weights if that file names another packing than the first version, as which they would be read.
+
+    Raises a KtconvError for a file that cannot be read.
+    """
+    said = file.quantize
+    if said is None or _quantization(content.sections):
         return config, None
-    hint = f"Copy what {_QUANTIZE_CONFIG} has to {CONFIG_NAME}, as quantization_config."
-    try:
-        said = read_object(directory, _QUANTIZE_CONFIG, hint).content
-    except MissingFileError:
-        return config, None
+    if isinstance(said, KtconvError):
+        raise said
     packing, other = said.get("checkpoint_format"), None
     if packing not in (None, "gptq"):
         other = CheckpointError(
             f"{directory / _QUANTIZE_CONFIG} has checkpoint_format {packing!r:.60}, but "
             f"{CONFIG_NAME} beside it has no quantization_config",
-            hint,
+            _QUANTIZE_HINT,
         )
     return replace(config, group_sizes=_group_sizes(said)), other
 

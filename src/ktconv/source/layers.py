@@ -35,12 +35,12 @@ def build_layers(
         build_layer(stack, index, _is_mtp(index, stack, config), counts)
         for index, stack in sorted(stacks.items())
     ]
-    _check_gates(layers, config)
-    _check_biases(layers, config)
     odd = counts.check(layers)
     for layer in layers:
         if fault := config.top_k_fault(len(layer.experts), layer.index):
             raise CheckpointError(fault, CONTRADICTION)
+    _check_gates(layers, config)
+    _check_biases(layers, config)
     notes = [*_notes(split, layers, config), *odd]
     if left:
         notes.append(

@@ -118,8 +118,6 @@ def prepare(request: Request) -> Preflight:
         way.check(plan)
     notes = [*plan.notes, *integers, *(note for way in ways for note in way.notes(plan))]
     plan = replace(plan, notes=notes)
-    refuse_nested(checkpoint.path, request.output)
-    check_output(plan, request.output)
     open_units = min(OPEN_UNITS, len(units))
     shared = sum(way.shared_memory(open_units) for way in ways)
     buffers = BufferSizes()
@@ -127,6 +125,8 @@ def prepare(request: Request) -> Preflight:
         buffers = buffers.with_those_of(more)
     each = buffers.nbytes + sum(way.worker_memory(plan) for way in ways)
     threads, peak = fit_memory(request, checkpoint, each, shared)
+    refuse_nested(checkpoint.path, request.output)
+    check_output(plan, request.output)
     free = machine.disk_free(request.output)
     return Preflight(request, plan, units, threads, peak, free, ways, buffers)
 
