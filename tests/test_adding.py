@@ -12,6 +12,10 @@ import pytest
 from helpers.cli import ktconv_done, write_model
 from helpers.paths import ROOT
 
+from ktconv.errors import UsageError
+from ktconv.quantize.packed import Request, prepare
+from ktconv.targets.packed.target import Options
+
 pytestmark = pytest.mark.process
 
 PAGE = (ROOT / "docs/adding.md").read_text(encoding="utf-8")
@@ -133,6 +137,9 @@ def test_a_way_to_choose_codes_is_a_file_and_a_row(tmp_path: Path) -> None:
         "verify", turned, f"--source={model}", "--level=weights"
     )
     run("quantize-cpu", model, turned, "--numa=1", code=2)  # other options than the output's
+    again = Request(str(model), tmp_path / "x", Options(ways={"turn": 2}))
+    with pytest.raises(UsageError, match="were converted with --turn, without which other codes"):
+        prepare(again)
     why = run("quantize-cpu", model, tmp_path / "x", "--method=bf16", "--turn=2", code=2)
     assert "--turn does not apply to --method bf16: they are not packed" in why
 

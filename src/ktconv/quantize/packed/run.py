@@ -106,6 +106,12 @@ def prepare(request: Request) -> Preflight:
     asked = Asked(request, checkpoint, options)
     ways = [way for kind in ways_of_table() if (way := kind.open(asked)) is not None]
     facts = {way.option: way.facts for way in ways if way.facts is not None}
+    if lost := sorted(options.ways.keys() - facts.keys()):
+        raise UsageError(
+            f"the weights were converted with --{lost[0].replace('_', '-')}, without which other "
+            "codes would result",
+            "convert the model again, with that option",
+        )
     # Not those of an output that is made again.
     options = replace(options, importance=None, calibrate=None, ways=facts)
     for way in ways:
