@@ -40,7 +40,7 @@ from ktconv.verify import (
 )
 from ktconv.verify import model as model_level
 from ktconv.verify.findings import Findings
-from ktconv.verify.packed.model import CpuModelCheck
+from ktconv.verify.packed.model import PackedModelCheck
 from ktconv.verify.packed.output import open_cpu_output
 from ktconv.verify.run import unwatched
 
@@ -165,7 +165,7 @@ def test_no_router(tmp_path: Path, no_transformers: None) -> None:
 # ---- model -----------------------------------------------------------------------------
 
 
-def checked(check: CpuModelCheck) -> dict[str, Any] | None:
+def checked(check: PackedModelCheck) -> dict[str, Any] | None:
     """What level model alone finds."""
     check.prepare()
     return check.run(unwatched, print)
@@ -224,7 +224,7 @@ def test_level_model_runs_our_kernels(
     monkeypatch.setattr(runtime_layer, "compute", wrong)
     request, findings = Request(example("int8"), str(EXAMPLE), "model", windows=1), Findings()
     output = open_cpu_output(request.output, request.source)
-    about = checked(CpuModelCheck(output, request, findings))
+    about = checked(PackedModelCheck(output, request, findings))
     assert about is not None and about["kl_mean"] > 0.01
     assert "divergence" in {failure.check for failure in findings.listed}
 
@@ -241,7 +241,7 @@ def test_experts_of_another_model(example: Callable[[str], Path], tmp_path: Path
             swap(output, f"{name}.0.numa.{part}", f"{name}.1.numa.{part}")
     request, findings = Request(output, str(EXAMPLE), "model", windows=1), Findings()
     opened = open_cpu_output(output, request.source)
-    assert checked(CpuModelCheck(opened, request, findings)) is None
+    assert checked(PackedModelCheck(opened, request, findings)) is None
     (failure,) = findings.listed
     assert failure.check == "experts" and f"layer {layer}" in failure.message
 
