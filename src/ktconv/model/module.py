@@ -22,7 +22,7 @@ _NORMED_AT_ONCE = 1024  # tokens; each of their experts' outputs is in memory fo
 
 
 class Routing(NamedTuple):
-    """Which experts a call chooses: ids [M, K], -1 for none. `hidden` [..., H] and `weights` [M, K]
+    """Choice of experts in a call: ids [M, K], -1 for none. `hidden` [..., H] and `weights` [M, K]
     are None where the module gets only their products."""
 
     hidden: Tensor | None
@@ -170,12 +170,12 @@ class PackedExperts(nn.Module):
 
     @staticmethod
     def routing(module: Any, arguments: Sequence[Any]) -> Routing:
-        """What a call chooses, of a module that is packed or the model's own."""
+        """Routing of a call, to a module that is packed or the model's own."""
         return Routing(*arguments)
 
     @property
     def nbytes(self) -> int:
-        """Of the packed weights."""
+        """Size of the packed weights."""
         return self.experts.expert_bytes * int((~self._elsewhere).sum())
 
     def extra_repr(self) -> str:

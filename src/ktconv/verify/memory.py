@@ -76,7 +76,7 @@ class Budget:
 
 
 def memory_facts(budget: Budget) -> dict[str, int]:
-    """For the JSON: the announced peak and the measured one."""
+    """Memory for the JSON: the announced peak and the measured one."""
     return {
         "threads": budget.threads,
         "peak_memory_bytes": budget.peak,
@@ -111,9 +111,9 @@ def plan_memory(
 
 
 def _portions(need: LayerNeed, room: int, readers: int, reader: int) -> tuple[int, int, int]:
-    """Of level layers: bytes in total, threads, each with at least one expert, and bytes of packed
-    weights. Allocators keep the memory of the `readers`, threads that read weights with `reader`
-    bytes each, and reuse it for as many threads."""
+    """Shares of level layers: bytes in total, threads, each with at least one expert, and bytes of
+    packed weights. Allocators keep the memory of the `readers`, threads that read weights with
+    `reader` bytes each, and reuse it for as many threads."""
     more = max(1, need.thread + need.expert - reader)
     threads = max(1, min(readers, (room - need.fixed - readers * reader) // more))
     fixed = need.fixed + threads * need.thread + (readers - threads) * reader

@@ -1,4 +1,4 @@
-"""What an expert multiplies and adds up, seen while its own module runs."""
+"""Watches an expert's own module while it runs: what it multiplies and adds up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ADDING = (torch.ops.aten.index_add_, torch.ops.aten.index_add)
 
 
 class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """As a context, sees what an expert's module does, whatever code that is.
+    """Context that sees what an expert's module does, whatever code that is.
 
     `inner` is the matrix [n, I] that is multiplied with the parameter `down`; `added` is what is
     first added to the module's sum, and so the expert's output before any rounding to the dtype of

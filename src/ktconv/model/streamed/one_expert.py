@@ -63,7 +63,7 @@ class OneExpert:
         return y.reshape(rows.shape)
 
     def seen(self, rows: Tensor, weights: Tensor) -> Seen:
-        """The same, and what happened in it."""
+        """Run the expert, and record what happened in it."""
         seen = Seen(self.down, self.intermediate)
         with seen:
             y = self(rows, weights)
@@ -72,7 +72,7 @@ class OneExpert:
         return seen
 
     def sum_dtype(self, weights: torch.dtype) -> torch.dtype:
-        """What the module adds up in, with weights of this dtype."""
+        """Dtype in which the module adds up, with weights of this dtype."""
         device = self.down.device
         rows = torch.zeros((1, self.hidden), dtype=self.down.dtype, device=device)
         added = self.seen(rows, torch.zeros(1, dtype=weights, device=device)).added
@@ -108,7 +108,7 @@ class OneExpert:
 
 
 class _Routed(nn.Module):
-    """In place of JetMoE's router: all rows to the one expert."""
+    """Router in place of JetMoE's that sends all rows to the one expert."""
 
     def __init__(self, token: Tensor, weights: Tensor, count: int) -> None:
         super().__init__()

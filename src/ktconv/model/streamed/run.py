@@ -123,7 +123,7 @@ class StreamedPass:
         return range(self.sides if self.states.split else 1)
 
     def before(self, side: int, window: int) -> Any:
-        """What the layer before returned."""
+        """Output of the layer before."""
         return _moved(self.states.get(side, window), self.device)
 
     # ---- a layer ----

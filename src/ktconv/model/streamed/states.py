@@ -52,7 +52,7 @@ _ARRAY_KINDS = "biuf"  # numbers: nothing that NumPy would unpickle
 
 
 class Resumed(NamedTuple):
-    """What the last `States.commit` of an earlier run was given."""
+    """Arguments of the last `States.commit` of an earlier run."""
 
     position: int
     more: Mapping[str, Any]
@@ -60,7 +60,7 @@ class Resumed(NamedTuple):
 
 
 class _Damaged(Exception):
-    """Why the state of an earlier run cannot be used."""
+    """Reason why the state of an earlier run cannot be used."""
 
 
 class States:

@@ -139,7 +139,7 @@ class MatrixTask:
 
 
 def _biases(data: Mapping[Piece, U8]) -> U8:
-    """Of all parts, one behind the other."""
+    """Biases of all parts, one behind the other."""
     pieces = [data[piece] for piece in sorted(data) if piece[1] == "bias"]
     return np.concatenate(pieces) if pieces else np.empty(0, np.uint8)
 

@@ -119,7 +119,7 @@ class BackwardCheck:
         return before.scales()
 
     def _owned(self, part: int, parts: int) -> Slice:
-        """What a part has of the source."""
+        """Slice of the source that a part has."""
         geometry = self.output.packed.layers[self.layer]
         return split(self.proj, geometry.hidden, geometry.intermediate, part, parts)
 

@@ -87,7 +87,7 @@ def check_cover(output: CpuOutput, other: Path, findings: Findings) -> dict[str,
 
 
 def _layers(output: CpuOutput) -> Layers:
-    """Of the source if it is given, else of the manifest."""
+    """Layers of the source if it is given, else of the manifest."""
     if output.checkpoint is not None:
         return {
             layer.index: Layer(len(layer.experts), layer.source, layer.gated)

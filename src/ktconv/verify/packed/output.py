@@ -36,7 +36,7 @@ class CpuOutput(OpenedOutput):
 
     @property
     def dimensions(self) -> dict[int, Dimensions]:
-        """Of layers in a known format."""
+        """Sizes of layers in a known format."""
         known = {index: here for index, here in self.packed.layers.items() if here.format}
         return {
             n: (here.experts, here.hidden, here.intermediate, here.gated)
@@ -110,7 +110,7 @@ def _usable(manifest: Manifest | None, output: Path) -> Manifest | None:
 
 
 def _options_of(manifest: Manifest) -> Options | None:
-    """How it was converted; None if the manifest does not say it as ours do."""
+    """Options of the conversion; None if the manifest does not say them as ours do."""
     complete = {"method", "numa"} <= manifest.options.keys()
     return options_of_record(manifest.options) if complete else None
 
@@ -147,7 +147,7 @@ def _contradiction(packed: PackedWeights, options: Options) -> str | None:
 
 
 def _options_by_tensors(packed: PackedWeights, checkpoint: Checkpoint | None) -> Options:
-    """How it was converted, by the tensors of most layers."""
+    """Options of the conversion, by the tensors of most layers."""
     kinds = Counter((one.format, one.parts) for one in packed.layers.values() if one.format)
     if not kinds:
         raise CheckpointError(

@@ -80,7 +80,7 @@ class CpuVerifier(OutputVerifier):
         return max((backward_memory(self._layers(), one) for one in self._transposed()), default=0)
 
     def _layers(self) -> Sequence[MoELayer]:
-        """Of the source."""
+        """Layers of the source."""
         return self.output.checkpoint.layers if self.output.checkpoint else ()
 
     def _transposed(self) -> Sequence[Options]:

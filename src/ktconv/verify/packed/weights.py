@@ -91,7 +91,8 @@ class ExpertMatrixCheck:
         return PartCheck(self.context, self.output, weight, proof)
 
     def _exponents(self) -> I8 | None:
-        """Of folding; None: nothing is folded, or they are not recorded, which is a failure."""
+        """Exponents of folding; None: nothing is folded, or they are not recorded, which is a
+        failure."""
         if self.source is None or self.proj == "gate":
             return None
         geometry = self.output.packed.layers[self.layer]
@@ -145,7 +146,8 @@ class ExpertMatrixCheck:
         return wider.scales() if wider else [None] * len(parts)
 
     def _compare_biases(self, source: MatrixReader | None, parts: Sequence[PartCheck]) -> None:
-        """With the source's, if it is read: the same numbers, or zeros where it has none."""
+        """Compare biases with the source's, if it is read: the same numbers, or zeros where it has
+        none."""
         expected = None
         if source is not None:
             expected = source.load_bias()
@@ -175,7 +177,7 @@ class ExpertMatrixCheck:
         return total
 
     def _proof_of(self, part: int, proof: Proof) -> Proof:
-        """Of one part, from that of the whole matrix."""
+        """Proof of one part, from that of the whole matrix."""
         cols = self.output.packed.layers[self.layer].shape(self.proj)[1]
         every = range(self.output.options.numa)
         cut_anew = self.proj == "down" and bool(parts_before(self.output))

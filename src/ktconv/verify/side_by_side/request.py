@@ -1,4 +1,4 @@
-"""What to compare, and how thoroughly."""
+"""The request of `compare`: what to compare, and how thoroughly."""
 
 from __future__ import annotations
 
