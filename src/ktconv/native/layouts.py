@@ -55,7 +55,7 @@ class Layout:
 
     @cached_property
     def traits(self) -> Traits:
-        """What follows from the layout. ValueError for one that does not exist."""
+        """Traits that follow from the layout. ValueError for one that does not exist."""
         found = ffi.new("kt_layout_traits *")
         if lib.kt_layout_describe(self.c(), found) != lib.KT_OK:
             raise ValueError(f"{self} does not exist")

@@ -1,4 +1,4 @@
-"""What the machine can do at most: reading memory, multiplying."""
+"""Limits of the machine: reading memory, multiplying."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What of a finished output is sent: the files that its manifest names, after comparing each with
-the checksums there."""
+"""Files of a finished output that are sent: those that its manifest names, after comparing each
+with the checksums there."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class TreeLayer(Geometry):
 
     @property
     def record(self) -> dict[str, object]:
-        """What a journal remembers of it."""
+        """Record of the folder in a journal."""
         return {"files": self.files, "bytes": self.total_bytes, "listing_sha256": self.sha256}
 
 

@@ -141,7 +141,7 @@ class MoELayer:
 
     @property
     def packed(self) -> Experts:
-        """Its experts as kernels and references have them."""
+        """Experts as kernels and references have them."""
         return self._packed
 
     @property
@@ -216,8 +216,8 @@ class MoELayer:
         add_to: Any = None,
         out: Any = None,
     ) -> Handle:
-        """As a call, in a background thread of the pool, in the order of submissions. The arguments
-        must not change until `wait()` has returned, which raises what the call would have."""
+        """Call in a background thread of the pool, in the order of submissions. The arguments must
+        not change until `wait()` has returned, which raises what the call would have."""
         pool, packed = self.pool, self._packed
         try:
             found = self._arguments(x, ids, weights, skip, add_to, out)

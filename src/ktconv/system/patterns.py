@@ -25,7 +25,7 @@ _BRACE = re.compile(r"(?<!\\)\{(?![0-9]*,?[0-9]*\})")  # repeats nothing in `re`
 
 
 class PatternError(Exception):
-    """Why patterns cannot be matched, as the end of a sentence about them."""
+    """Reason why patterns cannot be matched, as the end of a sentence about them."""
 
 
 class Patterns:
@@ -119,7 +119,7 @@ class _Shape:
 
 
 def _shape(text: str) -> tuple[_Shape, str]:
-    """Of a pattern that is a name; and the name."""
+    """Shape of a pattern that is a name; and the name."""
     anchored, wild, name = text.startswith("^"), list[int](), list[str]()
     escaped = False
     for letter in text[anchored:]:

@@ -38,8 +38,8 @@ def refuse_pointer(path: Path, nbytes: int, take: Callable[[int], bytes]) -> Non
 
 
 def refuse_pointer_at(path: Path) -> None:
-    """The same of a file that is read by its name; one that is no file, or not there, is left to
-    who reads it."""
+    """`refuse_pointer` for a file that is read by its name; one that is no file, or not there, is
+    left to who reads it."""
     with contextlib.suppress(OSError):
         if not is_remote(path) and path.is_file():  # to open a pipe is to take it from its reader
             with path.open("rb") as file:

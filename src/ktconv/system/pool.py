@@ -50,7 +50,7 @@ class Pool(native.Pool):
 
     @property
     def nodes(self) -> int:
-        """How many NUMA nodes the threads are on."""
+        """Number of NUMA nodes that the threads are on."""
         return len(self.os_nodes)
 
     def bind(self, memory: Array, node: int) -> None:

@@ -220,7 +220,8 @@ def _refuse_outside(directory: Path, path: Path, descriptor: int) -> None:
 
 
 def _allowed(root: Path) -> Iterator[Path]:
-    """Where files of `root` may be: there, or in the blobs that hub snapshots link to."""
+    """Directories in which files of `root` may be: there, or in the blobs that hub snapshots link
+    to."""
     yield root
     if root.parent.name == _SNAPSHOTS:
         yield root.parent.parent / _BLOBS

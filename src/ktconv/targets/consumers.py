@@ -1,4 +1,4 @@
-"""What the known consumers of converted experts compute, and models that need something else.
+"""The consumers of converted experts: what they compute, and models that need something else.
 
 The methods of KTransformers 0.7.2 read parameters that they do not have as zero, without a word.
 A step of an `ExpertActivation` that a method leaves out makes its results wrong.
@@ -159,7 +159,7 @@ def uneven(layers: Iterable[MoELayer]) -> str | None:
 
 
 def model_types(checkpoint: Checkpoint) -> list[str]:
-    """Of the text section and of the whole config.json."""
+    """Model types of the text section and of the whole config.json."""
     return [kind for kind in checkpoint.config.model_types if isinstance(kind, str)]
 
 
@@ -208,7 +208,7 @@ class Mismatch:
 
     @property
     def instead(self) -> str:
-        """What the consumer computes."""
+        """The consumer's computation, in words."""
         ends = (end for name, end in _INSTEAD.items() if name in self.left_out)
         return f"KTransformers' {self.method} computes plain SiLU" + "".join(ends)
 
@@ -226,7 +226,7 @@ class Mismatch:
 
     @property
     def consequence(self) -> str:
-        """For an output that was converted all the same."""
+        """Consequence for an output that was converted all the same."""
         if self.supported:
             return "this output is for ktconv's own runtime"
         return "ktconv's kernels do not compute it either"

@@ -89,7 +89,7 @@ class Manifest:
 
     @property
     def resharded_from(self) -> Record | None:
-        """What a recut output was made from."""
+        """Record of what a recut output was made from."""
         record = self.record.get("resharded_from")
         return record if isinstance(record, dict) else None
 

@@ -118,7 +118,7 @@ class KTMoEWrapper:
 
     @property
     def num_gpu_experts(self) -> int:
-        """How many experts the mask has at the moment."""
+        """Number of experts that the mask has at the moment."""
         return int(self._mask.sum())
 
     # ---- weights
@@ -212,7 +212,7 @@ class KTMoEWrapper:
         return checked(self.hidden_size, self.num_experts_per_tok, x, ids, weights)
 
     def _share(self, tokens: int) -> Share:
-        """What the layer before has left to this call, and what it leaves. UsageError without
+        """Share that the layer before has left to this call, and what it leaves. UsageError without
         weights."""
         _, deferred = self.layer, int(self.max_deferred_experts_per_token)
         carried = self._model.take(self.layer_idx, tokens)

@@ -20,7 +20,7 @@ _VECTORS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 def open_converted(
     model: ConvertedModel, layer: int | None = None, slots: Slots | None = None
 ) -> Experts:
-    """As `open_experts`, and with the norm of the experts' outputs where the model has one.
+    """Open experts as `open_experts`, and with the norm of their outputs where the model has one.
 
     Raises CheckpointError also where that norm is not among its tensors.
     """

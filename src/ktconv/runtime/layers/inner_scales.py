@@ -37,7 +37,7 @@ class InnerScaleReader(PlainReader):
 
 
 def plain_reader(fmt: Format, source: MatrixReader) -> PlainReader:
-    """What reads a matrix in the plain form of `fmt`."""
+    """A reader of a matrix in the plain form of `fmt`."""
     if not fmt.traits.inner_scales:
         return PlainReader(fmt, source, source.load_scales())
     grid = source.matrix.scale

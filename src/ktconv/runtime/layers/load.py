@@ -145,7 +145,7 @@ class ConvertedModel:
 
     @cached_property
     def packed(self) -> PackedWeights:
-        """Its headers."""
+        """Headers of the packed weights."""
         return open_packed(self.directory, self._layer)
 
     def other(self, names: Sequence[str]) -> TensorRef | None:
@@ -157,7 +157,7 @@ class ConvertedModel:
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """Without its units; None where another tool wrote the output."""
+        """The manifest without its units; None where another tool wrote the output."""
         return read_run(self.directory)
 
     @cached_property
@@ -177,8 +177,8 @@ class ConvertedModel:
         return list(self.packed.layers)
 
     def activation(self, layer: int) -> ExpertActivation:
-        """By the manifest, since a map of names may have given it; where that does not say it by
-        config.json, else by `settings`, else SiLU."""
+        """Activation by the manifest, since a map of names may have given it; where that does not
+        say it by config.json, else by `settings`, else SiLU."""
         stated = (self.config or self._settings).activation(layer)
         return self._recorded.get(layer, stated)
 

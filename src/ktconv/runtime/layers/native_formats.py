@@ -1,4 +1,4 @@
-"""Which weight formats of the kernels hold the numbers of a stored matrix exactly, by its headers.
+"""Weight formats of the kernels that hold the numbers of a stored matrix exactly, by its headers.
 
 A format holds a matrix if a code of the format is a stored number, and if all that share a scale in
 the format share one in the source: a scale that is stored once is written as often as needed.
@@ -90,7 +90,8 @@ def _is_refined(grid: BlockGrid, matrix: ExpertMatrix, rows: int, cols: int) -> 
 
 
 def _lie_within(step: int, length: int, block: int, origin: int) -> bool:
-    """The same along an axis of `length`, whose first element is number `origin` of the grid's."""
+    """Whether steps lie within blocks along an axis of `length`, whose first element is number
+    `origin` of the grid's."""
     if origin % block + length <= block:
         return True  # all of the axis does
     return block % step == 0 and origin % step == 0

@@ -94,7 +94,7 @@ def open_stored(path: str | Path) -> Checkpoint:
 
 @cache
 def _reordered_names() -> NamingMap:
-    """Those of KTransformers' export of AWQ (SPEC 7)."""
+    """Names of KTransformers' export of AWQ (SPEC 7)."""
     lines = (f'{proj} = "blk.{{layer}}.ffn_{proj}_exps.{{expert}}"' for proj in PROJECTIONS)
     return parse_map("\n".join(("[experts]", *lines)), "the map of awq")
 
@@ -119,7 +119,7 @@ def layer_of(checkpoint: Checkpoint, layer: int | None) -> MoELayer:
 def _formats(
     checkpoint: Checkpoint, layer: MoELayer, experts: list[int], parts: int, method: str | None
 ) -> list[Format]:
-    """Those to try, for kernels of this shape; at least one."""
+    """Formats to try, for kernels of this shape; at least one."""
     possible = formats_of_layer(layer, experts)
     where, encoding = f"layer {layer.index} of {checkpoint.path}", _encoding(layer)
     if not possible:
@@ -145,7 +145,7 @@ def _formats(
 
 
 def _encoding(layer: MoELayer) -> str:
-    """Of all experts, in words."""
+    """Encodings of all experts, in words."""
     first = next(iter(layer.experts[0].values())).tensor
     return f"{' and '.join(layer.encodings)} ({first.name} is {first.dtype})"
 
@@ -161,7 +161,7 @@ def _refuse_shape(fmt: Format, layer: MoELayer, parts: int) -> None:
 
 
 def norm_of(checkpoint: Checkpoint, layer: MoELayer) -> OutputNorm | None:
-    """That of the experts' outputs, if the model has one."""
+    """Norm of the experts' outputs, if the model has one."""
     try:
         return output_norm(SourceTensors(checkpoint), checkpoint.config, layer)
     except CheckpointError as error:
@@ -170,7 +170,8 @@ def norm_of(checkpoint: Checkpoint, layer: MoELayer) -> OutputNorm | None:
 
 
 def _first_exact(formats: Sequence[Format], load: Callable[[Format], Experts]) -> Experts:
-    """By the first of these formats that has all numbers; the error of the first, if none has."""
+    """Experts in the first of these formats that has all numbers; the error of the first, if none
+    has."""
     refused: NotExactError | None = None
     for fmt in formats:
         try:
@@ -183,7 +184,7 @@ def _first_exact(formats: Sequence[Format], load: Callable[[Format], Experts]) -
 
 
 def _packer(fmt: Format, reader: SourceReader, layer: MoELayer) -> Callable[[], Packer]:
-    """What reads and packs matrices of a layer, with buffers of its own."""
+    """A function that reads and packs matrices of a layer, with buffers of its own."""
     sizes = [source_buffer(matrix) for matrix in layer.kinds]
     largest = BufferSizes(max(size.source for size in sizes))
 

@@ -107,7 +107,7 @@ class FsspecStore(Store):
 
     @abstractmethod
     def _about(self, path: str) -> Mapping[str, Any]:
-        """What the server says of a file, asked anew."""
+        """Facts of a file, asked of the server again."""
 
     @abstractmethod
     def _described(self, name: str, about: Mapping[str, Any]) -> RemoteFile: ...
@@ -115,7 +115,7 @@ class FsspecStore(Store):
     # ---- errors ----
 
     def _status(self, error: BaseException) -> int | None:
-        """Of HTTP, where a response caused the error."""
+        """Status of HTTP, where a response caused the error."""
         import aiohttp
 
         for one in causes(error):

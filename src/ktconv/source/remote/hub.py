@@ -81,7 +81,7 @@ class HubStore(Store):
         return list(self._files.values())
 
     def state(self, names: Iterable[str]) -> Mapping[str, RemoteFile]:
-        """As they were: what a commit has never changes."""
+        """Files as they were: those of a commit never change."""
         return {name: self._files[name] for name in names}
 
     # ---- bytes ----

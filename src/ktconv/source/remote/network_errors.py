@@ -1,4 +1,4 @@
-"""What errors of libraries for the network have in common, as text without secrets."""
+"""Errors of libraries for the network: their kind, and their text without secrets."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def is_cut_off(error: BaseException) -> bool:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Of HTTP, where a response caused the error."""
+    """Status of HTTP, where a response caused the error."""
     found = getattr(getattr(error, "response", None), "status_code", None)
     return found if isinstance(found, int) else None
 
 
 def cause(error: BaseException) -> object:
-    """What the system said, in errors of whatever library; otherwise the error."""
+    """The system's message in errors of whatever library; otherwise the error."""
     inner: BaseException | None = error
     for _ in range(20):
         if inner is None:
@@ -58,7 +58,7 @@ def cause(error: BaseException) -> object:
 
 
 def first_line(error: object, token: str | None = None) -> str:
-    """Of a message, without tokens and without signatures of URLs."""
+    """First line of a message, without tokens and without signatures of URLs."""
     lines = str(error).strip().splitlines()
     text = re.sub(r"(https?://[^\s?]+)\?\S*", r"\1", lines[0] if lines else "")
     text = re.sub(r"(https?://)[^\s/@]+@", r"\1", text)

@@ -73,7 +73,8 @@ class WebStore(FsspecStore):
         yield from found
 
     def _now(self, name: str) -> RemoteFile | None:
-        """By asking for its first byte: signatures for reading do not allow HEAD."""
+        """File as it is now, by asking for its first byte: signatures for reading do not allow
+        HEAD."""
         return self._run(self._described_there, name)  # type: ignore[no-any-return]
 
     def _about(self, path: str) -> Mapping[str, Any]:
@@ -190,7 +191,7 @@ class WebStore(FsspecStore):
 
 
 def _size(response: Any) -> int | None:
-    """Of the whole file; None where the server does not say."""
+    """Size of the whole file; None where the server does not say."""
     if response.status in (206, 416):
         total = response.headers.get("Content-Range", "").rpartition("/")[2]
     else:
@@ -199,7 +200,7 @@ def _size(response: Any) -> int | None:
 
 
 def _etag(headers: Mapping[str, str]) -> str:
-    """What the server gives to tell contents apart: an ETag, a date, or nothing."""
+    """Text from the server that tells contents apart: an ETag, a date, or nothing."""
     return (headers.get("ETag") or headers.get("Last-Modified") or "").strip('"')
 
 
@@ -227,7 +228,7 @@ class _Links(HTMLParser):
 
 
 def _names_in(page: str, address: str) -> Iterator[str]:
-    """What a listing at `address` leads to that is in that directory."""
+    """Names in a listing at `address` that are in that directory."""
     parser = _Links()
     parser.feed(page)
     here = urlsplit(address)

@@ -59,7 +59,7 @@ class Method:
 
     @property
     def words(self) -> str:
-        """As messages and tables have it."""
+        """Name for messages and tables."""
         row = SCHEMES[self.name]
         return f"{self.name} (group {self.group_size})" if len(row.groups) > 1 else self.name
 
@@ -108,7 +108,7 @@ class Recipe:
 
     @property
     def toml(self) -> str:
-        """As a file; `parse_recipe` gives the same recipe again."""
+        """The recipe as a file; `parse_recipe` gives the same recipe again."""
         blocks = [[*self.method.lines(), f"engine = {json.dumps(self.engine)}"]]
         blocks += [list(rule.lines()) for rule in self.rules]
         return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
@@ -161,8 +161,8 @@ class Recipe:
         ]
 
     def resolved(self, layers: Sequence[MoELayer], name: str = "the recipe") -> Recipe:
-        """For a model with these layers: numbers for "mtp". UsageError for what the model does not
-        have, and for a rule that decides nothing."""
+        """The recipe for a model with these layers: numbers for "mtp". UsageError for what the
+        model does not have, and for a rule that decides nothing."""
         drafts = tuple(layer.index for layer in layers if layer.is_mtp)
         counts = {layer.index: len(layer.experts) for layer in layers}
         rules = []
@@ -337,7 +337,7 @@ class _Parser:
 
 
 def _why_not(name: str) -> str:
-    """Why a method cannot be in a recipe."""
+    """Reason why a method cannot be in a recipe."""
     from ktconv.formats import output_formats
 
     if name in output_formats():
@@ -377,7 +377,7 @@ class Share:
 
 
 def shares(recipe: Recipe, chosen: Iterable[tuple[MoELayer, Sequence[int]]]) -> list[Share]:
-    """What each method is used for; the methods in order of their first use."""
+    """Matrices of each method; the methods in order of their first use."""
     layers: dict[Method, dict[int, set[int]]] = {}
     projections: dict[Method, set[Projection]] = {}
     matrices: dict[Method, int] = {}
