@@ -49,7 +49,7 @@ class Listener:
     def started(self, job: Job, attempt: str, node: str) -> None: ...
 
     def advanced(self, job: Job, nbytes: int) -> None:
-        """So many more bytes than before; repeated ones do not count."""
+        """Add bytes to those before; repeated ones do not count."""
 
     def piece(self, job: Job, attempt: str, file: str, offset: int, data: bytes) -> None: ...
 

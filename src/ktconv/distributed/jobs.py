@@ -72,7 +72,7 @@ class Reporter:
         self._cancelled = False
 
     def advanced(self, nbytes: int) -> None:
-        """So many more bytes of the source are done. Cancelled where that is of no use."""
+        """Add bytes of the source that are done. Cancelled where that is of no use."""
         with self._lock:
             self._nbytes += nbytes
             if self._cancelled:

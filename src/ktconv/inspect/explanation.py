@@ -244,7 +244,7 @@ def lines_of(explained: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {group['stored']}, {group['encoding']}"
         yield from _pattern_lines(group["patterns"])
     for title, key in (
-        ("beside the experts:", "beside_experts"),
+        ("next to the experts:", "beside_experts"),
         ("left over, although the names look like experts:", "left_over"),
         ("all tensors that are no experts:", "other_patterns"),
     ):

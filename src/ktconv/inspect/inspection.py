@@ -99,7 +99,7 @@ def _source(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _unusable_side_files(checkpoint: Checkpoint) -> list[str]:
-    """Notes on files beside the weights that a conversion refuses, such as Git LFS pointers."""
+    """Notes on files next to the weights that a conversion refuses, such as Git LFS pointers."""
     directory = checkpoint.side_directory
     if directory is None or is_remote(directory):  # where each file would take a request
         return []

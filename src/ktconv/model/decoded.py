@@ -2,7 +2,7 @@
 
 transformers takes them as a state dict. It asks for a tensor when it puts it into the model, as it
 does with the slices of safetensors files, and only then is the tensor read and decoded. So what is
-in memory is the decoded model, and never the encoded one beside it.
+in memory is the decoded model, and never the encoded one as well.
 """
 
 from __future__ import annotations
@@ -464,7 +464,7 @@ def _is_plain(matrix: ExpertMatrix) -> bool:
 
 
 def _other(others: OtherWeights, parts: Parts) -> Iterator[tuple[str, Weight]]:
-    """A weight as it is, or decoded; and tensors beside it that are none."""
+    """A weight as it is, or decoded; and tensors next to it that are none."""
     weight = primary(parts)
     if weight is None or _is_stored(parts, weight):
         for tensor in parts.values():

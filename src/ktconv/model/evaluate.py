@@ -109,7 +109,7 @@ def check_gguf(file: Path, config_directory: Path | None) -> Path:
 
 
 def directory_of(source: Path, config_directory: Path | None) -> Path:
-    """The directory of a model's config.json and tokenizer: beside its weights, or, for a GGUF
+    """The directory of a model's config.json and tokenizer: next to its weights, or, for a GGUF
     file, `config_directory`. Raises UsageError where there is none."""
     if config_directory is not None:
         return config_directory

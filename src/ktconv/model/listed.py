@@ -91,7 +91,7 @@ def _is_identity(module: nn.Module | None) -> bool:
 
 def _projections(expert: nn.Module) -> dict[Projection, Any] | None:
     """The linear layers of an expert by what they are; None for another module, and for one with
-    parameters beside them."""
+    parameters besides them."""
     linear, rest = dict[str, nn.Module](), list(expert.parameters(recurse=False))
     for name, child in expert.named_children():
         bare = getattr(child, _ADAPTED, child)

@@ -63,7 +63,7 @@ class NoTokenizer(CheckpointError):
     def __init__(self, name: Path) -> None:
         super().__init__(
             f"{name} has no tokenizer, or one without a vocabulary",
-            "put the files of the model's tokenizer, as tokenizer.json, beside config.json",
+            "put the files of the model's tokenizer, as tokenizer.json, next to config.json",
         )
 
 

@@ -102,7 +102,7 @@ class Layout:
         return rows, cols // self.codes_per_element + inner
 
     def cols_of(self, width: int) -> int:
-        """Columns of a matrix whose array of plain codes has so many."""
+        """Columns of a matrix whose array of plain codes has that many."""
         inner = self.traits.inner_scales
         return width * INNER_COLS // (INNER_COLS // self.codes_per_element + inner)
 

@@ -10,7 +10,7 @@ UNITS = {"int8": lib.KT_UNIT_INT8, "bf16": lib.KT_UNIT_BF16}
 
 
 def limit_read(pool: Pool, memory: Array, streams: int) -> None:
-    """Reads all of `memory` once, in so many streams per thread, to be timed."""
+    """Reads all of `memory` once, in `streams` streams per thread, to be timed."""
     check(lib.kt_limit_read(pool.c, ffi.from_buffer(memory), memory.nbytes, streams))
 
 

@@ -1,7 +1,7 @@
 """Cuts of an expert's matrices in a checkpoint for tensor parallelism.
 
-The intermediate size is that of the rows of gate and up, and of the columns of down. Tensors beside
-the weights are cut with them, unless they say nothing about the dimension that is cut.
+The intermediate size is that of the rows of gate and up, and of the columns of down. Other
+tensors of a weight are cut with it, unless they say nothing about the dimension that is cut.
 """
 
 from __future__ import annotations

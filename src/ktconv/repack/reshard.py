@@ -86,7 +86,7 @@ def prepare(request: Request) -> quantize_cpu.Preflight | Preflight:
         )
     if request.source is None and any(layer.biased for layer in packed.tree.layers.values()):
         raise UsageError(
-            f"{request.packed} has experts with biases, which are cut anew only from the model",
+            f"{request.packed} has experts with biases, which only the model has whole",
             "give --source MODEL",
         )
     if request.source is not None:
@@ -102,7 +102,7 @@ def reshard(
     observer: Observer | None = None,
     preflight: quantize_cpu.Preflight | Preflight | None = None,
 ) -> Report:
-    """Cut anew; see `Request`. Raises KtconvError, or KeyboardInterrupt with all state kept."""
+    """Cut again; see `Request`. Raises KtconvError, or KeyboardInterrupt with all state kept."""
     preflight, observer = preflight or prepare(request), observer or Observer()
     if isinstance(preflight, Preflight):
         return Resharding(preflight, observer).run()

@@ -193,7 +193,7 @@ def config_beside(root: Path) -> ModelConfig | None:
 
 
 def _check_config(tree: Tree, config: ModelConfig) -> None:
-    """A config.json beside the folders has sizes, and layers before and after them."""
+    """A config.json next to the folders has sizes, and layers before and after them."""
     found = {
         n: (one.experts, one.hidden, one.intermediate, one.gated) for n, one in tree.layers.items()
     }

@@ -20,7 +20,7 @@ ALLOW = "--allow-activation-mismatch converts it for ktconv's own runtime"
 @dataclass(frozen=True, slots=True)
 class Method:
     """A method of KTransformers. All compute SiLU of experts with a gate, of every weight on the
-    output; `computes`: fields of ExpertActivation that they follow beside that."""
+    output; `computes`: fields of ExpertActivation that they follow besides."""
 
     name: str
     computes: frozenset[str] = frozenset()
@@ -63,9 +63,9 @@ def server_refuses(model_type: str) -> bool:
 class Engine:
     """An engine that serves whole models, as the source of this version has it: nothing of it was
     run on a GPU. `computes`: fields of ExpertActivation that its Marlin kernels, for `quantize-gpu
-    --scheme W4A16` and `W8A16`, follow beside plain SiLU; of others they compute plain SiLU without
-    a word, unless they are in `stops`, which end in an error, or in `unread`, of which nothing is
-    known."""
+    --scheme W4A16` and `W8A16`, follow in addition to plain SiLU; of others they compute plain SiLU
+    without a word, unless they are in `stops`, which end in an error, or in `unread`, of which
+    nothing is known."""
 
     name: str
     version: str

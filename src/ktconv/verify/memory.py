@@ -184,7 +184,7 @@ def _elements(layer: MoELayer) -> int:
 
 
 def level_model_bytes(checkpoint: Checkpoint, models: int) -> int:
-    """`loading_bytes` of so many models, and the logits of both on a window."""
+    """`loading_bytes` of a number of models, and the logits of both on a window."""
     vocabulary = checkpoint.config.vocabulary
     logits = 2 * F32 * _WINDOW * vocabulary if isinstance(vocabulary, int) else 0
     return LIBRARIES_MEMORY + models * (loading_bytes(checkpoint) - LIBRARIES_MEMORY) + logits

@@ -8,7 +8,7 @@ from ktconv.system.pool import Pool
 
 
 def pool_of(settings: Settings) -> Pool:
-    """The process's pool of so many threads on these NUMA nodes. Wrappers with other settings have
+    """The process's pool of these threads on these NUMA nodes. Wrappers with other settings have
     another one.
 
     Without `numa_nodes` there is a node for each part, as far as the machine has nodes and there

@@ -89,7 +89,7 @@ def _of_output(
         raise UsageError(
             f"{settings.weight_path} is cut into {counted(found.parts, 'NUMA part')}, but "
             f"threadpool_count is {settings.parts}",
-            f"give threadpool_count={found.parts}, or cut it anew: ktconv reshard",
+            f"give threadpool_count={found.parts}, or use ktconv reshard",
         )
     return found
 

@@ -132,7 +132,7 @@ class _Part(NamedTuple):
 def _blocks(
     calls: Sequence[Call], outputs: Sequence[Tensor], here: Tensor
 ) -> Iterator[list[_Part]]:
-    """All tokens of side 1 that chose one of `here`, so many at a time."""
+    """All tokens of side 1 that chose one of `here`, a bounded number at a time."""
     block: list[_Part] = []
     free = TOKENS_AT_ONCE
     for call, output in zip(calls, outputs, strict=True):

@@ -136,7 +136,7 @@ def plan_pass(
     folder: Path | None = None,
     speed: Speed | None = None,
 ) -> PassPlan:
-    """The plan for windows of so many tokens each, with so many threads that decode experts.
+    """The plan for windows of tokens, with threads that decode experts.
 
     `layers`: how many are passed; None: all. `converted`: side 1 has matrices of its own in place
     of the source's, rather than packed ones. `taps`: bytes that those take. `max_memory`: of the
@@ -285,7 +285,7 @@ class _Runner:
         return self.experts_least + self._tokens
 
     def share(self, room: int) -> int:
-        """Bytes for experts, with so many more than the least that are free."""
+        """Bytes for experts, with those beyond the least that are free."""
         return min(self._most, self.experts_least + room // 4)
 
 

@@ -153,9 +153,9 @@ class States:
         except MissingFileError:
             return None
         except (_Damaged, KtconvError) as error:
-            notify(f"the state in {self._folder} cannot be used, starting anew: {error}")
+            notify(f"the state in {self._folder} cannot be used, starting again: {error}")
         except (AttributeError, LookupError, TypeError, ValueError):
-            notify(f"the state in {self._folder} is damaged, starting anew")
+            notify(f"the state in {self._folder} is damaged, starting again")
         for slot in self._slots:
             slot.clear()
         remove(self._folder / STATE_FILE)

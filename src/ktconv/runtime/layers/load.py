@@ -149,7 +149,7 @@ class ConvertedModel:
         return open_packed(self.directory, self._layer)
 
     def other(self, names: Sequence[str]) -> TensorRef | None:
-        """The first of these tensors that it has beside the experts."""
+        """The first of these tensors that it has besides the experts."""
         found = self.packed.others
         if self._layer is not None and not any(name in found for name in names):
             found = open_packed(self.directory).others

@@ -60,7 +60,7 @@ def _codes_of(matrix: ExpertMatrix) -> Sequence[str]:
 
 
 def scale_block(fmt: Format, cols: int) -> tuple[int, int]:
-    """Rows and columns of a matrix with so many columns that share a scale in `fmt`: one of those
+    """Rows and columns of a matrix with `cols` columns that share a scale in `fmt`: one of those
     among its codes, where there are some."""
     if inner := fmt.traits.inner_scales:
         return 1, INNER_COLS // inner

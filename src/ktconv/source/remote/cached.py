@@ -3,7 +3,7 @@
 Each file of a source has a sparse file of data, and a log with a line for each range that is there:
 its start, its end and the CRC-32 of its bytes. A line is written after its data, in one call, so
 that runs can share a directory and be killed at any time; a range that a power cut left incomplete
-differs from its CRC and is read anew. Names are those of content: another ETag is another file.
+differs from its CRC and is read again. Names are those of content: another ETag is another file.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 async def received(read: Callable[[int], Awaitable[bytes]], nbytes: int) -> bytearray:
-    """A body of so many bytes, or of fewer, without a second copy of it in memory."""
+    """A body of `nbytes` bytes, or of fewer, without a second copy of it in memory."""
     data, at = bytearray(nbytes), 0
     while chunk := await read(BUFFER_BYTES):
         data[at : at + len(chunk)] = chunk

@@ -88,7 +88,7 @@ class Store(ABC):
 
     @abstractmethod
     def state(self, names: Iterable[str]) -> Mapping[str, RemoteFile]:
-        """These files as they are now, asked anew; those that are gone are missing."""
+        """These files as they are now, asked again; those that are gone are missing."""
 
     @abstractmethod
     def transient(self, error: BaseException) -> bool:

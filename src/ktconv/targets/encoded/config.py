@@ -42,8 +42,8 @@ def quantization_section(
     others: Iterable[Stored],
     renamed: Iterable[str] = (),
 ) -> dict[str, Any] | None:
-    """`quantization_config` for experts that `patterns` find, beside the tensors `others`. `scheme`
-    is that of the whole output."""
+    """`quantization_config` for experts that `patterns` find, and the tensors `others`. `scheme` is
+    that of the whole output."""
     ignored = ignored_modules(others, renamed)
     if scheme.row is MIXED:
         return mixed_precision(patterns, ignored)
@@ -222,7 +222,7 @@ def _engines(plan: Plan) -> list[str]:
     lines += [f"{reader.title} {failure}." for reader, failure in readers.items() if failure]
     if target.command == "quantize-gpu" and readers[SGLANG_KT] is None:
         lines.append(
-            "With KTransformers it is what `--model` names, beside `--kt-weight-path` of a CPU\n"
+            "With KTransformers it is what `--model` names, next to `--kt-weight-path` of a CPU\n"
             "conversion."
         )
     return lines

@@ -129,7 +129,7 @@ def _any(parts: Sequence[object]) -> str:
 
 
 def _end(path: str, others: Set[str]) -> str:
-    """Pattern of what precedes a number: `(.*\.)?layers\.`; all of it where others end like
+    r"""Pattern of what precedes a number: `(.*\.)?layers\.`; all of it where others end like
     that."""
     last = path.rpartition(".")[2]
     alone = sum(other.rpartition(".")[2] == last for other in others) == 1

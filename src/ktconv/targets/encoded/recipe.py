@@ -211,7 +211,7 @@ class Recipe:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """The recipe in a file; files of experts are sought beside it. UsageError names what is
+    """The recipe in a file; files of experts are sought next to it. UsageError names what is
     wrong."""
     try:
         data = read_small(path.parent, path.name, _MAX_BYTES)

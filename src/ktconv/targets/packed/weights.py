@@ -143,7 +143,7 @@ def open_packed(directory: Path, layer: int | None = None) -> PackedWeights:
     """The packed weights of a directory: its shards, or its layer folders if it has no shard.
 
     `layer`: only headers of shards that have something of this layer are parsed, and only its
-    folder is looked into; what they have beside it is found, too.
+    folder is looked into; what they have next to it is found, too.
     """
     found = PackedWeights(directory)
     shards = sorted(directory.glob("*.safetensors"))

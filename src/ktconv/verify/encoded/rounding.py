@@ -17,7 +17,7 @@ steps follow from both:
 
 That bound would let some wrong levels pass. Levels are therefore computed again where an element
 is near it; a level is right if the exact quotient, or one within 2^-21 of it (GPUs divide less
-exactly), rounds to it. GPTQ moves weights to make up for the errors of others: no element has a
+exactly), rounds to it. GPTQ moves weights to compensate the errors of others: no element has a
 bound then, but a whole matrix has.
 """
 

@@ -89,8 +89,8 @@ def open_cpu_output(output: Path, source: ModelSource | str | None) -> CpuOutput
 
 
 def _has_foreign_backward(packed: PackedWeights, manifest: Manifest | None) -> bool:
-    """Whether there are matrices of backward passes that another tool wrote: beside packed weights
-    without a manifest, or before ktconv merged them or cut them anew."""
+    """Whether there are matrices of backward passes that another tool wrote: next to packed weights
+    without a manifest, or before ktconv merged them or cut them again."""
     kept = manifest is None or manifest.merged or manifest.resharded_from is not None
     return kept and any(is_backward(tensor.proj) for tensor in packed.tensors)
 

@@ -41,7 +41,7 @@ class Proofs:
     exact: bool = True
 
     def exponents(self, layer: int, expert: int, widths: Sequence[int]) -> I8 | None:
-        """Exponents of folding [I], from parts of up with so many rows; None: nothing is folded.
+        """Exponents of folding [I], from parts of up with `widths` rows; None: nothing is folded.
         FoldError where they are not recorded."""
         if not self.fold:
             return None

@@ -60,7 +60,7 @@ def _overlapping(before: int, after: int, index: int) -> range:
 
 
 class PartsBefore:
-    """The scales of a matrix's parts before it was cut anew, computed from the source once more;
+    """The scales of a matrix's parts before it was cut again, computed from the source once more;
     `shape` is that of the whole."""
 
     def __init__(self, output: CpuOutput, shape: tuple[int, int], proof: Proof) -> None:

@@ -183,7 +183,7 @@ def _by_shape(source: Source, count: int) -> tuple[int, int] | None:
 
 def _width(source: Source, groups: int) -> int:
     """Neighbouring inputs that share a scale; 0 if nothing tells. A declared number of them counts
-    if so many groups end with the last input."""
+    if that many groups end with the last input."""
     ins = source.place.ins
     fitting = {
         size
@@ -208,7 +208,7 @@ def _declared_widths(quantization: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _plain(source: Source) -> Weight | None:
-    """Floats, and in GGUF files blocks of ggml: there a factor may be beside either."""
+    """Floats, and in GGUF files blocks of ggml: there either may have a factor."""
     dtype = source.parts["weight"].dtype
     units = Units(lambda items: numbers.floats(items, dtype))
     if dtype in TYPES:
