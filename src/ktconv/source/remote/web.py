@@ -16,14 +16,8 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from ktconv.errors import CheckpointError, KtconvError
 from ktconv.source.remote.attempts import attempt
-from ktconv.source.remote.filesystem import (
-    BUFFER_BYTES,
-    LATER,
-    REFUSED,
-    FsspecStore,
-    causes,
-    received,
-)
+from ktconv.source.remote.filesystem import BUFFER_BYTES, FsspecStore, received
+from ktconv.source.remote.network_errors import LATER, REFUSED, causes
 from ktconv.source.remote.store import (
     ChangedError,
     RemoteFile,
@@ -148,9 +142,6 @@ class WebStore(FsspecStore):
 
     # ---- requests ----
 
-    def _full(self, name: str) -> str:
-        return self._base + quote(name) + self._query
-
     async def _ask(self, name: str, start: int | None = None, stop: int = 0) -> Any:
         """A response, to be closed."""
         import aiohttp
@@ -161,7 +152,7 @@ class WebStore(FsspecStore):
             headers["Range"] = f"bytes={start}-{stop - 1}"
         session = await self._fs.set_session()
         patience = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
-        address = URL(self._full(name), encoded=True)
+        address = URL(self._base + quote(name) + self._query, encoded=True)
         return await session.get(
             address, headers=headers, timeout=patience, read_bufsize=BUFFER_BYTES
         )

@@ -18,25 +18,19 @@ from __future__ import annotations
 
 import difflib
 import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from ktconv.errors import CheckpointError, UsageError
+from ktconv.errors import UsageError
 from ktconv.formats.dialects import translated
 from ktconv.source import PROJECTIONS, MoELayer, Projection
-from ktconv.system.regular_files import MissingFileError, read_small
+from ktconv.source.toml_file import parse_toml, read_toml, unknown_key
 from ktconv.system.units import counted, format_ranges, parse_ranges
 from ktconv.targets.encoded.scheme import MIXABLE, SCHEMES, Scheme
 from ktconv.targets.expert_sets import ExpertSet, check_expert_set, expert_set, read_expert_set
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 MTP = "mtp"
 FIRST_ENGINE = "vllm"
@@ -213,16 +207,8 @@ class Recipe:
 def read_recipe(path: Path) -> Recipe:
     """The recipe in a file; files of experts are sought next to it. UsageError names what is
     wrong."""
-    try:
-        data = read_small(path.parent, path.name, _MAX_BYTES)
-    except MissingFileError:
-        raise UsageError(f"--recipe {path} does not exist", _HINT) from None
-    except CheckpointError as error:
-        raise UsageError(str(error), "name a recipe, a TOML file; " + _HINT) from None
-    try:
-        return _Parser(f"--recipe {path}", path.parent).recipe(data.decode())
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--recipe {path} is not UTF-8 text: {error.reason}", _HINT) from None
+    content = read_toml(path, "--recipe", "recipe", _MAX_BYTES, _HINT)
+    return _Parser(f"--recipe {path}", path.parent).recipe(content)
 
 
 @lru_cache(64)
@@ -236,13 +222,7 @@ class _Parser:
         self._name, self._beside = name, beside
 
     def recipe(self, content: str) -> Recipe:
-        try:
-            found = tomllib.loads(content.replace("\r\n", "\n"))
-        except (ValueError, RecursionError) as error:  # also for a number of 5000 digits
-            text = str(error).partition(";")[0]  # of Python's limits without advice to programmers
-            raise UsageError(
-                f"{self._name} is not TOML: {text[:1].lower()}{text[1:]}", _HINT
-            ) from None
+        found = parse_toml(content, self._name, _HINT)
         self._check_keys("", found, _TOP_KEYS)
         rules = found.get("rule", [])
         if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
@@ -257,12 +237,10 @@ class _Parser:
         raise UsageError(" ".join(f"{self._name}: {where} {what}".split()), hint)
 
     def _check_keys(self, where: str, found: Mapping[str, Any], known: Sequence[str]) -> None:
-        for key in found:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                guess = f"; the nearest is {near[0]}" if near else ""
-                what = f"is not a key of a {'rule' if where else 'recipe'}{guess}"
-                self._fail(f"{where}{key}", what, f"known are {', '.join(known)}")
+        if (unknown := unknown_key(found, known)) is not None:
+            key, guess = unknown
+            what = f"is not a key of a {'rule' if where else 'recipe'}{guess}"
+            self._fail(f"{where}{key}", what, f"known are {', '.join(known)}")
 
     def _engine(self, name: object) -> str:
         if not isinstance(name, str):
