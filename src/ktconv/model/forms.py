@@ -12,9 +12,7 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.model.module import PackedExperts, Routing
 from ktconv.model.own import Call, OwnExperts
 from ktconv.runtime.compiled import uncompiled
-from ktconv.runtime.layers import Experts
 from ktconv.runtime.staging import on_device
-from ktconv.system.pool import Pool
 
 
 class SortedExperts(PackedExperts):
@@ -75,15 +73,7 @@ class _ByMatrices(PackedExperts):
 class LogitsExperts(_ByMatrices):
     """Packed experts of Aria, which choose by the router's logits themselves."""
 
-    def __init__(
-        self,
-        experts: Experts,
-        pool: Pool | None = None,
-        own: OwnExperts | None = None,
-        lora: nn.Module | None = None,
-    ) -> None:
-        super().__init__(experts, pool, own, lora)
-        assert own is not None
+    def _adopt(self, own: OwnExperts) -> None:
         self.config = own.module.config
         kind: Any = type(own.module)
         self._route = kind.route_tokens_to_experts
@@ -108,15 +98,7 @@ class LogitsExperts(_ByMatrices):
 class ExpertsBlock(_ByMatrices):
     """Packed experts of JetMoE, part of the module that has their router and a bias."""
 
-    def __init__(
-        self,
-        experts: Experts,
-        pool: Pool | None = None,
-        own: OwnExperts | None = None,
-        lora: nn.Module | None = None,
-    ) -> None:
-        super().__init__(experts, pool, own, lora)
-        assert own is not None
+    def _adopt(self, own: OwnExperts) -> None:
         block: Any = own.module
         self.router, self.bias = block.router, block.bias
 
@@ -145,15 +127,8 @@ class EachExperts(_ByMatrices, nn.ModuleList):
     """Packed experts in a list of modules, each of which the block calls with its tokens: it calls
     the elements of this one. Elements that return their input stay as they are."""
 
-    def __init__(
-        self,
-        experts: Experts,
-        pool: Pool | None = None,
-        own: OwnExperts | None = None,
-        lora: nn.Module | None = None,
-    ) -> None:
-        super().__init__(experts, pool, own, lora)
-        self.extend(ListElement(self, number) for number in range(experts.count))
+    def _adopt(self, own: OwnExperts) -> None:
+        self.extend(ListElement(self, number) for number in range(self.experts.count))
         self.extend(nn.Identity() for _ in range(self._identities))
 
     def __len__(self) -> int:

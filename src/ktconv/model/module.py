@@ -60,11 +60,14 @@ class PackedExperts(nn.Module):
         self.post_expert_norm = own.norm if own else None
         # Those that still run; in a tuple, as no part of the model's tree.
         self.own = (own,) if own is not None and bool(self._elsewhere.any()) else ()
-        if own is not None and own.call == "routed":
-            self._take_names(own)
+        if own is not None:
+            self._adopt(own)
 
-    def _take_names(self, own: OwnExperts) -> None:
-        """Arguments that a model's block gives by the names that its own module has for them."""
+    def _adopt(self, own: OwnExperts) -> None:
+        """Take arguments by the names that the model's own module has for them. Modules that are
+        called in another way take more than that from it."""
+        if own.call != "routed":
+            return
         names = list(inspect.signature(own.module.forward).parameters)
 
         def by_position(_: nn.Module, given: Any, named: Mapping[str, Any]) -> Any:

@@ -12,8 +12,7 @@ from ktconv.formats import FORMATS, format_named
 from ktconv.native import Activation
 from ktconv.runtime.arrays import kind_of
 from ktconv.runtime.layers import Experts, native_experts, native_formats, open_stored, pack_online
-from ktconv.runtime.layers.converted import open_converted
-from ktconv.runtime.layers.load import ConvertedModel
+from ktconv.runtime.layers.load import ConvertedModel, open_converted
 from ktconv.runtime.layers.requantized import requantized_experts
 from ktconv.source import Checkpoint
 from ktconv.system.arrays import Array
