@@ -33,10 +33,11 @@ def read_toml(path: Path, option: str, kind: str, limit: int, hint: str) -> str:
 def parse_toml(content: str, name: str, hint: str) -> dict[str, Any]:
     """The tables in `content`, which `name` calls in a UsageError."""
     try:
-        return tomllib.loads(content.replace("\r\n", "\n"))
+        tables: dict[str, Any] = tomllib.loads(content.replace("\r\n", "\n"))
     except (ValueError, RecursionError) as error:  # also for a number of 5000 digits
         text = str(error).partition(";")[0]  # of Python's limits without advice to programmers
         raise UsageError(f"{name} is not TOML: {text[:1].lower()}{text[1:]}", hint) from None
+    return tables
 
 
 def unknown_key(found: Mapping[str, Any], known: Sequence[str]) -> tuple[str, str] | None:

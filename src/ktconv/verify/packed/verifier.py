@@ -110,7 +110,7 @@ class CpuVerifier(OutputVerifier):
                     )
                 for proj in geometry.projections if backward is not None else ():
                     assert backward is not None
-                    yield BackwardCheck(context, self.output, backward, layer, expert, proj, source)
+                    yield BackwardCheck(context, self.output, layer, expert, proj, source, backward)
 
     def _matching(self, layer: int, geometry: Geometry, source: MoELayer | None) -> MoELayer | None:
         """The source of a layer, if it has the same dimensions."""
