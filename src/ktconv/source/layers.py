@@ -1,4 +1,4 @@
-"""Which layers have experts: stacks get their index, and are compared with config.json."""
+"""Layers with experts: stacks get their index, and are compared with config.json."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class NamingMap:
         return hashlib.sha256(self.content.encode()).hexdigest()
 
     def record(self) -> dict[str, Any]:
-        """For the manifest; `map_of_record` reads it."""
+        """Record for the manifest; `map_of_record` reads it."""
         return {"sha256": self.sha256, "toml": self.content.split("\n")}
 
     def applied(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -176,7 +176,7 @@ def parse_map(content: str, name: str) -> NamingMap:
 
 
 class _Parser:
-    """From TOML to a NamingMap; every error names the line."""
+    """Reader from TOML to a NamingMap; every error names the line."""
 
     def __init__(self, content: str, name: str) -> None:
         self._content, self._name = content, name

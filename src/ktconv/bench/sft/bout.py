@@ -80,7 +80,7 @@ def rows_of(bout: Bout) -> Iterator[Row]:
 
 
 def _limits(bout: Bout) -> Mapping[str, Limits]:
-    """By level."""
+    """Limits by level."""
     found = {}
     for isa in bout.session.request.isas:
         native.use_isa(isa)

@@ -1,4 +1,4 @@
-"""How many tokens the experts of each layer got in a calibration, as a table."""
+"""Tokens that the experts of each layer got in a calibration, as a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN = 8  # layers of the table, those with the most experts that fall back fi
 
 
 def coverage_facts(layers: Mapping[int, I64]) -> dict[str, Any]:
-    """For JSON, of tokens [E] by layer: totals and every layer."""
+    """Facts for JSON, of tokens [E] by layer: totals and every layer."""
     rows = {str(index): _facts(counts) for index, counts in layers.items()}
     return {
         "experts": sum(len(counts) for counts in layers.values()),
@@ -35,7 +35,7 @@ def _facts(counts: I64) -> dict[str, int]:
 
 
 def coverage_lines(layers: Mapping[int, I64]) -> list[str]:
-    """For people: the layers whose experts saw least, and the totals."""
+    """Lines for people: the layers whose experts saw least, and the totals."""
     facts = coverage_facts(layers)
     rows: dict[str, dict[str, int]] = facts["layers"]
     worst = sorted(

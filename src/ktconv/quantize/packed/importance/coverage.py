@@ -1,4 +1,4 @@
-"""How well a file of importance covers the experts of each layer, as a table."""
+"""Coverage of the experts of each layer by a file of importance, as a table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHOWN = 8  # layers of the table, those with the fewest tokens first
 
 @dataclass(frozen=True, slots=True)
 class LayerCoverage:
-    """Of one layer: tokens [E] that each expert got."""
+    """Coverage of one layer: tokens [E] that each expert got."""
 
     counts: I64
 
@@ -32,7 +32,7 @@ class LayerCoverage:
         return int(((self.counts > 0) & (self.counts < SHRINKAGE)).sum())
 
     def facts(self) -> dict[str, int]:
-        """For JSON, and the numbers of a row of the table."""
+        """Facts for JSON, and the numbers of a row of the table."""
         return {
             "tokens_min": int(self.counts.min()),
             "tokens_median": int(np.median(self.counts)),
@@ -44,7 +44,7 @@ class LayerCoverage:
 
 
 def coverage_facts(layers: Mapping[int, LayerCoverage]) -> dict[str, Any]:
-    """For JSON: totals and every layer."""
+    """Facts for JSON: totals and every layer."""
     return {
         "experts": sum(len(one.counts) for one in layers.values()),
         "experts_without_tokens": sum(one.without for one in layers.values()),
@@ -54,7 +54,7 @@ def coverage_facts(layers: Mapping[int, LayerCoverage]) -> dict[str, Any]:
 
 
 def coverage_lines(layers: Mapping[int, LayerCoverage]) -> list[str]:
-    """For people: the layers whose experts saw least, and the totals."""
+    """Lines for people: the layers whose experts saw least, and the totals."""
     rows = {index: one.facts() for index, one in layers.items()}
     worst = sorted(rows, key=lambda index: _order(rows[index]))
     head = f"{'layer':>7}  {'least':>9}  {'median':>9}  {'most':>9}  none  below {SHRINKAGE}"

@@ -36,7 +36,7 @@ _Identity = tuple[int, int, int]  # inode, size and modification time of a file
 
 
 class LayerWeights:
-    """Those of one layer: gate_up [E, H], down [E, I]."""
+    """Weights of one layer: gate_up [E, H], down [E, I]."""
 
     def __init__(self, gate_up: F32, down: F32) -> None:
         self._gate_up, self._down = gate_up, down
@@ -64,8 +64,8 @@ class ExpertWeights:
         self._lock = threading.Lock()
 
     def layer(self, index: int) -> LayerWeights | None:
-        """Of one layer; None for an MTP layer that the file lacks. SourceChangedError for a file
-        that is another now."""
+        """Weights of one layer; None for an MTP layer that the file lacks. SourceChangedError for a
+        file that is another now."""
         if index not in self.coverage:
             return None
         found = self._file.layer(index)
@@ -123,7 +123,7 @@ def open_weights(path: Path, checkpoint: Checkpoint, layers: Sequence[MoELayer])
 
 
 def _covered(file: ImportanceFile, index: int) -> LayerCoverage:
-    """How many tokens the experts of a layer got; its values are checked too."""
+    """Tokens that the experts of a layer got; its values are checked too."""
     found = file.layer(index)
     for values, what in ((found.gate_up, "gate and up"), (found.down, "down")):
         if not (values.any(axis=1) & (found.counts > 0)).any():

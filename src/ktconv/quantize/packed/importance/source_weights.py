@@ -45,7 +45,7 @@ _KEPT = 64  # experts whose weights of down are kept
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """Those of one layer that follow from its norm alone."""
+    """Weights of one layer that follow from its norm alone."""
 
     gate_up: F32 | None  # [H]; None: all errors count the same
 
@@ -71,7 +71,7 @@ class SourceWeights:
         self._places = threading.BoundedSemaphore(_TOGETHER)
 
     def layer(self, index: int) -> NormWeights:
-        """What is known before matrices are read."""
+        """Weights that are known before matrices are read."""
         return NormWeights(self._gate_up.get(index))
 
     def of(self, layer: int, expert: int, projection: Projection) -> F32 | None:
@@ -103,8 +103,8 @@ class SourceWeights:
 
 
 def _norms(checkpoint: Checkpoint, layers: Sequence[MoELayer]) -> dict[int, F32]:
-    """What each layer's norm multiplies the experts' inputs by, [H]; without those of other widths,
-    as where inputs are latent, and those that cannot be read or are 0."""
+    """Factors by which each layer's norm multiplies the experts' inputs, [H]; without those of
+    other widths, as where inputs are latent, and those that cannot be read or are 0."""
     tensors, config = SourceTensors(checkpoint), checkpoint.config
     found = {}
     for layer in layers:
