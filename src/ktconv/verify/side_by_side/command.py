@@ -113,7 +113,7 @@ def plot(rows: Sequence[Facts], path: Path) -> None:
             size = row["bytes"] / divisor
             if isinstance(row[measure], float) and not row["is_source"]:
                 errors.scatter(size, row[measure], marker="o")
-                _name(errors, row["name"], size, row[measure], number)
+                _label(errors, row["name"], size, row[measure], number)
         errors.set_xlabel(f"size, {unit}")
         errors.set_ylabel(ERRORS[measure])
         errors.set_ylim(bottom=0)
@@ -131,7 +131,7 @@ def plot(rows: Sequence[Facts], path: Path) -> None:
                 label=counted(int(tokens), "token"),
             )
             for number, (x, y, name) in enumerate(here):
-                _name(speeds, name, x, y, number)
+                _label(speeds, name, x, y, number)
         speeds.set_xlabel(f"size, {unit}")
         speeds.set_ylabel("tokens/s of all MoE layers")
         speeds.set_yscale("log")
@@ -145,7 +145,7 @@ def _unit(nbytes: int) -> tuple[str, float]:
     return next((one for one in _UNITS if nbytes >= one[1]), _UNITS[-1])
 
 
-def _name(axes: Any, name: str, x: float, y: float, number: int) -> None:
+def _label(axes: Any, name: str, x: float, y: float, number: int) -> None:
     """To the right of a marker, so that neither hides the other: above it and below it in turn, for
     neighbours are often close."""
     axes.annotate(name, (x, y), _BESIDE[number % 2], textcoords="offset points", fontsize=8)
