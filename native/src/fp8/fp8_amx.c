@@ -38,7 +38,7 @@ static void stream_blocks(const kt_line_tables *tables, const kt_weight *w, int6
   const kt_amx_group_form form = {.steps = KT_FP8_BLOCK / KT_TILE_COLS,
                                   .line = KT_AMX_LINE,
                                   .half = KT_BF16_HALF_TILE,
-                                  .size = KT_FP8_BLOCK / KT_TILE_COLS * KT_FP8_TILE,
+                                  .size = KT_FP8_TILE,
                                   .unpack = unpack,
                                   .scales = scales_of};
   const int64_t size = w->cols / KT_TILE_COLS * KT_FP8_TILE;
