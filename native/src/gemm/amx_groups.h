@@ -31,8 +31,7 @@ _Static_assert(2 * KT_AMX_PAIR <= KT_BESIDE_SPARE, "sums of two pairs of halves"
 /* Where a strip's groups are, and activations. */
 typedef struct kt_amx_groups {
   const kt_weight *w;
-  const uint8_t *codes; /* of the first group; others follow */
-  const void *tables;   /* for unpacking, or NULL */
+  kt_amx_codes first; /* step; others follow */
   const uint8_t *x;
   const uint8_t *x_scale; /* int8: the float of the first token and group; others: NULL */
   int64_t strip, number, stride;
@@ -45,9 +44,9 @@ typedef void kt_amx_scales_fn(const kt_amx_groups *s, int64_t g, __m512 scale[2]
 typedef struct kt_amx_group_form {
   int int8;
   int steps, line, half;    /* of a group; bytes of activations and of a half tile of a step */
-  int size;                 /* bytes of the codes of a step */
+  int size, scale_size;     /* bytes of the codes of a step, and of what lies at their scales */
   kt_amx_unpack_fn *unpack; /* a step, in 4 parts */
-  kt_amx_scales_fn *scales;
+  kt_amx_scales_fn *scales; /* NULL: there is one sum of all groups (amx_blocks.h) */
 } kt_amx_group_form;
 
 /* Sums of `tokens` tokens that wait to be added. All that is needed for it is here: the parts of it
@@ -147,7 +146,7 @@ KT_INLINE void kt_amx_add_rest(const int int8, int64_t stride, kt_amx_waiting *w
 /* Step n of a group; `behind` is what is unpacked at the end of the group's codes. */
 #define KT_AMX_GROUP_STEP(n, BEFORE)                                                               \
   do {                                                                                             \
-    const kt_amx_codes next = {(n) + 1 < form.steps ? at + form.size : behind, s->tables};         \
+    const kt_amx_codes next = {(n) + 1 < form.steps ? at + form.size : behind, s->first.scale};    \
     const uint8_t *const tiles = beside->ring + slot * KT_AMX_SLOT;                                \
     uint8_t *const room = beside->ring + (slot ^ 1) * KT_AMX_SLOT;                                 \
     KT_AMX_STEP(tiles, form.half, BEFORE, KT_AMX_GROUP_PART);                                      \
@@ -164,6 +163,23 @@ KT_INLINE void kt_amx_store_left(const kt_amx_left *left) {
   if (left->both) KT_AMX_STORE(3, left->to[1] + KT_AMX_LINE, LINE);
 }
 
+/* What waits is done; the sums of the pass before wait now, and then those of this one, which are
+ * going to `sums`. */
+KT_INLINE void kt_amx_next_waiting(const kt_amx_group_form form, const kt_amx_groups *s,
+                                   const kt_halves *h, int64_t half, const int both, int64_t g,
+                                   const uint8_t *sums, kt_amx_state *state) {
+  const int64_t start = kt_half_start(h, half), first = kt_half_new(h, half);
+  kt_amx_waiting *const mine = &state->left.waiting;
+  kt_amx_add_rest(form.int8, s->stride, &state->waiting);
+  state->waiting = *mine;
+  mine->sums = sums + (first - start) * KT_STRIP * 4;
+  mine->x_scale =
+      kt_amx_x_scale(form.int8, s->x_scale, first * s->stride + g * (int64_t)sizeof(float));
+  mine->to = s->out + first * KT_STRIP;
+  mine->tokens = kt_half_start(h, half + both) + h->rows - first;
+  form.scales(s, g, mine->scale);
+}
+
 /* Halves `half` and, if `both`, the next, times all groups; the sums of the last are left in tiles.
  * following: what is unpacked behind the last step. */
 KT_INLINE void kt_amx_group_pass(const kt_amx_group_form form, const int both,
@@ -171,8 +187,8 @@ KT_INLINE void kt_amx_group_pass(const kt_amx_group_form form, const int both,
                                  const uint8_t *following, kt_amx_state *state,
                                  kt_beside *beside) {
   const int64_t stride = s->stride, start = kt_half_start(h, half);
-  const int64_t start1 = kt_half_start(h, half + both), first = kt_half_new(h, half);
-  const uint8_t *x0 = s->x + start * stride, *x1 = s->x + start1 * stride, *at = s->codes;
+  const int64_t start1 = kt_half_start(h, half + both);
+  const uint8_t *x0 = s->x + start * stride, *x1 = s->x + start1 * stride, *at = s->first.at;
   kt_amx_left *const left = &state->left;
   int slot = beside->slot;
   for (int64_t g = 0; g < s->number; g++) {
@@ -186,43 +202,39 @@ KT_INLINE void kt_amx_group_pass(const kt_amx_group_form form, const int both,
     if (form.steps > 1) KT_AMX_GROUP_STEP(1, KT_AMX_NOTHING);
     if (form.steps > 2) KT_AMX_GROUP_STEP(2, KT_AMX_NOTHING);
     if (form.steps > 3) KT_AMX_GROUP_STEP(3, KT_AMX_NOTHING);
-    kt_amx_add_rest(form.int8, stride, &state->waiting);
-    state->waiting = left->waiting;
+    kt_amx_next_waiting(form, s, h, half, both, g, to, state);
     left->there = 1, left->both = both;
     left->to[0] = to, left->to[1] = to + (start1 - start) * KT_STRIP * 4;
-    left->waiting.sums = to + (first - start) * KT_STRIP * 4;
-    left->waiting.x_scale = kt_amx_x_scale(form.int8, s->x_scale,
-                                           first * stride + g * (int64_t)sizeof(float));
-    left->waiting.to = s->out + first * KT_STRIP;
-    left->waiting.tokens = start1 + h->rows - first;
-    form.scales(s, g, left->waiting.scale);
     state->turn ^= 1;
   }
   beside->slot = slot;
 }
 
+/* The codes of the strip that comes next, of this format; strip_size: bytes of one of this matrix. */
+KT_INLINE const uint8_t *kt_amx_following(const kt_amx_groups *s, int64_t strip_size,
+                                          const kt_beside *beside) {
+  const kt_weight *const w = beside->following;
+  return w ? w->codes + beside->following_strip * (strip_size / s->w->cols) * w->cols : s->first.at;
+}
+
 /* kt_stream_fn, but for `sums`; form is a constant. strip_size: bytes of the codes of a strip. */
 KT_INLINE void kt_amx_stream_groups(const kt_amx_group_form form, const kt_amx_groups *s,
                                     int64_t strip_size, int64_t tokens, kt_beside *beside) {
-  const uint8_t *const following = beside->following
-                                       ? beside->following->codes + beside->following_strip *
-                                                                        (strip_size / s->w->cols) *
-                                                                        beside->following->cols
-                                       : s->codes;
+  const uint8_t *const following = kt_amx_following(s, strip_size, beside);
   const kt_halves h = kt_halves_of(tokens);
   const int64_t passes = (h.count + 1) / 2;
   kt_amx_state state = {.turn = 0};
   kt_amx_prepare(beside, &h, form.line);
   kt_beside_start(beside, s->number * form.steps * passes);
   __builtin_memset(s->out, 0, (size_t)(tokens * KT_STRIP) * sizeof *s->out);
-  if (beside->ready != s->codes) {
+  if (beside->ready != s->first.at) {
     uint8_t *const tiles = beside->ring + beside->slot * KT_AMX_SLOT;
     KT_UNROLL(4)
     for (int part = 0; part < 4; part++)
-      form.unpack((kt_amx_codes){s->codes, s->tables}, tiles, part);
+      form.unpack(s->first, tiles, part);
   }
   for (int64_t half = 0; half < h.count; half += 2) {
-    const uint8_t *const next = half + 2 < h.count ? s->codes : following;
+    const uint8_t *const next = half + 2 < h.count ? s->first.at : following;
     if (half + 1 < h.count)
       kt_amx_group_pass(form, 1, s, &h, half, next, &state, beside);
     else
@@ -231,7 +243,7 @@ KT_INLINE void kt_amx_stream_groups(const kt_amx_group_form form, const kt_amx_g
   kt_amx_store_left(&state.left);
   kt_amx_add_rest(form.int8, s->stride, &state.waiting);
   kt_amx_add_rest(form.int8, s->stride, &state.left.waiting);
-  beside->ready = following;
+  beside->ready = following, beside->ready_steps = 1;
 }
 
 #endif

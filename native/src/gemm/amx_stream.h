@@ -162,7 +162,7 @@ KT_INLINE void kt_amx_stream(const kt_amx_form form, kt_amx_strip_fn *strip_of, 
     else
       kt_amx_pass(form, 0, &own, next, rows, stride, sums, beside);
   }
-  beside->ready = following.at;
+  beside->ready = following.at, beside->ready_steps = form.steps;
   beside->backward ^= 1;
 }
 

@@ -64,7 +64,7 @@ KT_INLINE void kt_group_stream(const int bits, const int group, kt_amx_unpack_fn
                                   .scales = kt_group_amx_scales};
   const int64_t size = w->cols / KT_TILE_COLS * KT_GROUP_TILE(bits);
   const kt_amx_groups s = {.w = w,
-                           .codes = w->codes + strip * size,
+                           .first = {.at = w->codes + strip * size},
                            .x = x,
                            .x_scale = (const uint8_t *)kt_group_x_scale(x, w->cols),
                            .strip = strip,
