@@ -22,7 +22,7 @@ enum {
   KT_AMX_PASSES = 4, /* of a round, each of two halves */
   KT_AMX_PARTS = 4   /* of unpacking a step */
 };
-_Static_assert(KT_AMX_BLOCK * KT_AMX_TILES <= KT_AMX_SLOT, "a block fits a slot");
+_Static_assert(KT_AMX_BLOCK *KT_AMX_TILES <= KT_AMX_SLOT, "a block fits a slot");
 
 /* What is left to unpack of the next block. */
 typedef struct kt_amx_unpacking {
@@ -50,8 +50,7 @@ KT_INLINE void kt_amx_unpack_part(const kt_amx_group_form form, kt_amx_unpacking
 #define KT_AMX_BLOCK_PART(q)                                                                       \
   do {                                                                                             \
     if ((q) % 2 == 0 && unpacking->left) kt_amx_unpack_part(form, unpacking);                      \
-    if (form.scales)                                                                               \
-      kt_amx_add(0, 2 * KT_AMX_ROWS / (4 * KT_AMX_BLOCK), stride, &state->waiting);                \
+    if (form.scales) kt_amx_add(0, 2 * KT_AMX_ROWS / (4 * KT_AMX_BLOCK), stride, &state->waiting); \
   } while (0)
 /* What tile i has from the pass before leaves it, and it begins anew, or goes on. */
 #define KT_AMX_BLOCK_FIRST(i)                                                                      \
@@ -160,8 +159,8 @@ KT_INLINE void kt_amx_stream_blocks(const kt_amx_group_form form, const kt_amx_g
   beside->ready = following.at, beside->ready_steps = next_steps;
 }
 
-/* kt_amx_stream of a form whose slots are one step and whose strips one run: by whichever of the two
- * unpacks less. */
+/* kt_amx_stream of a form whose slots are one step and whose strips one run: by whichever of the
+ * two unpacks less. */
 KT_INLINE void kt_amx_stream_unpacked(const kt_amx_form form, kt_amx_strip_fn *strip_of,
                                       const kt_weight *w, int64_t strip, const uint8_t *x,
                                       int64_t stride, int64_t tokens, const void *tables,

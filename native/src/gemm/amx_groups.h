@@ -184,8 +184,7 @@ KT_INLINE void kt_amx_next_waiting(const kt_amx_group_form form, const kt_amx_gr
  * following: what is unpacked behind the last step. */
 KT_INLINE void kt_amx_group_pass(const kt_amx_group_form form, const int both,
                                  const kt_amx_groups *s, const kt_halves *h, int64_t half,
-                                 const uint8_t *following, kt_amx_state *state,
-                                 kt_beside *beside) {
+                                 const uint8_t *following, kt_amx_state *state, kt_beside *beside) {
   const int64_t stride = s->stride, start = kt_half_start(h, half);
   const int64_t start1 = kt_half_start(h, half + both);
   const uint8_t *x0 = s->x + start * stride, *x1 = s->x + start1 * stride, *at = s->first.at;
@@ -210,7 +209,8 @@ KT_INLINE void kt_amx_group_pass(const kt_amx_group_form form, const int both,
   beside->slot = slot;
 }
 
-/* The codes of the strip that comes next, of this format; strip_size: bytes of one of this matrix. */
+/* The codes of the strip that comes next, of this format; strip_size: bytes of one of this matrix.
+ */
 KT_INLINE const uint8_t *kt_amx_following(const kt_amx_groups *s, int64_t strip_size,
                                           const kt_beside *beside) {
   const kt_weight *const w = beside->following;
@@ -230,8 +230,7 @@ KT_INLINE void kt_amx_stream_groups(const kt_amx_group_form form, const kt_amx_g
   if (beside->ready != s->first.at) {
     uint8_t *const tiles = beside->ring + beside->slot * KT_AMX_SLOT;
     KT_UNROLL(4)
-    for (int part = 0; part < 4; part++)
-      form.unpack(s->first, tiles, part);
+    for (int part = 0; part < 4; part++) form.unpack(s->first, tiles, part);
   }
   for (int64_t half = 0; half < h.count; half += 2) {
     const uint8_t *const next = half + 2 < h.count ? s->first.at : following;
