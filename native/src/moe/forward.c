@@ -23,7 +23,8 @@
 enum {
   LINE = 64,
   GROUP_SLOTS = 32,            /* of a group, per thread, at least */
-  GROUP_SIZE = 384 * 1024,     /* bytes of the middle of a group, per thread: no more experts */
+  GROUP_EXPERTS = 2,           /* per thread, of a group with so many slots ... */
+  GROUP_SIZE = 384 * 1024,     /* ... unless its middle has so many bytes, per thread */
   BLOCK_SIZE = 1024 * 1024,    /* bytes of activation rows of a streamed block, which stay in L2 */
   SUMS = 4 * KT_STREAM_TOKENS, /* of 32 rows, of a thread */
   BLOCK_STEP = 32,             /* tokens */
@@ -63,14 +64,14 @@ static void lay_out_worker(kt_arena *a, const kt_forward_run *f, kt_worker *w) {
   kt_take_lora_worker(a, &f->run, &f->adapted.adapter, w ? &w->lora : NULL);
 }
 
-/* Slots of a group, from which on no more experts are added to it. */
-static int64_t group_slots(const kt_run *r, int64_t threads) {
-  return threads * kt_larger(GROUP_SLOTS, GROUP_SIZE / (r->width * (int64_t)sizeof(float)));
-}
-
 /* Threads of the smallest team, at least. */
 static int64_t team_size(const kt_run *r) {
   return kt_larger(1, kt_pool_threads(r->pool) / r->team_count);
+}
+
+static int64_t most_groups(const kt_run *r, int64_t slots) {
+  const int64_t full = slots / (team_size(r) * GROUP_SLOTS);
+  return kt_smaller(kt_smaller(r->moe->experts, slots), full + 1);
 }
 
 static void lay_out_parts(kt_arena *a, kt_forward_run *f, int64_t slots, int there) {
@@ -79,8 +80,7 @@ static void lay_out_parts(kt_arena *a, kt_forward_run *f, int64_t slots, int the
   for (int64_t t = 0; t < r->team_count; t++) threads = kt_larger(threads, kt_team_threads(r, t));
   f->partial_size = r->tokens * r->moe->hidden;
   float *const partial = kt_take(a, r->moe->parts * f->partial_size, sizeof *partial);
-  const int64_t most =
-      kt_smaller(kt_smaller(r->moe->experts, slots), slots / group_slots(r, team_size(r)) + 1);
+  const int64_t most = most_groups(r, slots);
   kt_group *const groups = kt_take(a, r->moe->parts * most, sizeof *groups);
   kt_share *const shares = kt_take(a, r->moe->parts * most * 3 * threads, sizeof *shares);
   for (int64_t i = 0; there && i < r->moe->parts * most; i++) {
@@ -224,11 +224,19 @@ static void forward_job(void *context, int32_t thread) {
 }
 
 /* Experts of the group that begins with active[first]. */
+/* Whether a group is not to have more experts. */
+static int is_full(const kt_run *r, int64_t experts, int64_t slots, int64_t threads) {
+  const int64_t size = slots * r->width * (int64_t)sizeof(float);
+  return slots >= threads * GROUP_SLOTS &&
+         (experts >= threads * GROUP_EXPERTS || size >= threads * GROUP_SIZE);
+}
+
 static void begin_group(const kt_forward_run *f, int64_t first, int64_t threads, kt_group *g) {
   const kt_route *const route = &f->run.route;
-  const int64_t least = group_slots(&f->run, threads);
   int64_t end = first + 1;
-  while (end < route->active_count && route->start[end] - route->start[first] < least) end++;
+  while (end < route->active_count &&
+         !is_full(&f->run, end - first, route->start[end] - route->start[first], threads))
+    end++;
   const int64_t pieces = kt_larger(1, kt_ceil_div(threads, end - first));
   g->first = first, g->end = end, g->slot = route->start[first];
   g->pieces = kt_adapts(&f->adapted.adapter, KT_DOWN) ? pieces : 0;
