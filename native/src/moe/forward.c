@@ -223,7 +223,6 @@ static void forward_job(void *context, int32_t thread) {
   kt_float_mode_leave(mode);
 }
 
-/* Experts of the group that begins with active[first]. */
 /* Whether a group is not to have more experts. */
 static int is_full(const kt_run *r, int64_t experts, int64_t slots, int64_t threads) {
   const int64_t size = slots * r->width * (int64_t)sizeof(float);
@@ -231,6 +230,7 @@ static int is_full(const kt_run *r, int64_t experts, int64_t slots, int64_t thre
          (experts >= threads * GROUP_EXPERTS || size >= threads * GROUP_SIZE);
 }
 
+/* The group that begins with active[first]. */
 static void begin_group(const kt_forward_run *f, int64_t first, int64_t threads, kt_group *g) {
   const kt_route *const route = &f->run.route;
   int64_t end = first + 1;

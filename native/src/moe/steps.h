@@ -1,7 +1,8 @@
 /* steps.h - a forward in progress, and the two steps of it that multiply (inner.c, down.c).
  *
  * Experts are computed in groups, one after the other, so that what the second step reads is still
- * in the caches of those who wrote it: of many tokens each one is a group, of few all of them.
+ * in the caches of those who wrote it: of many tokens two for each thread, of few as many as have
+ * some tokens for each.
  * Products are streamed where the format can do it (beside.h): one strip at a time, whose sums are
  * worked on within the products of the next; else in calls of several strips. */
 #ifndef KT_STEPS_H
