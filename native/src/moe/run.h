@@ -69,7 +69,8 @@ kt_matrix kt_run_values(const kt_moe *moe, const void *data, int64_t tokens, int
 
 int64_t kt_team_of(const kt_run *run, int32_t thread);
 int32_t kt_team_threads(const kt_run *run, int64_t team);
-int64_t kt_first_part(const kt_run *run, int64_t team); /* ... to that of the next team */
+int32_t kt_team_rank(const kt_run *run, int32_t thread); /* position of a thread in its team */
+int64_t kt_first_part(const kt_run *run, int64_t team);  /* ... to that of the next team */
 
 /* ---- Slots of an expert in blocks of nearly equal size, at most `most` each ---- */
 
