@@ -222,7 +222,7 @@ def _engines(plan: Plan) -> list[str]:
     lines += [f"{reader.title} {failure}." for reader, failure in readers.items() if failure]
     if target.command == "quantize-gpu" and readers[SGLANG_KT] is None:
         lines.append(
-            "With KTransformers it is what `--model` names, next to `--kt-weight-path` of a CPU\n"
+            "With KTransformers it is what `--model` names, beside `--kt-weight-path` of a CPU\n"
             "conversion."
         )
     return lines
