@@ -12,7 +12,6 @@ enum {
   LINE = 64,
   LEAST_BLOCK = 32, /* slots of a block, where an expert has as many */
   GROUP_SLOTS = 96, /* of a group, per thread: no more blocks are added */
-  DX_STRIPS = 4,    /* of an item of several threads, at least */
 };
 
 /* ---- Scratch ------------------------------------------------------------------ */
@@ -96,8 +95,12 @@ static void lay_out_groups(kt_arena *a, kt_back *b, int there) {
   for (int64_t p = 0; there && p < parts; p++) b->parts[p].groups = groups + p * most;
 }
 
+/* Threads of the largest team: groups are those of all. */
 static int64_t team_size(const kt_run *r) {
-  return kt_larger(1, kt_pool_threads(r->pool) / r->team_count);
+  int64_t most = 1;
+  for (int64_t index = 0; index < r->team_count; index++)
+    most = kt_larger(most, kt_team_threads(r, index));
+  return most;
 }
 
 /* All pointers for batches of up to b->run.tokens. Returns the bytes used. */
@@ -106,7 +109,7 @@ static size_t lay_out(kt_back *b, uint8_t *memory) {
   kt_run *const r = &b->run;
   const int64_t threads = kt_pool_threads(r->pool);
   b->slots = r->tokens * r->top_k;
-  b->group_slots = kt_smaller(b->slots, GROUP_SLOTS * team_size(r) - 1 + KT_CHUNK);
+  b->group_slots = kt_smaller(b->slots, (GROUP_SLOTS + KT_CHUNK) * team_size(r));
   kt_take_route(&a, &r->route, r->moe->experts, b->slots);
   b->teams = kt_take(&a, r->team_count, sizeof *b->teams);
   b->parts = kt_take(&a, r->moe->parts, sizeof *b->parts);
@@ -148,18 +151,41 @@ static void make_dy_rows(kt_back *b, kt_back_team *t, const kt_back_worker *w, k
   EACH_RUN(&g->rows, first, count) kt_back_rows(b, t, w, g, part, first, count);
 }
 
+/* Steps 3 to 5 of the group's block number i. */
+static void whole_block(kt_back *b, kt_back_team *t, const kt_back_worker *w, kt_back_group *g,
+                        int64_t part, int64_t i) {
+  const kt_back_block *const block = b->blocks + g->first + i;
+  const int64_t strips = b->run.width / KT_STRIP, at = block->slot - g->slot;
+  const kt_back_group alone = {.first = g->first + i, .end = g->first + i + 1, .slot = g->slot};
+  kt_back_rows(b, t, w, g, part, at, block->count);
+  kt_back_middle(b, t, w, g, part, i * strips, strips);
+  if (g->pairs.items) kt_back_pairs(b, t, w, g, part, i);
+  for (int64_t k = 0; !g->outer.items && k < kt_back_outer_items(b, &alone); k++)
+    kt_back_outer(b, t, w, &alone, part, k);
+  if (g->split.items) kt_back_split(b, t, w, g, part, at, block->count);
+}
+
+static void step_by_step(kt_back *b, kt_back_team *t, const kt_back_worker *w, kt_back_group *g,
+                         int64_t part) {
+  EACH_RUN(&g->middle, first, count) kt_back_middle(b, t, w, g, part, first, count);
+  kt_barrier_wait(&t->barrier);
+  EACH_ITEM(&g->pairs, i) kt_back_pairs(b, t, w, g, part, i);
+  EACH_ITEM(&g->outer, i) kt_back_outer(b, t, w, g, part, i);
+  EACH_RUN(&g->split, first, count) kt_back_split(b, t, w, g, part, first, count);
+}
+
 static void compute_part(kt_back *b, kt_back_team *t, const kt_back_worker *w, int64_t part) {
   kt_back_group *const groups = b->parts[part].groups, *const end = groups + b->groups;
   make_dy_rows(b, t, w, groups, part);
   kt_barrier_wait(&t->barrier);
   for (kt_back_group *g = groups; g < end; g++) {
-    EACH_RUN(&g->middle, first, count) kt_back_middle(b, t, w, g, part, first, count);
-    kt_barrier_wait(&t->barrier);
-    EACH_ITEM(&g->pairs, i) kt_back_pairs(b, t, w, g, part, i);
-    EACH_ITEM(&g->outer, i) kt_back_outer(b, t, w, g, part, i);
-    EACH_RUN(&g->split, first, count) kt_back_split(b, t, w, g, part, first, count);
+    if (g->whole)
+      EACH_ITEM(&g->blocks, i) whole_block(b, t, w, g, part, i);
+    else
+      step_by_step(b, t, w, g, part);
     kt_barrier_wait(&t->barrier);
     EACH_RUN(&g->dx, first, count) kt_back_inputs(b, t, w, g, part, first, count);
+    EACH_ITEM(&g->outer, i) kt_back_outer(b, t, w, g, part, i);
     if (g + 1 < end) make_dy_rows(b, t, w, g + 1, part);
     kt_barrier_wait(&t->barrier);
   }
@@ -218,25 +244,41 @@ static void make_blocks(kt_back *b) {
   b->first_block[route->active_count] = (int32_t)(next - b->blocks);
 }
 
-static kt_back_group group_from(const kt_back *b, int64_t first, int64_t *slots) {
-  const int64_t least = GROUP_SLOTS * team_size(&b->run);
-  const int64_t all = b->first_block[b->run.route.active_count];
-  int64_t end = first;
-  for (*slots = 0; end < all && *slots < least; end++) *slots += b->blocks[end].count;
-  return (kt_back_group){.first = first, .end = end, .slot = b->blocks[first].slot};
+/* Whether each thread has as much to do as the others if each does whole blocks. */
+static int is_even(const kt_back *b, int64_t first, int64_t end, int64_t slots, int64_t threads) {
+  int64_t most = 0;
+  for (int64_t i = first; i < end; i++) most = kt_larger(most, b->blocks[i].count);
+  return threads == 1 || ((end - first) % threads == 0 && 7 * most * (end - first) <= 8 * slots);
 }
 
-/* One thread takes all strips at once: each beginning costs the decoding of a chunk. */
+/* As many blocks for each thread, if there are as many. */
+static kt_back_group group_from(const kt_back *b, int64_t first, int64_t *slots) {
+  const int64_t threads = team_size(&b->run), all = b->first_block[b->run.route.active_count];
+  int64_t end = first;
+  for (*slots = 0; end < all && *slots < GROUP_SLOTS * threads;)
+    for (int64_t i = 0; i < threads && end < all; i++) *slots += b->blocks[end++].count;
+  return (kt_back_group){.first = first,
+                         .end = end,
+                         .slot = b->blocks[first].slot,
+                         .whole = is_even(b, first, end, *slots, threads)};
+}
+
+/* Threads that do whole blocks leave gradients to which several blocks belong for later; one thread
+ * takes them in their order. One thread takes all strips at once: each beginning costs the decoding
+ * of a chunk. */
 static void prepare_group(const kt_back *b, kt_back_group *g, int64_t slots, int32_t threads) {
   const kt_run *const r = &b->run;
-  const int64_t middle = (g->end - g->first) * (r->width / KT_STRIP);
+  const int64_t blocks = g->end - g->first, middle = blocks * (r->width / KT_STRIP);
   const int64_t dx = b->want.dx ? r->moe->hidden / KT_STRIP : 0;
-  kt_share_init(&g->rows, slots, 1, threads);
+  const int64_t experts = b->blocks[g->end - 1].active + 1 - b->blocks[g->first].active;
+  const int own = g->whole && (threads == 1 || experts == blocks);
+  kt_share_init(&g->blocks, g->whole ? blocks : 0, 1, threads);
+  kt_share_init(&g->rows, g->whole ? 0 : slots, 1, threads);
   kt_share_init(&g->middle, middle, threads > 1 ? 1 : middle, threads);
-  kt_share_init(&g->pairs, kt_adapts_x(&b->adapter) ? g->end - g->first : 0, 1, threads);
-  kt_share_init(&g->outer, kt_back_outer_items(b, g), 1, threads);
+  kt_share_init(&g->pairs, kt_adapts_x(&b->adapter) ? blocks : 0, 1, threads);
+  kt_share_init(&g->outer, own ? 0 : kt_back_outer_items(b, g), 1, threads);
   kt_share_init(&g->split, dx && b->folding == KT_FOLD_SPLIT ? slots : 0, 1, threads);
-  kt_share_init(&g->dx, dx, threads > 1 ? DX_STRIPS : dx, threads);
+  kt_share_init(&g->dx, dx, threads > 1 ? dx / (2 * threads) : dx, threads);
 }
 
 static void prepare_team(kt_back *b, int64_t index) {

@@ -4,7 +4,8 @@
  *   1  rows of x and dy in bf16; zeros in what is wanted   items: tokens; experts
  *   2  B^T dy of down                                      items: experts
  * then in a team, for each of its parts and one group of blocks after the other, so that rows of
- * one step are still in the caches for the next ones; between its barriers:
+ * one step are still in the caches for the next ones; between its barriers, of which blocks that
+ * a thread has for itself need none from 3 to 5:
  *   3  rows of dy as products want them                    items: slots
  *   4  W^T dy of down -> gradients of gate and up          items: (block, strip of w)
  *   5  B^T of those; LoRA gradients of the part; codes     items: blocks; blocks of matrices;
@@ -40,7 +41,8 @@ typedef struct kt_back_block {
  * are counted from `slot` on in the team's memory. */
 typedef struct kt_back_group {
   int64_t first, end, slot;
-  kt_share rows, middle, pairs, outer, split, dx;
+  int whole; /* a thread does steps 3 to 5 of a block, whose rows stay in its caches */
+  kt_share blocks, rows, middle, pairs, outer, split, dx;
 } kt_back_group;
 
 typedef struct kt_back_part {
