@@ -203,17 +203,26 @@ static void forward_job(void *context, int32_t thread) {
   kt_float_mode_leave(mode);
 }
 
+/* Pieces of each expert's slots, of which the largest is no more than a thread's even part. */
+static int64_t pieces_of(const kt_route *route, int64_t first, int64_t end, int64_t threads) {
+  const int64_t slots = route->start[end] - route->start[first];
+  int64_t largest = 0;
+  for (int64_t a = first; a < end; a++)
+    largest = kt_larger(largest, route->start[a + 1] - route->start[a]);
+  return kt_smaller(largest, kt_ceil_div(threads * largest, slots));
+}
+
 /* Experts of the group that begins with active[first]. */
 static kt_group group_from(const kt_forward_run *f, int64_t first, int64_t threads) {
   const kt_route *const route = &f->run.route;
   const int64_t least = threads * GROUP_SLOTS;
   int64_t end = first + 1;
   while (end < route->active_count && route->start[end] - route->start[first] < least) end++;
-  const int64_t pieces = kt_larger(1, kt_ceil_div(threads, end - first));
+  const int adapts = kt_adapts(&f->adapted.adapter, KT_DOWN);
   return (kt_group){.first = first,
                     .end = end,
                     .slot = route->start[first],
-                    .pieces = kt_adapts(&f->adapted.adapter, KT_DOWN) ? pieces : 0};
+                    .pieces = adapts ? pieces_of(route, first, end, threads) : 0};
 }
 
 static void prepare_part(kt_forward_run *f, const kt_team *t, int64_t part, int64_t team_size) {
