@@ -64,7 +64,7 @@ ASAN     := -std=c11 -g1 -fsanitize=address,undefined -fno-sanitize=object-size 
 EMULATOR := $(filter $(shell uname -m),x86_64)
 LIBRARY  := $(patsubst native/%.c,build/asan/%.o,$(filter native/src/%,$(C_SOURCES)))
 # Vector instructions take long to compile and run for a moment, plain loops the opposite.
-VECTORS  = $(filter-out audit_% encode_% encoded_%,$(filter %_avx2 %_avx512 %_amx,$(notdir $*)))
+VECTORS  = $(filter-out packed_% encode_% encoded_%,$(filter %_avx2 %_avx512 %_amx,$(notdir $*)))
 
 build/asan/%.o: native/%.c $(C_HEADERS)
 	@mkdir -p $(@D)

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.process
 PAGE = (ROOT / "docs/adding.md").read_text(encoding="utf-8")
 # Heading, what an addition is called in code, and where that is looked for.
 OWN = (
-    "native/src/gint8/",
     "src/ktconv/inspect/doctor.py",
     "src/ktconv/cli/doctor.py",
 )  # what was added

@@ -61,8 +61,8 @@ SUBJECTS = {
     ),
     "packers": Subject(
         (
-            "int4/int4.c", "int4/int4_avx2.c", "int4/int4_avx512.c", "int8/int8.c",
-            "int8/int8_avx2.c", "int8/int8_avx512.c", "gint4/gint4.c", "gint8/gint8.c",
+            "int/int4.c", "int/int4_avx2.c", "int/int4_avx512.c", "int/int8.c",
+            "int/int8_avx2.c", "int/int8_avx512.c", "group/gint4.c", "group/gint8.c",
         ),
         (
             *PACKING, "tests/native/kernels/test_integers.py",
@@ -70,7 +70,7 @@ SUBJECTS = {
         ),
     ),
     "stored formats": Subject(
-        ("fp8/fp8.c", "mxfp4/mxfp4.c", "nvfp4/nvfp4.c", "bf16/bf16.c"),
+        ("fp8/fp8.c", "fp4/mxfp4.c", "fp4/nvfp4.c", "bf16/bf16.c"),
         (
             "tests/native/test_layouts.py", "tests/native/test_training.py",
             "tests/native/kernels/test_nvfp4.py", "tests/native/kernels/test_bf16.py",
@@ -80,8 +80,8 @@ SUBJECTS = {
     "encoding": Subject(("encode/encode.c", "encode/encode_loop.h"), ENCODING),
     "audit": Subject(
         (
-            "audit/audit.c", "audit/audit_loop.h", "audit/audit_search.h", "audit/audit_source.h",
-            "audit/audit_numbers.h", "audit/audit_runs_avx512.h", "audit/audit_ggml.h",
+            "audit/packed.c", "audit/packed_loop.h", "audit/packed_search.h", "audit/source.h",
+            "audit/source_numbers.h", "audit/packed_runs_avx512.h", "audit/source_ggml.h",
         ),
         AUDIT,
     ),

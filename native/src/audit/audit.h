@@ -3,7 +3,7 @@
  * Nothing here is shared with what packs: places follow from the byte formula of
  * docs/formats.md, source values from the definition of their number formats. One loop, one
  * file per level: the compiler makes of it what the level allows, but for the sums, which
- * AVX-512 has by hand (audit_runs_avx512.h). As these have lanes of their own, the results have
+ * AVX-512 has by hand (packed_runs_avx512.h). As these have lanes of their own, the results have
  * the same bits everywhere. */
 #ifndef KT_AUDIT_H
 #define KT_AUDIT_H

@@ -2,8 +2,8 @@
 #ifndef KT_AUDIT_ENCODED_LOOP_H
 #define KT_AUDIT_ENCODED_LOOP_H
 
-#include "audit_source.h"
 #include "encoded_sums.h"
+#include "source.h"
 
 #include <math.h>
 

@@ -2,8 +2,8 @@
 #ifndef KT_AUDIT_ENCODED_SUMS_H
 #define KT_AUDIT_ENCODED_SUMS_H
 
-#include "audit_numbers.h"
 #include "encoded.h"
+#include "source_numbers.h"
 
 enum { LANES = 16, PIECE = KT_AUDIT_GROUP_COLS };
 

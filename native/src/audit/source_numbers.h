@@ -1,7 +1,7 @@
-/* audit_numbers.h - number formats of the source as the audit reads them: from their definitions,
+/* source_numbers.h - number formats of the source as the audit reads them: from their definitions,
  * not from source/. */
-#ifndef KT_AUDIT_NUMBERS_H
-#define KT_AUDIT_NUMBERS_H
+#ifndef KT_AUDIT_SOURCE_NUMBERS_H
+#define KT_AUDIT_SOURCE_NUMBERS_H
 
 #include "audit.h"
 

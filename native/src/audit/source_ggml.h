@@ -1,13 +1,13 @@
-/* audit_ggml.h - 32 columns of a block of ggml as the audit reads them: element by element from the
- * definitions in docs/encodings.md, not from source/.
+/* source_ggml.h - 32 columns of a block of ggml as the audit reads them: element by element from
+ * the definitions in docs/encodings.md, not from source/.
  *
  * <name>_columns: columns `first` (a multiple of 32) to first + 31 of the block at b. j is
  * first / 32, l counts from first on; half precision is little-endian. */
-#ifndef KT_AUDIT_GGML_H
-#define KT_AUDIT_GGML_H
+#ifndef KT_AUDIT_SOURCE_GGML_H
+#define KT_AUDIT_SOURCE_GGML_H
 
 #include "../simd/unroll.h"
-#include "audit_numbers.h"
+#include "source_numbers.h"
 
 INLINE float half_in(const uint8_t *b, int at) {
   return f16_value((uint16_t)(b[at] | b[at + 1] << 8));

@@ -1,10 +1,10 @@
-/* audit_loop.h - the pass, included by one file per level. See audit.h. */
-#ifndef KT_AUDIT_LOOP_H
-#define KT_AUDIT_LOOP_H
+/* packed_loop.h - the pass, included by one file per level. See audit.h. */
+#ifndef KT_AUDIT_PACKED_LOOP_H
+#define KT_AUDIT_PACKED_LOOP_H
 
-#include "audit_search.h"
-#include "audit_source.h"
-#include "audit_sums.h"
+#include "packed_search.h"
+#include "packed_sums.h"
+#include "source.h"
 
 #include <math.h>
 #include <string.h>

@@ -5,8 +5,8 @@
 #include "../simd/target.h"
 
 KT_TARGET_BEGIN(AVX2)
-enum { AT_ONCE = 2, HAS_FMA = 1 }; /* see audit_search.h */
-#include "audit_loop.h"
+enum { AT_ONCE = 2, HAS_FMA = 1 }; /* see packed_search.h */
+#include "packed_loop.h"
 
 void kt_audit_avx2(const kt_audit_job *job, kt_audit *audit) { audit_all(job, audit); }
 

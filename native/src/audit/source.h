@@ -1,10 +1,10 @@
-/* audit_source.h - values of the source as the audit reads them: from the definition of their
+/* source.h - values of the source as the audit reads them: from the definition of their
  * number formats, not from source/. */
 #ifndef KT_AUDIT_SOURCE_H
 #define KT_AUDIT_SOURCE_H
 
-#include "audit_ggml.h"
-#include "audit_numbers.h"
+#include "source_ggml.h"
+#include "source_numbers.h"
 
 /* ---- Numbers of some columns of a row ---------------------------------------- */
 

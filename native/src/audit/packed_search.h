@@ -1,8 +1,8 @@
-/* audit_search.h - the scale that KT_RULE_SEARCH gives, from docs/formats.md 3.6 alone. */
-#ifndef KT_AUDIT_SEARCH_H
-#define KT_AUDIT_SEARCH_H
+/* packed_search.h - the scale that KT_RULE_SEARCH gives, from docs/formats.md 3.6 alone. */
+#ifndef KT_AUDIT_PACKED_SEARCH_H
+#define KT_AUDIT_PACKED_SEARCH_H
 
-#include "audit_source.h"
+#include "source.h"
 
 #include <math.h>
 

@@ -1,11 +1,11 @@
 /* The audit for any CPU, and unpacking by it. */
-/* See audit_search.h. */
+/* See packed_search.h. */
 #if defined(__ARM_FEATURE_FMA)
 enum { AT_ONCE = 1, HAS_FMA = 1 };
 #else
 enum { AT_ONCE = 1, HAS_FMA = 0 };
 #endif
-#include "audit_loop.h"
+#include "packed_loop.h"
 
 void kt_audit_scalar(const kt_audit_job *job, kt_audit *audit) { audit_all(job, audit); }
 

@@ -1,9 +1,9 @@
-/* audit_runs_avx512.h - `compare_runs` of audit_loop.h with AVX-512: the same operations in the
+/* packed_runs_avx512.h - `compare_runs` of packed_loop.h with AVX-512: the same operations in the
  * same lanes, which the compiler does one by one. Include after KT_TARGET_BEGIN(AVX512). */
-#ifndef KT_AUDIT_RUNS_AVX512_H
-#define KT_AUDIT_RUNS_AVX512_H
+#ifndef KT_AUDIT_PACKED_RUNS_AVX512_H
+#define KT_AUDIT_PACKED_RUNS_AVX512_H
 
-#include "audit_sums.h"
+#include "packed_sums.h"
 
 #define KT_AUDIT_OWN_RUNS
 

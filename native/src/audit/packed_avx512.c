@@ -5,10 +5,10 @@
 #include "../simd/target.h"
 
 KT_TARGET_BEGIN(AVX512)
-enum { AT_ONCE = 4, HAS_FMA = 1 }; /* see audit_search.h */
-#include "audit_runs_avx512.h"
+enum { AT_ONCE = 4, HAS_FMA = 1 }; /* see packed_search.h */
+#include "packed_runs_avx512.h"
 /* which the loop takes */
-#include "audit_loop.h"
+#include "packed_loop.h"
 
 void kt_audit_avx512(const kt_audit_job *job, kt_audit *audit) { audit_all(job, audit); }
 

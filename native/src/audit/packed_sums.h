@@ -1,8 +1,8 @@
-/* audit_sums.h - what the audit adds up. */
-#ifndef KT_AUDIT_SUMS_H
-#define KT_AUDIT_SUMS_H
+/* packed_sums.h - what the audit adds up. */
+#ifndef KT_AUDIT_PACKED_SUMS_H
+#define KT_AUDIT_PACKED_SUMS_H
 
-#include "audit_numbers.h"
+#include "source_numbers.h"
 
 enum { LANES = 16 };
 
