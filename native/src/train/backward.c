@@ -40,6 +40,12 @@ static void lay_out_team(kt_arena *a, const kt_back *b, kt_back_team *t) {
   t->pairs = pair_rows;
 }
 
+/* Rows of weights that a product with columns of them adds up. */
+static int64_t longest_sum(const kt_back *b) {
+  const int gated = kt_has_gate(b->run.moe->activation.function);
+  return kt_larger(b->run.moe->hidden, (1 + gated) * b->run.width);
+}
+
 static void lay_out_worker(kt_arena *a, const kt_back *b, kt_back_worker *w) {
   const int64_t hidden = b->run.moe->hidden, width = b->run.width;
   const int64_t longest = kt_larger(hidden, width);
@@ -55,7 +61,8 @@ static void lay_out_worker(kt_arena *a, const kt_back *b, kt_back_worker *w) {
       .small = kt_take(a, pair, strip),
       .folded_gate = kt_take(a, groups ? KT_CHUNK : 0, (size_t)kt_folded_stride(width)),
       .folded_up = kt_take(a, groups ? KT_CHUNK : 0, (size_t)kt_folded_stride(longest)),
-      .base = kt_take(a, KT_TRANSPOSED_ROWS * KT_STRIP, sizeof(float)),
+      .base = kt_take(a, longest_sum(b) > KT_TRANSPOSED_SUM ? KT_BACK_SUMS : 1,
+                      KT_BACK_STRIP * sizeof(float)),
       .added = kt_take(a, 1, block),
       .fold = kt_take(a, kt_larger(longest, 2 * width), sizeof(float)),
       .fold_gate = kt_take(a, longest, sizeof(float)),
@@ -321,12 +328,10 @@ static kt_folding folding_of(const kt_back *b) {
   return has_scales(b, 1) && !b->transposed ? KT_FOLD_GROUPS : KT_FOLD_NONE;
 }
 
-/* Slots of a block. With AMX, its rows are read from L2 for every strip (7168 x 2048, INT8,
- * products with down's columns: 128 slots 810 GFLOPS, 192 620). */
+/* Slots of a block. With AMX, its rows are read from L2 for every strip. */
 static int64_t most_slots(const kt_back *b) {
   enum { IN_L2 = 15 << 17 }; /* 1.9 MB of 2 */
-  const int gated = kt_has_gate(b->run.moe->activation.function);
-  const int64_t cols = kt_larger(b->run.moe->hidden, (1 + gated) * b->run.width);
+  const int64_t cols = kt_smaller(longest_sum(b), KT_TRANSPOSED_SUM);
   if (!b->transposed) return KT_CHUNK;
   return kt_larger(LEAST_BLOCK, kt_smaller(KT_CHUNK, IN_L2 / (2 * cols)));
 }

@@ -65,7 +65,7 @@ typedef struct kt_back_worker {
   kt_lora_worker lora;               /* gather, strips, spare, out */
   uint8_t *small;                    /* a strip of a LoRA matrix */
   uint8_t *folded_gate, *folded_up;  /* [KT_CHUNK] rows with the scales of a group */
-  float *base;                       /* [KT_TRANSPOSED_ROWS][KT_STRIP] */
+  float *base;                       /* [KT_BACK_SUMS] strips of KT_BACK_STRIP */
   float *added;                      /* [KT_MAX_TOKENS][KT_STRIP] */
   float *fold, *fold_gate, *fold_up; /* [longest row]; fold: of two */
   float *a;                          /* [KT_CHUNK][KT_OUTER_ROWS] */
@@ -77,7 +77,12 @@ typedef struct kt_back_worker {
   kt_packed_square *squares;
 } kt_back_worker;
 
-enum { KT_OUTER_ROWS = 64, KT_OUTER_COLS = 256 };
+enum {
+  KT_OUTER_ROWS = 64,
+  KT_OUTER_COLS = 256,
+  KT_BACK_STRIP = KT_TRANSPOSED_ROWS * KT_STRIP,
+  KT_BACK_SUMS = 16 /* strips whose products are sums of several */
+};
 
 typedef struct kt_back {
   kt_run run;

@@ -98,6 +98,61 @@ void kt_back_rows(const kt_back *b, const kt_back_team *t, const kt_back_worker 
   }
 }
 
+/* ---- Products with columns of weights, where a level has them -------------------- */
+
+/* Strips one after the other. Sums over many rows of w are added up part by part, so that the
+ * activations of a part stay in L2: for some strips the first parts, then strip by strip the last.
+ */
+typedef struct columns {
+  kt_transposed all, now; /* all: of which the other is a part */
+  int64_t parts;
+} columns;
+
+static columns columns_of(const kt_back_worker *w, const uint8_t *rows, int64_t stride,
+                          int64_t count, int64_t first, int64_t last) {
+  return (columns){.all = {.column = first * KT_STRIP,
+                           .end = last * KT_STRIP,
+                           .rows = rows,
+                           .stride = stride,
+                           .tokens = count,
+                           .ring = w->ring,
+                           .sums = w->sums,
+                           .squares = w->squares}};
+}
+
+static void of_weights(columns *c, const kt_weight *first, const kt_weight *second) {
+  c->all.w[0] = *first, c->all.matrices = 1 + (second != NULL);
+  if (second) c->all.w[1] = *second;
+  c->parts = kt_ceil_div(c->all.matrices * first->rows, KT_TRANSPOSED_SUM);
+}
+
+/* Part number i of the sums of columns column .. end - 1. */
+static void start_part(columns *c, int64_t column, int64_t end, int64_t i) {
+  enum { STEP = 64 };
+  const int64_t rows = c->all.matrices * c->all.w[0].rows, last = i + 1 == c->parts;
+  c->now = c->all;
+  c->now.column = column, c->now.end = end;
+  c->now.from = rows * i / c->parts / STEP * STEP;
+  c->now.to = last ? rows : rows * (i + 1) / c->parts / STEP * STEP;
+  c->now.adds = i > 0;
+}
+
+/* The sums of the strip from `column` on. */
+static float *next_strip(const kt_back *b, const kt_back_worker *w, columns *c, int64_t column) {
+  const int64_t all = c->all.end - c->all.column;
+  const int64_t together = c->parts > 1 ? KT_BACK_SUMS * KT_STRIP : all;
+  const int64_t at = (column - c->all.column) % together;
+  const int64_t end = kt_smaller(c->all.end, column + together);
+  for (int64_t i = 0; at == 0 && i < c->parts; i++) {
+    start_part(c, column, end, i);
+    for (int64_t k = column; i + 1 < c->parts && k < end; k += KT_STRIP)
+      b->transposed(&c->now, w->base + (k - column) * KT_TRANSPOSED_ROWS);
+  }
+  float *const sums = w->base + (c->parts > 1 ? at : 0) * KT_TRANSPOSED_ROWS;
+  b->transposed(&c->now, sums);
+  return sums;
+}
+
 /* ---- 4: through down and the function ---------------------------------------- */
 
 /* Some strips of the middle, of a block. */
@@ -108,8 +163,9 @@ typedef struct middle_item {
   kt_weight down, gate, up;
   int64_t part, expert, column;
   int64_t slot, before; /* the first of the block; of the group */
-  kt_transposed product;
-  const float *base; /* of the block */
+  columns columns;
+  float *sums;       /* of the strip */
+  const float *base; /* of some of its slots */
 } middle_item;
 
 /* Whether a strip has other scales than the one before it: those of a new group, or the first. */
@@ -232,7 +288,7 @@ static void middle_strip(middle_item *m, const uint8_t *rows, int64_t stride, in
   m->slot = slot;
   prefetch_function(m, count);
   if (b->transposed) {
-    b->transposed(&m->product, m->w->base);
+    m->sums = next_strip(b, m->w, &m->columns, m->column);
   } else {
     b->transpose(&m->down, m->column, m->w->lora.strips);
     strip_products(m->w, b->adapter.product, m->w->lora.strips, b->run.moe->hidden, rows, stride,
@@ -242,7 +298,7 @@ static void middle_strip(middle_item *m, const uint8_t *rows, int64_t stride, in
   for (int64_t i = 0; i < blocks.number; i++) {
     const int64_t first = kt_block_start(&blocks, i);
     const int64_t some = kt_block_start(&blocks, i + 1) - first;
-    m->slot = slot + first, m->base = m->w->base + first * KT_STRIP;
+    m->slot = slot + first, m->base = m->sums + first * KT_STRIP;
     if (lora) add_down_lora(m, some);
     through_function(m, some);
   }
@@ -252,19 +308,6 @@ static void fold_rows_of(const middle_item *m) {
   if (m->b->folding != KT_FOLD_ROWS || m->t->folded_up == m->t->d_up) return;
   if (kt_has_gate(m->b->run.moe->activation.function)) kt_fold_scales(&m->gate, 0, m->w->fold_gate);
   kt_fold_scales(&m->up, 0, m->w->fold_up);
-}
-
-/* A product of a block's rows with columns first .. end - 1 of w. */
-static kt_transposed transposed_of(const kt_back_worker *w, const uint8_t *rows, int64_t stride,
-                                   int64_t count, int64_t first, int64_t end) {
-  return (kt_transposed){.column = first,
-                         .end = end,
-                         .rows = rows,
-                         .stride = stride,
-                         .tokens = count,
-                         .ring = w->ring,
-                         .sums = w->sums,
-                         .squares = w->squares};
 }
 
 /* Strips first .. last - 1 of a block. */
@@ -282,10 +325,11 @@ static void block_middle(const kt_back *b, const kt_back_team *t, const kt_back_
                    .up = up_of(b, part, block->active),
                    .part = part,
                    .expert = b->run.route.active[block->active],
+                   .sums = w->base,
                    .before = g->slot};
   fold_rows_of(&m);
-  m.product = transposed_of(w, rows, stride, block->count, first * KT_STRIP, last * KT_STRIP);
-  m.product.w[0] = m.down, m.product.matrices = 1;
+  m.columns = columns_of(w, rows, stride, block->count, first, last);
+  of_weights(&m.columns, &m.down, NULL);
   for (m.column = first * KT_STRIP; m.column < last * KT_STRIP; m.column += KT_STRIP) {
     if (new_group(b, m.column, first * KT_STRIP)) {
       kt_fold_scales(&m.down, m.column, w->fold);
@@ -369,7 +413,8 @@ typedef struct input_item {
   int64_t part, expert, slot, count, stride;
   int64_t before; /* the first slot of the group */
   const uint8_t *gate_rows, *up_rows;
-  kt_transposed product;
+  columns columns;
+  float *sums; /* of the strip */
 } input_item;
 
 /* Slots from number `at` of the block on. */
@@ -395,7 +440,7 @@ static void add_x_lora(const input_item *m, int64_t column, int64_t at, int64_t 
 
 static void add_to_tokens(const input_item *m, int64_t column) {
   const kt_back *const b = m->b;
-  const kt_weighted sums = {.down = kt_sums_of(m->w->base, m->count),
+  const kt_weighted sums = {.down = kt_sums_of(m->sums, m->count),
                             .strips = 1,
                             .weight = m->w->ones,
                             .token = b->run.route.token + m->slot,
@@ -424,13 +469,13 @@ static void input_strip(input_item *m, int64_t column) {
   const int lora = kt_adapts_x(&b->adapter);
   if (lora) kt_pair_a_columns(&b->adapter, m->expert, column / KT_STRIP, w->small, w->lora.spare);
   if (b->transposed)
-    b->transposed(&m->product, w->base);
+    m->sums = next_strip(b, w, &m->columns, column);
   else
     input_products(m, column);
   const kt_blocks blocks = kt_blocks_of(0, m->count, KT_MAX_TOKENS);
   for (int64_t i = 0; lora && i < blocks.number; i++) {
     const int64_t at = kt_block_start(&blocks, i);
-    add_x_lora(m, column, at, kt_block_start(&blocks, i + 1) - at, w->base + at * KT_STRIP);
+    add_x_lora(m, column, at, kt_block_start(&blocks, i + 1) - at, m->sums + at * KT_STRIP);
   }
   add_to_tokens(m, column);
 }
@@ -450,15 +495,14 @@ static void fold_input(input_item *m, int64_t column) {
       fold_rows(b, w->fold_gate, m->t->d_gate + at, b->w_stride, width, m->count, w->folded_gate);
 }
 
-/* The product of the item's rows [gate | up]. */
-static void start_product(input_item *m, int64_t first, int64_t last) {
+/* Products of the item's rows [gate | up]. */
+static columns input_columns(const input_item *m, int64_t first, int64_t last) {
   const kt_back *const b = m->b;
   const uint8_t *const rows = b->folding == KT_FOLD_SPLIT ? m->t->split : m->t->folded_gate;
-  m->product = transposed_of(m->w, rows + (m->slot - m->before) * m->stride, m->stride, m->count,
-                             first * KT_STRIP, last * KT_STRIP);
-  m->product.matrices = m->gate_rows ? 2 : 1;
-  m->product.w[0] = m->gate_rows ? m->gate : m->up;
-  m->product.w[1] = m->up;
+  columns c =
+      columns_of(m->w, rows + (m->slot - m->before) * m->stride, m->stride, m->count, first, last);
+  of_weights(&c, m->gate_rows ? &m->gate : &m->up, m->gate_rows ? &m->up : NULL);
+  return c;
 }
 
 /* Strips first .. last - 1 of a block. */
@@ -469,7 +513,8 @@ static void block_inputs(input_item *m, int64_t first, int64_t last) {
   m->stride = b->w_stride;
   m->gate_rows = gated ? m->t->folded_gate + at : NULL;
   m->up_rows = m->t->folded_up + at;
-  if (b->transposed) start_product(m, first, last);
+  m->sums = m->w->base;
+  if (b->transposed) m->columns = input_columns(m, first, last);
   for (int64_t column = first * KT_STRIP; column < last * KT_STRIP; column += KT_STRIP) {
     if (new_group(b, column, first * KT_STRIP)) fold_input(m, column);
     input_strip(m, column);
