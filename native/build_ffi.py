@@ -19,10 +19,13 @@ SOURCES = sorted(path.as_posix() for path in (NATIVE / "src").rglob("*.c"))
 
 
 def declarations() -> str:
-    """The part of the public header that cffi understands."""
-    header = (Path(__file__).parent if "__file__" in globals() else NATIVE) / "include/ktconv.h"
-    text = header.read_text(encoding="utf-8")
-    return text.split("/* --- begin cffi --- */")[1].split("/* --- end cffi --- */")[0]
+    """What cffi understands of the public header: of its parts, as it includes them."""
+    include = (Path(__file__).parent if "__file__" in globals() else NATIVE) / "include"
+    header = (include / "ktconv.h").read_text(encoding="utf-8")
+    names = re.findall(r'^#include "(\w+\.h)"', header, re.MULTILINE)
+    texts = [(include / name).read_text(encoding="utf-8") for name in names]
+    begin, end = "/* --- begin cffi --- */", "/* --- end cffi --- */"
+    return "".join(text.split(begin)[1].split(end)[0] for text in texts)
 
 
 def checksum(text: str) -> int:

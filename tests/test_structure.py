@@ -1,4 +1,4 @@
-"""The rooms of the package: which there are, and that no circle of imports joins them."""
+"""The rooms of the package and of C: which there are, and which import or include which."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from helpers.paths import NATIVE
 
 import ktconv
 
@@ -199,3 +201,31 @@ def test_numbers_and_nouns_are_joined_by_one_function() -> None:
 def _may_be_one(value: ast.expr) -> bool:
     """Whether an expression can be a number."""
     return not isinstance(value, ast.Constant) and ast.unparse(value) not in _NO_NUMBERS
+
+
+def included(folder: Path) -> set[str]:
+    """What the C files of a room include of others, as paths below native/src."""
+    return {
+        found
+        for path in folder.iterdir()
+        for found in re.findall(r'^#include "\.\./(.+)"', path.read_text("utf-8"), re.MULTILINE)
+    }
+
+
+def test_families_of_weight_formats_do_not_include_one_another() -> None:
+    rooms = [path for path in (NATIVE / "src").iterdir() if path.is_dir()]
+    row = re.compile(r"^const kt_weight_format kt_\w+_format = {$", re.MULTILINE)
+    families = [
+        room
+        for room in rooms
+        if any(row.search(path.read_text("utf-8")) for path in room.iterdir())
+    ]
+    assert {room.name for room in families} >= {"int", "group", "fp4", "fp8", "bf16"}
+    names = {f"{room.name}/" for room in families}
+    for room in [*families, NATIVE / "src/gemm"]:
+        assert [path for path in included(room) if path.startswith(tuple(names))] == [], room
+
+
+def test_the_audit_of_c_shares_nothing_with_what_it_audits() -> None:
+    shared = {path for path in included(NATIVE / "src/audit") if not path.startswith("simd/")}
+    assert shared == {"cpu.h", "source/matrix.h"}

@@ -61,8 +61,8 @@ SUBJECTS = {
     ),
     "packers": Subject(
         (
-            "int/int4.c", "int/int4_avx2.c", "int/int4_avx512.c", "int/int8.c",
-            "int/int8_avx2.c", "int/int8_avx512.c", "group/gint4.c", "group/gint8.c",
+            "int/int4.c", "int/int8.c", "int/int_pack_avx2.c", "int/int_pack_avx512.c",
+            "group/gint4.c", "group/gint8.c",
         ),
         (
             *PACKING, "tests/native/kernels/test_integers.py",

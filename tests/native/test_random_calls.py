@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from helpers.amx import compiler, kept_directory
-from helpers.paths import NATIVE
 from helpers.random_calls import build_calls, calls_command, environment
 
 from ktconv import native
+from ktconv.native import build
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
@@ -40,9 +40,7 @@ def test_calls_of_many_threads(pytestconfig: pytest.Config) -> None:
 
 
 def functions_that_take_memory() -> set[str]:
-    header = (NATIVE / "include/ktconv.h").read_text()
-    text = header.split("/* --- begin cffi --- */")[1].split("/* --- end cffi --- */")[0]
-    text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
+    text = re.sub(r"/\*.*?\*/", "", build.declarations(build.HEADER), flags=re.DOTALL)
     return {name for name, given in re.findall(r"\b(kt_\w+)\(([^()]*)\);", text) if "*" in given}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,16 +17,21 @@ def test_the_extension_is_that_of_the_header() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "stale"),
-    [("int kt_isa_at(int index);", "int kt_isa_at(int i);", True), ("/* 2^(byte", "/* =", False)],
+    ("part", "old", "new", "stale"),
+    [
+        ("ktconv_base.h", "int kt_isa_at(int index);", "int kt_isa_at(int i);", True),
+        ("ktconv_convert.h", "int32_t group; ", "int64_t group; ", True),
+        ("ktconv_run.h", "int64_t kt_limit_ops(void);", "int32_t kt_limit_ops(void);", True),
+        ("ktconv_convert.h", "/* 2^(byte", "/* =", False),
+    ],
 )
 def test_declarations_count_and_comments_do_not(
-    old: str, new: str, stale: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: str, old: str, new: str, stale: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    header = tmp_path / "ktconv.h"
-    text = build.HEADER.read_text()
+    header = shutil.copytree(build.HEADER.parent, tmp_path / "include") / "ktconv.h"
+    text = (header.parent / part).read_text()
     assert old in text
-    header.write_text(text.replace(old, new))
+    (header.parent / part).write_text(text.replace(old, new))
     monkeypatch.setattr(build, "HEADER", header)
     if not stale:
         build.check_build()

@@ -1,5 +1,5 @@
-/* encoded.h - the comparison of encoded weights with their source (kt_audit_encoded): a second
- * opinion on what encode/ does, without its code. As audit.h: one loop, one file per level. */
+/* encoded.h - the comparison of encoded weights with their source (kt_audit_encoded), without the
+ * code of encode/. See audit.h. */
 #ifndef KT_AUDIT_ENCODED_H
 #define KT_AUDIT_ENCODED_H
 

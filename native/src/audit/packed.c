@@ -1,5 +1,5 @@
 /* Public entry points of the audit: check, pick the level, call. */
-#include "audit.h"
+#include "packed.h"
 
 #include "../cpu.h"
 #include "../simd/float_mode.h"

@@ -1,7 +1,8 @@
-/* packed_loop.h - the pass, included by one file per level. See audit.h. */
+/* packed_loop.h - the pass, included by one file per level. See packed.h. */
 #ifndef KT_AUDIT_PACKED_LOOP_H
 #define KT_AUDIT_PACKED_LOOP_H
 
+#include "packed.h"
 #include "packed_search.h"
 #include "packed_sums.h"
 #include "source.h"

@@ -2,6 +2,7 @@
 #ifndef KT_AUDIT_PACKED_SEARCH_H
 #define KT_AUDIT_PACKED_SEARCH_H
 
+#include "packed.h"
 #include "source.h"
 
 #include <math.h>

@@ -1,5 +1,5 @@
 /* The table row of MXFP4 weights, their packing and scalar product. */
-#include "mxfp4.h"
+#include "fp4.h"
 
 #include "../cpu.h"
 #include "../simd/bits.h"

@@ -10,7 +10,7 @@
 
 KT_TARGET_BEGIN(AMX)
 #include "../gemm/amx_groups.h"
-#include "mxfp4_scales_avx512.h"
+#include "fp4_scales_avx512.h"
 #include "mxfp4_tiles_avx512.h"
 
 /* Whether bf16 holds the numbers of all codes times each of these scales. */

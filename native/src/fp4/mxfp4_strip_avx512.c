@@ -9,7 +9,7 @@
 
 KT_TARGET_BEGIN(AVX512_BF16)
 #include "../gemm/bf16_strip_avx512.h"
-#include "mxfp4.h"
+#include "fp4.h"
 
 /* Words 0 to 15: codes of the even row, 16 to 31: of the odd one. Numbers that bf16 holds lose
  * nothing where the lower half of binary32 is cut off. */

@@ -2,8 +2,8 @@
 #ifndef KT_MXFP4_TILES_AVX512_H
 #define KT_MXFP4_TILES_AVX512_H
 
-#include "../gemm/fp4_gemm_avx512.h"
-#include "mxfp4.h"
+#include "fp4.h"
+#include "fp4_gemm_avx512.h"
 
 /* What scales of 16 rows add to bf16 bits: (code - 127) << 7, twice for each row. */
 KT_INLINE __m512i kt_mxfp4_exponents(const uint8_t *scale) {

@@ -1,8 +1,8 @@
 /* The table row of NVFP4 weights, their packing and scalar product. */
-#include "nvfp4.h"
+#include "fp4.h"
 
 #include "../cpu.h"
-#include "../fp8/fp8.h"
+#include "../gemm/e4m3.h"
 #include "../simd/bits.h"
 
 /* The scale of (row n, columns of tile group g) in a tile. */
@@ -39,7 +39,7 @@ static int is_finite(const uint8_t *codes, int64_t count) {
 static double number_at(const kt_weight *w, int64_t n, int64_t k) {
   const uint8_t *const tile = w->codes + kt_bf16_tile_start(w->cols, KT_NVFP4_TILE, n, k);
   const unsigned scale = tile[scale_at(n, k % KT_TILE_COLS / KT_NVFP4_GROUP)];
-  const double size = kt_bf16_value(kt_fp8_bf16[scale & 0x7f]);
+  const double size = kt_bf16_value(kt_e4m3_bf16[scale & 0x7f]);
   return kt_bf16_value(kt_fp4_bf16[kt_fp4_code_at(tile, n, k)]) * (scale & 0x80 ? -size : size);
 }
 

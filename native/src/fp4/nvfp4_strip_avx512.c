@@ -7,7 +7,7 @@
 
 KT_TARGET_BEGIN(AVX512_BF16)
 #include "../gemm/bf16_strip_avx512.h"
-#include "nvfp4.h"
+#include "fp4.h"
 
 void kt_nvfp4_transpose_avx512(const kt_weight *w, int64_t column, uint8_t *strip) {
   const int64_t strip_size = w->cols / KT_TILE_COLS * KT_NVFP4_TILE;

@@ -2,8 +2,8 @@
 #ifndef KT_NVFP4_TILES_AVX512_H
 #define KT_NVFP4_TILES_AVX512_H
 
-#include "../gemm/fp4_gemm_avx512.h"
-#include "nvfp4_scales_avx512.h"
+#include "fp4_gemm_avx512.h"
+#include "fp4_scales_avx512.h"
 
 /* A line of bf16 times the scales of its 16 rows, exact. */
 KT_INLINE __m512i kt_nvfp4_scaled_line(__m512i line, __m512 scale) {

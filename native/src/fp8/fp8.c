@@ -5,20 +5,6 @@
 
 #include <string.h>
 
-/* Normal numbers: exponent bias 7 becomes 127, three bits of mantissa become seven. */
-#define NORMAL(m) ((m) * 16 + 120 * 128)
-#define NORMAL8(m)                                                                                 \
-  NORMAL(m), NORMAL(m + 1), NORMAL(m + 2), NORMAL(m + 3), NORMAL(m + 4), NORMAL(m + 5),            \
-      NORMAL(m + 6), NORMAL(m + 7)
-
-const uint16_t kt_fp8_bf16[128] = {
-    0,           0x3b00,      0x3b80,      0x3bc0,      0x3c00,      0x3c20,       0x3c40,
-    0x3c60, /* m * 2^-9 */
-    NORMAL8(8),  NORMAL8(16), NORMAL8(24), NORMAL8(32), NORMAL8(40), NORMAL8(48),  NORMAL8(56),
-    NORMAL8(64), NORMAL8(72), NORMAL8(80), NORMAL8(88), NORMAL8(96), NORMAL8(104), NORMAL8(112),
-    NORMAL(120), NORMAL(121), NORMAL(122), NORMAL(123), NORMAL(124), NORMAL(125),  NORMAL(126),
-    0x7fc0};
-
 static int64_t byte_at(int64_t cols, int64_t n, int64_t k) {
   const int64_t r = n % KT_STRIP;
   return kt_bf16_tile_start(cols, KT_FP8_TILE, n, k) + k % KT_TILE_COLS / 2 * KT_LINE +
@@ -54,7 +40,7 @@ static double scale_of(const kt_weight *w, int64_t n, int64_t k) {
 static void decode_row(const kt_weight *w, int64_t n, double *out) {
   for (int64_t k = 0; k < w->cols; k++) {
     const uint8_t code = w->codes[byte_at(w->cols, n, k)];
-    const double magnitude = kt_bf16_value(kt_fp8_bf16[code & 0x7f]);
+    const double magnitude = kt_bf16_value(kt_e4m3_bf16[code & 0x7f]);
     out[k] = (code & 0x80 ? -magnitude : magnitude) * scale_of(w, n, k);
   }
 }
@@ -66,7 +52,7 @@ void kt_fp8_product_scalar(const kt_weight *w, int64_t strip, int64_t strips, co
 
 static uint16_t number(const kt_weight *w, int64_t n, int64_t k) {
   const unsigned code = w->codes[byte_at(w->cols, n, k)];
-  return (uint16_t)(kt_fp8_bf16[code & 0x7f] | (code & 0x80) << 8);
+  return (uint16_t)(kt_e4m3_bf16[code & 0x7f] | (code & 0x80) << 8);
 }
 
 void kt_fp8_transpose_scalar(const kt_weight *w, int64_t column, uint8_t *strip) {

@@ -9,19 +9,14 @@
 #define KT_FP8_H
 
 #include "../gemm/bf16_gemm.h"
+#include "../gemm/e4m3.h"
 
 enum { KT_FP8_TILE = 1024, KT_FP8_BLOCK = 128 };
-
-/* bf16 bits of the 128 magnitudes; exact. */
-extern const uint16_t kt_fp8_bf16[128];
 
 kt_transpose_fn kt_fp8_transpose_scalar, kt_fp8_transpose_avx512;
 kt_stream_fn kt_fp8_stream_amx;
 kt_transposed_fn kt_fp8_transposed_amx;
 kt_product_fn kt_fp8_product_scalar, kt_fp8_product_avx2, kt_fp8_product_avx512,
     kt_fp8_product_float_avx512, kt_fp8_product_amx;
-
-/* Packed tiles as tiles of bf16 (bf16_gemm.h), 64-byte aligned; AVX-512 with VBMI. */
-void kt_fp8_decode_tiles(const uint8_t *codes, int64_t tiles, uint8_t *out);
 
 #endif

@@ -13,17 +13,6 @@ KT_BF16_MICROS(keeping, KT_FORM_FP8, 1, KT_BF16_BLOCK / 2)
 KT_BF16_MICROS(decoded, KT_FORM_PANEL, 0, KT_BF16_BLOCK / 2)
 static const kt_bf16_kernels kernels = {decoding, keeping, decoded, .as_is = 0};
 
-void kt_fp8_decode_tiles(const uint8_t *codes, int64_t tiles, uint8_t *out) {
-  const kt_line_tables tables = kt_fp8_tables();
-  for (int64_t i = 0; i < tiles; i++, codes += KT_FP8_TILE, out += KT_BF16_TILE)
-    for (int q = 0; q < KT_FP8_TILE / KT_LINE; q++) {
-      __m512i line0, line1;
-      kt_fp8_lines(&tables, _mm512_loadu_si512(codes + q * KT_LINE), &line0, &line1);
-      _mm512_store_si512(out + q * KT_LINE, line0);
-      _mm512_store_si512(out + KT_BF16_HALF_TILE + q * KT_LINE, line1);
-    }
-}
-
 /* The panel holds the decoded lines of a K block and, behind them, the scales of a call: room
  * for as many columns as gemm.c lets pass. */
 enum { SCALED_STRIPS = 4 };

@@ -18,10 +18,10 @@ KT_INLINE __m512i kt_fp8_bytes(const uint16_t *numbers, const int upper) {
 
 KT_INLINE kt_line_tables kt_fp8_tables(void) {
   return (kt_line_tables){
-      .high0 = kt_fp8_bytes(kt_fp8_bf16, 1),
-      .high64 = kt_fp8_bytes(kt_fp8_bf16 + 64, 1),
-      .low0 = kt_fp8_bytes(kt_fp8_bf16, 0),
-      .low64 = kt_fp8_bytes(kt_fp8_bf16 + 64, 0),
+      .high0 = kt_fp8_bytes(kt_e4m3_bf16, 1),
+      .high64 = kt_fp8_bytes(kt_e4m3_bf16 + 64, 1),
+      .low0 = kt_fp8_bytes(kt_e4m3_bf16, 0),
+      .low64 = kt_fp8_bytes(kt_e4m3_bf16 + 64, 0),
   };
 }
 

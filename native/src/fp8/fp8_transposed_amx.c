@@ -21,7 +21,7 @@ KT_INLINE kt_packed_square square(const kt_weight *w, int64_t n, int64_t column)
 
 /* 32 magnitudes from `first` on, times scale, as bf16. */
 KT_INLINE __m512i scaled(int first, __m512 scale) {
-  const __m512i bits = _mm512_loadu_si512(kt_fp8_bf16 + first);
+  const __m512i bits = _mm512_loadu_si512(kt_e4m3_bf16 + first);
   const __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(bits));
   const __m512i high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(bits, 1));
   const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(low, 16));

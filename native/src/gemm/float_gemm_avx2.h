@@ -120,23 +120,4 @@ KT_INLINE __m256 kt_float_e4m3(__m128i words) {
   return _mm256_mul_ps(_mm256_cvtph_ps(halves), _mm256_set1_ps(256.0f));
 }
 
-/* A tile of E2M1 codes (fp4_gemm.h): a 32-bit word has the nibbles of two rows and four columns. */
-KT_INLINE void kt_float_fp4_tile(const uint8_t *tile, float *out) {
-  const __m256 sizes = _mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6);
-  const __m256i sign = _mm256_set1_epi32((int)0x80000000);
-  for (int line = 0; line < KT_TILE_COLS / 4; line++)
-    for (int half = 0; half < 2; half++) { /* of 16 rows */
-      const __m256i word =
-          _mm256_loadu_si256((const __m256i *)(const void *)(tile + line * KT_LINE + 32 * half));
-      KT_UNROLL(8)
-      for (int i = 0; i < 8; i++) { /* nibble: row, row + 16; column 0, 2, 1, 3 */
-        const __m256 size = _mm256_permutevar8x32_ps(sizes, _mm256_srli_epi32(word, 4 * i));
-        const __m256i minus = _mm256_and_si256(_mm256_slli_epi32(word, 28 - 4 * i), sign);
-        const int column = i / 4 + i % 4 / 2 * 2;
-        float *const to = out + (line * 4 + column) * KT_STRIP + i % 2 * KT_HALF_ROWS + 8 * half;
-        _mm256_storeu_ps(to, _mm256_or_ps(size, _mm256_castsi256_ps(minus)));
-      }
-    }
-}
-
 #endif

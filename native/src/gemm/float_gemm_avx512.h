@@ -246,26 +246,4 @@ KT_INLINE __m512i kt_float_e4m3_halves(__m512i words) {
   return _mm512_and_si512(_mm512_srai_epi16(words, 1), _mm512_set1_epi16((short)0xbf80));
 }
 
-/* 16 bytes of E4M3, with their own exponents. */
-KT_INLINE __m512 kt_float_e4m3(const uint8_t *from) {
-  const __m128i codes = _mm_loadu_si128((const __m128i *)(const void *)from);
-  const __m256i words = _mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8);
-  const __m256i halves =
-      _mm256_and_si256(_mm256_srai_epi16(words, 1), _mm256_set1_epi16((short)0xbf80));
-  return _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(256.0f));
-}
-
-/* kt_float_lines_fn of E2M1 codes (fp4_gemm.h): nibbles of a 32-bit word are column 0 of row r and
- * r + 16, column 2 of the two, then columns 1 and 3. */
-KT_INLINE void kt_float_fp4_lines(const uint8_t *tile, const int q, __m512 line[4]) {
-  const __m512 table =
-      _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
-  const __m512i words = _mm512_loadu_si512(tile + q / 2 * KT_LINE);
-  const int first = q % 2 * 8; /* of columns 2 and 3 */
-  line[0] = _mm512_permutexvar_ps(_mm512_srli_epi32(words, (unsigned)first), table);
-  line[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(words, (unsigned)first + 4), table);
-  line[2] = _mm512_permutexvar_ps(_mm512_srli_epi32(words, (unsigned)first + 16), table);
-  line[3] = _mm512_permutexvar_ps(_mm512_srli_epi32(words, (unsigned)first + 20), table);
-}
-
 #endif

@@ -1,5 +1,5 @@
 /* The table row of group INT4 weights, their packing and scalar product. */
-#include "gint4.h"
+#include "group.h"
 
 #include "../cpu.h"
 #include "../quantize/rounding.h"

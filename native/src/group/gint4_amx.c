@@ -6,7 +6,7 @@
 
 KT_TARGET_BEGIN(AMX)
 #include "../gemm/group_gemm_amx.h"
-#include "gint4.h"
+#include "group.h"
 
 KT_GROUP_STREAM(4, kt_gint4_stream_amx)
 

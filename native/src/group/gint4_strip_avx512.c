@@ -6,7 +6,7 @@
 
 KT_TARGET_BEGIN(AVX512_BF16)
 #include "../gemm/bf16_strip_avx512.h"
-#include "gint4.h"
+#include "group.h"
 
 void kt_gint4_transpose_avx512(const kt_weight *w, int64_t column, uint8_t *strip) {
   const kt_nibble_tables t = kt_nibble_integers(0);

@@ -1,5 +1,5 @@
 /* The table row of group INT8 weights, their packing and scalar product. */
-#include "gint8.h"
+#include "group.h"
 
 #include "../cpu.h"
 #include "../quantize/rounding.h"

@@ -6,7 +6,7 @@
 
 KT_TARGET_BEGIN(AMX)
 #include "../gemm/group_gemm_amx.h"
-#include "gint8.h"
+#include "group.h"
 
 KT_GROUP_STREAM(8, kt_gint8_stream_amx)
 

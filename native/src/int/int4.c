@@ -1,5 +1,5 @@
 /* The table row of INT4: its roundings, and the places of the codes of a row. */
-#include "int4.h"
+#include "int.h"
 
 #include "../cpu.h"
 #include "../gemm/bf16_gemm.h"

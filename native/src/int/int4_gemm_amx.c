@@ -6,7 +6,7 @@
 
 KT_TARGET_BEGIN(AMX)
 #include "../gemm/int_gemm_amx.h"
-#include "int4.h"
+#include "int.h"
 
 KT_INLINE kt_amx_strip strip_of(const kt_weight *w, int64_t strip) {
   return kt_int_amx_strip(1, KT_INT4_BLOCK_ROWS, w, strip);

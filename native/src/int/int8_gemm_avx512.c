@@ -6,7 +6,7 @@
 
 KT_TARGET_BEGIN(AVX512_VNNI)
 #include "../gemm/int_gemm_avx512.h"
-#include "int8.h"
+#include "int.h"
 
 KT_INT_KERNELS(0)
 

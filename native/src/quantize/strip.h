@@ -177,4 +177,25 @@ KT_INLINE kt_status kt_quantize_pack_strips(const kt_layout *layout, const kt_ma
   return KT_OK;
 }
 
+/* Defines a format's kt_quantize_pack_fn on a level, from <format>_row and <format>_nearest_row,
+ * the level's kt_tile_row_fn of the two rules: kt_<format>_quantize_pack_<level>. prefix: of the
+ * names of its tiles' geometry, loops: kt_strip_loops. */
+#define KT_STRIP_PACKER(format, prefix, codes_per_byte, level, loops)                              \
+  KT_INLINE void format##_half_tile(kt_strip strip, int64_t k, const float *inverse, uint8_t *to,  \
+                                    int form, int flush) {                                         \
+    kt_half_tile_##level(strip, k, inverse, to, form, flush, format##_row);                        \
+  }                                                                                                \
+  KT_INLINE void format##_nearest_half_tile(kt_strip strip, int64_t k, const float *inverse,       \
+                                            uint8_t *to, int form, int flush) {                    \
+    kt_half_tile_##level(strip, k, inverse, to, form, flush, format##_nearest_row);                \
+  }                                                                                                \
+  kt_status kt_##format##_quantize_pack_##level(const kt_layout *layout, const kt_matrix *m,       \
+                                                const kt_choice *choice, uint8_t *packed,          \
+                                                void *scale, float *scratch) {                     \
+    const kt_strip_rule rule = {prefix##_TILE_COLS, prefix##_BLOCK_ROWS,                           \
+                                codes_per_byte,     loops,                                         \
+                                format##_half_tile, format##_nearest_half_tile};                   \
+    return kt_quantize_pack_strips(layout, m, choice, packed, scale, scratch, rule);               \
+  }
+
 #endif

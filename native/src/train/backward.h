@@ -18,6 +18,39 @@
  * of the thread; with AMX, strips are decoded while they are multiplied (transposed.h). The routing
  * weight is applied behind step 4, so that W^T dy of down gives the gradient of that weight, too.
  */
+/* What is in memory on the way from dy to dx (H: hidden, w: columns of a part, r: rank; W^T and the
+ * like: products with that matrix; names are the fields below, `saved` is of the forward):
+ *
+ *    dy_rows [token][H]
+ *       |          |
+ *       |        B^T of down (kt_back_down_products)
+ *       |          |
+ *     W^T of     v_down, down_rows [slot][r] ------> gradient of down_a
+ *      down        |
+ *       |        A^T of down: `small` is its strip
+ *       |          |
+ *     base ----- added    [slot][32 columns of w] -- dot ------> dweights (kt_back_slot_weight)
+ *            |
+ *          activate, times the routing weight (kt_back_middle)  <------ saved: gate, up, codes of h
+ *            |
+ *     d_gate, d_up, middle [slot][w] ---------------> gradients of gate_b, up_b, gate, up
+ *       |          |
+ *     folded_*   B^T of gate and up (kt_back_pairs)
+ *     or split     |
+ *       |        v_pair, pairs [slot][r of gate, r of up] ------> gradients of gate_a, up_a
+ *     W^T of       |
+ *    gate, up    A^T of both: `small` again
+ *       |          |
+ *     base ------- + -----> partial [part][token][H] ------> sum of the parts: dx
+ *                  (kt_back_inputs)
+ *
+ * folded_gate, folded_up: d_gate and d_up times scales of rows; split: the same as codes
+ * (kt_folding). A gradient of a matrix is the sum over slots of the outer products of two rows,
+ * times factors (kt_back_outer):
+ *
+ *    gate_a, up_a   v_pair, x_rows           gate_b, up_b   d_gate or d_up, A x of `saved`
+ *    down_a         v_down, middle           down_b         dy_rows, A h of `saved`
+ *    gate, up       d_gate or d_up, x_rows   down           dy_rows, middle */
 #ifndef KT_BACKWARD_H
 #define KT_BACKWARD_H
 

@@ -58,14 +58,6 @@ KT_INLINE void kt_nibble_part(const int two, const kt_unpack_tables *t, kt_unpac
   }
 }
 
-/* 16 scales of KT_SCALE_F32 or KT_SCALE_BF16, from number `first` on. */
-KT_INLINE __m512 kt_load_scales(const void *scale, int64_t dtype, int first) {
-  if (dtype == KT_SCALE_F32) return _mm512_loadu_ps((const float *)scale + first);
-  const uint16_t *const from = (const uint16_t *)scale + first;
-  const __m256i bits = _mm256_loadu_si256((const __m256i *)(const void *)from);
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-}
-
 /* Where the scale of (row n, column) of a group's own is. */
 KT_INLINE const void *kt_group_scale_at(const kt_weight *w, int64_t n, int64_t column) {
   const int64_t group = w->layout.group;

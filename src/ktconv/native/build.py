@@ -12,14 +12,20 @@ from ktconv.errors import StaleBuildError
 HEADER = Path(__file__).parents[3] / "native/include/ktconv.h"  # installed packages have none
 
 
+def declarations(header: Path) -> str:
+    """The declarations of ktconv.h and its parts, as native/build_ffi.py reads them."""
+    names = re.findall(r'^#include "(\w+\.h)"', header.read_text("utf-8"), re.MULTILINE)
+    texts = [(header.parent / name).read_text("utf-8") for name in names]
+    begin, end = "/* --- begin cffi --- */", "/* --- end cffi --- */"
+    return "".join(text.split(begin)[1].split(end)[0] for text in texts)
+
+
 def check_build() -> None:
     """StaleBuildError for an extension whose declarations differ from the header's."""
     if not HEADER.is_file():
         return
-    text = HEADER.read_text(encoding="utf-8")
-    text = text.split("/* --- begin cffi --- */")[1].split("/* --- end cffi --- */")[0]
-    declared = zlib.crc32(re.sub(r"/\*.*?\*/|\s", "", text, flags=re.DOTALL).encode())
-    if getattr(_native.lib, "KT_DECLARATIONS", None) != declared:
+    text = re.sub(r"/\*.*?\*/|\s", "", declarations(HEADER), flags=re.DOTALL)
+    if getattr(_native.lib, "KT_DECLARATIONS", None) != zlib.crc32(text.encode()):
         raise StaleBuildError(
             f"{_native.__file__} was built from another version of {HEADER}",
             "build it again: pip install -e .",

@@ -1,5 +1,5 @@
 /* E2M1 codes, and where tiles have them. */
-#include "fp4_gemm.h"
+#include "fp4.h"
 
 #include <string.h>
 

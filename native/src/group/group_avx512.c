@@ -1,4 +1,4 @@
-/* group_gemm_avx512.h - products with integers in groups of columns, by VPDPBUSD.
+/* Group INT4 and INT8 products with AVX-512 VNNI, by VPDPBUSD.
  *
  * VPDPBUSD wants one side unsigned: weights are code + bias, as they are stored, so the integer
  * sum of a group starts at -bias * (sum of the activations). With 4 activations of a token
@@ -8,15 +8,19 @@
  * registers; more tokens are done in blocks. (GINT4, Zen 4, K = 2048, groups of 32 / 128 columns:
  * 362 / 430 of 469 GOPS. Totals in memory with 12 tokens: 265 / 380, with 5 tokens: 340.)
  *
- * Lines are read in strictly ascending order, which is what DRAM needs (int_gemm_avx512.h), and
- * prefetched: one token of GINT4 reads 33 GB/s where plain reading gives 35; 29 without.
+ * Lines are read in strictly ascending order, which is what DRAM needs (gemm/int_gemm_avx512.h),
+ * and prefetched: one token of GINT4 reads 33 GB/s where plain reading gives 35; 29 without.
  *
- * `bits` is a constant in every call. Include after KT_TARGET_BEGIN(AVX512_VNNI). */
-#ifndef KT_GROUP_GEMM_AVX512_H
-#define KT_GROUP_GEMM_AVX512_H
+ * `bits` is a constant in every call. */
+#include "../cpu.h"
 
+#if KT_X86
+#include "../simd/target.h"
+
+KT_TARGET_BEGIN(AVX512_VNNI)
+#include "../gemm/group_scales_avx512.h"
 #include "../simd/unroll.h"
-#include "group_scales_avx512.h"
+#include "group.h"
 
 enum {
   BLOCK = 6,               /* tokens of the micro kernel */
@@ -137,9 +141,8 @@ KT_INLINE void multiply_strip(const int bits, const columns *w, const activation
   }
 }
 
-KT_INLINE void kt_group_product_avx512(const int bits, const kt_weight *w, int64_t strip,
-                                       int64_t strips, const uint8_t *x, int64_t stride,
-                                       int64_t tokens, float *out) {
+KT_INLINE void product(const int bits, const kt_weight *w, int64_t strip, int64_t strips,
+                       const uint8_t *x, int64_t stride, int64_t tokens, float *out) {
   const int64_t group = w->layout.group, groups = w->cols / group;
   const int64_t scale_size = w->layout.scale_dtype == KT_SCALE_F32 ? 4 : 2;
   const int64_t k_block = tokens <= BLOCK ? w->cols : K_BLOCK;
@@ -160,4 +163,17 @@ KT_INLINE void kt_group_product_avx512(const int bits, const kt_weight *w, int64
   }
 }
 
+void kt_gint4_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
+                             int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
+  (void)panel;
+  product(4, w, strip, strips, x, stride, tokens, out);
+}
+
+void kt_gint8_product_avx512(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
+                             int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
+  (void)panel;
+  product(8, w, strip, strips, x, stride, tokens, out);
+}
+
+KT_TARGET_END
 #endif

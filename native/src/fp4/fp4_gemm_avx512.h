@@ -1,6 +1,6 @@
 /* fp4_gemm_avx512.h - products of E2M1 weights with AVX-512 BF16.
  *
- * A packed line becomes four lines of bf16 in registers (fp4_gemm.h). Micro kernel: up to 6 tokens
+ * A packed line becomes four lines of bf16 in registers (fp4.h). Micro kernel: up to 6 tokens
  * x 32 rows, 12 sums of the group and 12 totals in registers. More tokens are done in blocks,
  * each of which decodes again: shuffles and VDPBF16PS run side by side, so that costs nothing
  * (MXFP4, Zen 4: 211 of 234 GFLOPS; 196 with 12 tokens that share decoded lines, totals in memory).
@@ -16,7 +16,7 @@
 #define KT_FP4_GEMM_AVX512_H
 
 #include "../simd/unroll.h"
-#include "fp4_gemm.h"
+#include "fp4.h"
 
 enum {
   KT_FP4_BLOCK = 6,      /* tokens of the micro kernel */

@@ -1,4 +1,4 @@
-/* INT4 on AVX-512: the strips of strip_avx512.h, two codes per byte. */
+/* INT8 and INT4 on AVX-512: the strips of strip_avx512.h. */
 #include "../cpu.h"
 
 #if KT_X86
@@ -6,7 +6,23 @@
 
 KT_TARGET_BEGIN(AVX512)
 #include "../quantize/strip_avx512.h"
-#include "int4.h"
+#include "int.h"
+
+/* ---- INT8: one code in a byte ------------------------------------------------ */
+
+KT_INLINE __m512i int8_row(const uint8_t *row, int64_t k, __m512 inverse, int form, int flush) {
+  return kt_round64(row, k, inverse, form, flush);
+}
+
+/* A rounding that reaches -127 at most; the saturating packs do not go beyond 127. */
+KT_INLINE __m512i int8_nearest_row(const uint8_t *row, int64_t k, __m512 inverse, int form,
+                                   int flush) {
+  return _mm512_max_epi8(kt_round64(row, k, inverse, form, flush), _mm512_set1_epi8(-127));
+}
+
+KT_STRIP_PACKER(int8, KT_INT8, 1, avx512, KT_STRIP_LOOPS_AVX512)
+
+/* ---- INT4: two codes in a byte ----------------------------------------------- */
 
 enum { SELECT = 0xca }; /* bits of the second operand where the first has ones, else the third */
 
@@ -19,21 +35,15 @@ KT_INLINE __m512i round_to_high_nibble(__m512i q) {
 }
 
 /* Low nibbles from the first 64 columns, high nibbles from the second. */
-KT_INLINE __m512i round_tile_row(const uint8_t *row, int64_t k, __m512 inverse, int form,
-                                 int flush) {
+KT_INLINE __m512i int4_row(const uint8_t *row, int64_t k, __m512 inverse, int form, int flush) {
   const __m512i first = round_to_high_nibble(kt_round64(row, k, inverse, form, flush));
   const __m512i second = round_to_high_nibble(kt_round64(row, k + 64, inverse, form, flush));
   const __m512i low_nibble = _mm512_set1_epi8(0x0f);
   return _mm512_ternarylogic_epi64(low_nibble, _mm512_srli_epi16(first, 4), second, SELECT);
 }
 
-KT_INLINE void half_tile(kt_strip strip, int64_t k, const float *inverse, uint8_t *to, int form,
-                         int flush) {
-  kt_half_tile_avx512(strip, k, inverse, to, form, flush, round_tile_row);
-}
-
 /* The same by one rounding, which is cut to -7..7. */
-KT_INLINE __m512i nearest_tile_row(const uint8_t *row, int64_t k, __m512 inverse, int form,
+KT_INLINE __m512i int4_nearest_row(const uint8_t *row, int64_t k, __m512 inverse, int form,
                                    int flush) {
   const __m512i top = _mm512_set1_epi8(7), bottom = _mm512_set1_epi8(-7);
   __m512i first = kt_round64(row, k, inverse, form, flush);
@@ -44,18 +54,7 @@ KT_INLINE __m512i nearest_tile_row(const uint8_t *row, int64_t k, __m512 inverse
   return _mm512_ternarylogic_epi64(low_nibble, first, _mm512_slli_epi16(second, 4), SELECT);
 }
 
-KT_INLINE void nearest_half_tile(kt_strip strip, int64_t k, const float *inverse, uint8_t *to,
-                                 int form, int flush) {
-  kt_half_tile_avx512(strip, k, inverse, to, form, flush, nearest_tile_row);
-}
-
-kt_status kt_int4_quantize_pack_avx512(const kt_layout *layout, const kt_matrix *m,
-                                       const kt_choice *choice, uint8_t *packed, void *scale,
-                                       float *scratch) {
-  const kt_strip_rule rule = {KT_INT4_TILE_COLS,     KT_INT4_BLOCK_ROWS, 2,
-                              KT_STRIP_LOOPS_AVX512, half_tile,          nearest_half_tile};
-  return kt_quantize_pack_strips(layout, m, choice, packed, scale, scratch, rule);
-}
+KT_STRIP_PACKER(int4, KT_INT4, 2, avx512, KT_STRIP_LOOPS_AVX512)
 
 KT_TARGET_END
 #endif

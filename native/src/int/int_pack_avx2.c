@@ -1,4 +1,4 @@
-/* INT4 on AVX2: the strips of strip_avx2.h, two codes per byte. */
+/* INT8 and INT4 on AVX2: the strips of strip_avx2.h. */
 #include "../cpu.h"
 
 #if KT_X86
@@ -6,7 +6,24 @@
 
 KT_TARGET_BEGIN(AVX2)
 #include "../quantize/strip_avx2.h"
-#include "int4.h"
+#include "int.h"
+
+/* ---- INT8: one code in a byte ------------------------------------------------ */
+
+KT_INLINE __m256i int8_row(const uint8_t *row, int64_t k, int j, __m256 inverse, int form,
+                           int flush) {
+  return kt_round32(row, k + j, inverse, form, flush);
+}
+
+/* A rounding that reaches -127 at most; the saturating packs do not go beyond 127. */
+KT_INLINE __m256i int8_nearest_row(const uint8_t *row, int64_t k, int j, __m256 inverse, int form,
+                                   int flush) {
+  return _mm256_max_epi8(kt_round32(row, k + j, inverse, form, flush), _mm256_set1_epi8(-127));
+}
+
+KT_STRIP_PACKER(int8, KT_INT8, 1, avx2, KT_STRIP_LOOPS_AVX2)
+
+/* ---- INT4: two codes in a byte ----------------------------------------------- */
 
 /* Second rounding of 8-bit codes q: q+8 for q >= 0, q+7 for q < 0, whose high nibbles are
  * the nearest multiples of 16, ties away from zero. In range, since |q| <= 112. */
@@ -16,7 +33,7 @@ KT_INLINE __m256i round_to_high_nibble(__m256i q) {
 }
 
 /* Low nibbles from the first 64 columns, high nibbles from the second. */
-KT_INLINE __m256i tile_row(const uint8_t *row, int64_t k, int j, __m256 inverse, int form,
+KT_INLINE __m256i int4_row(const uint8_t *row, int64_t k, int j, __m256 inverse, int form,
                            int flush) {
   const __m256i first = round_to_high_nibble(kt_round32(row, k + j, inverse, form, flush));
   const __m256i second = round_to_high_nibble(kt_round32(row, k + 64 + j, inverse, form, flush));
@@ -25,13 +42,8 @@ KT_INLINE __m256i tile_row(const uint8_t *row, int64_t k, int j, __m256 inverse,
                          _mm256_andnot_si256(low_nibble, second));
 }
 
-KT_INLINE void half_tile(kt_strip strip, int64_t k, const float *inverse, uint8_t *to, int form,
-                         int flush) {
-  kt_half_tile_avx2(strip, k, inverse, to, form, flush, tile_row);
-}
-
 /* The same by one rounding, which is cut to -7..7. */
-KT_INLINE __m256i nearest_tile_row(const uint8_t *row, int64_t k, int j, __m256 inverse, int form,
+KT_INLINE __m256i int4_nearest_row(const uint8_t *row, int64_t k, int j, __m256 inverse, int form,
                                    int flush) {
   const __m256i top = _mm256_set1_epi8(7), bottom = _mm256_set1_epi8(-7);
   const __m256i low_nibble = _mm256_set1_epi8(0x0f);
@@ -43,18 +55,7 @@ KT_INLINE __m256i nearest_tile_row(const uint8_t *row, int64_t k, int j, __m256 
                          _mm256_andnot_si256(low_nibble, _mm256_slli_epi16(second, 4)));
 }
 
-KT_INLINE void nearest_half_tile(kt_strip strip, int64_t k, const float *inverse, uint8_t *to,
-                                 int form, int flush) {
-  kt_half_tile_avx2(strip, k, inverse, to, form, flush, nearest_tile_row);
-}
-
-kt_status kt_int4_quantize_pack_avx2(const kt_layout *layout, const kt_matrix *m,
-                                     const kt_choice *choice, uint8_t *packed, void *scale,
-                                     float *scratch) {
-  const kt_strip_rule rule = {KT_INT4_TILE_COLS,   KT_INT4_BLOCK_ROWS, 2,
-                              KT_STRIP_LOOPS_AVX2, half_tile,          nearest_half_tile};
-  return kt_quantize_pack_strips(layout, m, choice, packed, scale, scratch, rule);
-}
+KT_STRIP_PACKER(int4, KT_INT4, 2, avx2, KT_STRIP_LOOPS_AVX2)
 
 KT_TARGET_END
 #endif

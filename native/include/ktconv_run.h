@@ -1,0 +1,296 @@
+/* ktconv_run.h - what computes with packed weights: threads, the forward of a layer, routers,
+ * fine-tuning, and limits of the machine. Part of ktconv.h. */
+#ifndef KTCONV_RUN_H
+#define KTCONV_RUN_H
+
+#include "ktconv_convert.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* cffi reads the text between the two markers. */
+/* --- begin cffi --- */
+
+/* ---- Threads --------------------------------------------------------------- */
+
+/* Threads that wait for work. Creating a pool allocates and starts threads; running a job
+ * does neither. The calling thread is thread 0 of every job, so a pool of one has no threads
+ * of its own. Calls from several threads at once are done one after the other; different
+ * pools know nothing of one another. Waiting threads yield their CPU at once and sleep after
+ * half a millisecond, so a machine that is busy with other things, or with more threads than
+ * CPUs, is slowed down as little as it slows down the job. */
+typedef struct kt_pool kt_pool;
+
+/* cpus: NULL, or [threads] the logical CPU of each thread, -1 for any; one that does not exist
+ * or is not for this process counts as -1. The caller itself is moved to cpus[0] only while it
+ * works, and only if there are several nodes; on a busy machine it has short time slices
+ * meanwhile. nodes: NULL (all 0), or [threads] NUMA nodes
+ * counted 0, 1, ... in ascending order, none left out.
+ * KT_ERR_ARGUMENT: another order, a CPU beyond 8191, threads not 1..4096. KT_ERR_THREADS: no
+ * memory, or the system does not allow so many threads. */
+kt_status kt_pool_create(int32_t threads, const int32_t *cpus, const int32_t *nodes,
+                         kt_pool **pool);
+void kt_pool_destroy(kt_pool *pool);          /* no call may be in progress; NULL is fine */
+int32_t kt_pool_threads(const kt_pool *pool); /* of NULL: 0, as are its nodes */
+int32_t kt_pool_nodes(const kt_pool *pool);
+
+/* Runs a job that does nothing, `times` times: the cost of a job. KT_ERR_THREADS in a child
+ * of the process that created the pool, as for every job. */
+kt_status kt_pool_empty(kt_pool *pool, int64_t times);
+
+/* Asks for the whole pages of this memory to be on a node, by the system's number: now if
+ * they exist, else once they are touched. Without effect where there is no NUMA. */
+kt_status kt_memory_bind(void *memory, size_t size, int32_t os_node);
+
+/* ---- MoE forward --------------------------------------------------------- */
+
+enum { KT_MAX_COLS = 32768 }; /* of a matrix that the kernels multiply with */
+
+/* Whether the kernels multiply with packed matrices of this layout and shape: KT_OK, else as
+ * kt_pack; KT_ERR_SHAPE also for more than KT_MAX_COLS columns. */
+kt_status kt_product_check(const kt_layout *layout, int64_t rows, int64_t cols);
+
+/* Whether kt_moe_forward has code of its own for this layout at level `isa`; 0: it runs the same
+ * as at the next lower level, or there is no such level or no kernel for the layout. */
+int kt_moe_has_kernels(const kt_layout *layout, int isa);
+
+/* Experts have a gate matrix where the formula has a g, or a gate. */
+typedef enum kt_gate_function {
+  KT_SWIGLU = 0,           /* h = g * sigmoid(alpha * g) * (u + beta) */
+  KT_GELU = 1,             /* h = g * (1 + erf(g / sqrt(2))) / 2 * u */
+  KT_GELU_TANH = 2,        /* h = g * sigmoid(sqrt(8 / pi) * (g + 0.044715 g^3)) * u */
+  KT_RELU2 = 3,            /* h = max(u, 0)^2 */
+  KT_SWIGLU_CLAMPED = 4,   /* h = min(gate * sigmoid(gate), limit) * u: the gate is not cut */
+  KT_SOFTCAP = 5,          /* h = alpha * tanh(g / alpha) * sigmoid(g) * (beta * tanh(u / beta)) */
+  KT_RELU = 6,             /* h = max(u, 0) */
+  KT_UNGATED_GELU = 7,     /* h = u * (1 + erf(u / sqrt(2))) / 2 */
+  KT_UNGATED_GELU_TANH = 8 /* h = u * sigmoid(sqrt(8 / pi) * (u + 0.044715 u^3)) */
+} kt_gate_function;
+
+/* 1 if experts of this function have a gate matrix, 0 if not, -1 for a number that is none. */
+int kt_function_has_gate(int function);
+
+/* g = min(gate, limit), u = clamp(up, -limit, limit) first, then the function, in binary32. A NaN
+ * of gate or up makes h NaN. limit >= 0; INFINITY: none. Functions without alpha and beta in their
+ * formula do not look at them. KT_SOFTCAP wants both above 0; INFINITY: g or u itself.
+ *   SiLU models                  {KT_SWIGLU, 1, 0, INFINITY}
+ *   DeepSeek-V4 and others       {KT_SWIGLU, 1, 0, limit}
+ *   gpt-oss, MiniMax-M3          {KT_SWIGLU, 1.702, 1, 7}
+ *   Nemotron-3                   {KT_RELU2, 0, 0, INFINITY}
+ *   nomic-embed-text-v2-moe      {KT_UNGATED_GELU, 0, 0, INFINITY}
+ *   Step-3.7                     {KT_SWIGLU_CLAMPED, 0, 0, limit}
+ *   Kimi-K3 (situ)               {KT_SOFTCAP, 4, 25, INFINITY} */
+typedef struct kt_activation {
+  int32_t function; /* kt_gate_function */
+  float alpha, beta, limit;
+} kt_activation;
+
+/* One expert of one part. Bias pointers may be NULL. With w = intermediate / parts:
+ * gate and up [w, hidden], down [hidden, w], bias of gate and up [w], of down [hidden]
+ * (the down bias of part 0 is used, those of other parts must be NULL). Codes need no
+ * alignment, scales and biases that of their type. Where the layer's function has no gate, the
+ * three pointers of gate are NULL. */
+typedef struct kt_expert {
+  const void *gate, *up, *down;
+  const void *gate_scale, *up_scale, *down_scale;
+  const float *gate_bias, *up_bias, *down_bias;
+} kt_expert;
+
+typedef struct kt_moe {
+  kt_layout layout;
+  kt_activation activation;
+  int64_t hidden, intermediate, experts, parts;
+  const kt_expert *expert; /* [parts][experts] */
+} kt_moe;
+
+/* Bytes of scratch of kt_moe_forward for up to `tokens` tokens; it does not grow beyond
+ * those of 2048 tokens, and is the same for 0 and 1. 0 if an argument is impossible. */
+size_t kt_moe_scratch_size(const kt_moe *moe, int64_t tokens, int64_t top_k, const kt_pool *pool);
+
+/* One call of a layer:
+ *   y[t] = add[t] + sum over k of weights[t][k] * expert[ids[t][k]](x[t])
+ * x and y may be KT_BF16, KT_F16 or KT_F32, each on its own. x is rounded to bf16 first, ties to
+ * even; sums are binary32, and rounded to y's dtype once. Arrays are aligned to their types.
+ * y may be x or add where the dtypes are the same, else it overlaps nothing that is read. What is
+ * read must not change before the call returns; ids least of all, which are read several times. */
+typedef struct kt_moe_call {
+  int64_t tokens, top_k; /* any number of tokens; of none, no array is looked at; top_k < 2^20 */
+  const void *x;         /* [tokens, hidden] */
+  const void *ids;       /* [tokens, top_k] */
+  const float *weights;  /* [tokens, top_k] */
+  const uint8_t *skip;   /* NULL, or [experts]: those that are not 0 count as not chosen; read once,
+                            at the start of the call */
+  const float *add;      /* NULL: zeros; else [tokens, hidden] */
+  void *y;               /* [tokens, hidden] */
+  int32_t id_size;       /* bytes of an id: 4 (int32) or 8 (int64) */
+  int32_t x_dtype, y_dtype;
+} kt_moe_call;
+
+/* Ids that are no expert's, below 0 or from `experts` on, are skipped: such an expert lives
+ * elsewhere. An expert that a token names twice counts twice. Experts without tokens cost nothing.
+ * Sums run over experts in ascending order, then over parts, of which the first begins with `add`;
+ * results have the same bits for any number of threads, any placement, and whatever other tokens
+ * are in the batch (for AMX levels of float formats: up to where the kernel switches from one loop
+ * to another). Results of INT8, INT4, GINT4 and GINT8 are the same on every level.
+ * scratch: 64-byte aligned, one for each call in progress. Calls from several threads may use one
+ * pool (they are done one after the other) and one layer.
+ * KT_ERR_EXPERT: a token goes to an expert whose pointers are NULL, and which is not to be skipped.
+ * KT_ERR_ARGUMENT: also a pointer that is not aligned to its type, a number that kt_activation does
+ * not allow, a down bias of another part than 0, a gate where the function has none. */
+kt_status kt_moe_forward(const kt_moe *moe, kt_pool *pool, const kt_moe_call *call, void *scratch,
+                         size_t scratch_size);
+
+/* The first of the pool's nodes, counted from 0, whose threads compute a part of a layer cut into
+ * `parts`: its weights should lie there. -1 if there is no such part. */
+int32_t kt_moe_part_node(int64_t parts, int64_t part, const kt_pool *pool);
+
+/* Reads one byte of each page of the weights, by the threads that will use them: pages of
+ * a mapped file that are not in memory yet come to the right NUMA node. */
+kt_status kt_moe_touch(const kt_moe *moe, kt_pool *pool);
+
+/* ---- Routers --------------------------------------------------------------- *
+ *
+ * What a router does with its logits: which experts each token goes to, and with what weights. */
+
+enum { KT_MAX_ROUTED = 4096 }; /* logits of a token */
+
+/* The score s of a logit z. */
+typedef enum kt_scoring {
+  KT_SOFTMAX = 0,      /* exp(z - m) / sum of exp(z - m) over the experts; m is the largest z */
+  KT_SIGMOID = 1,      /* 1 / (1 + exp(-z)) */
+  KT_SQRT_SOFTPLUS = 2 /* sqrt(log(1 + exp(z))) */
+} kt_scoring;
+
+/* Experts are chosen by c = s + correction, or z + correction with `by_logits`. With `groups` > 1,
+ * groups of experts / groups neighbours, a group's mark is the sum of its group_score (1 or 2) best
+ * c (of a group of one: its c). Experts outside the `keep` best groups cannot be chosen, or compete
+ * with c = `masked` where that is not -INFINITY. The weight of a chosen expert is its s, without
+ * the correction; with `by_logits`, softmax is over the chosen experts alone. Then, in this order:
+ *   renormalise    s / max(norm + epsilon, least_sum), or 0 where that divisor is 0
+ *   factor         times factor
+ *   expert_factor  times the chosen expert's
+ * norm is the p-norm of the chosen s and of the scores of the sinks: the last `sinks` logits of a
+ * token, which are no experts and count nowhere else. Softmax has none; with KT_SIGMOID, scores too
+ * small for binary32 still have their shares.
+ *
+ * `jitter` >= 0 is SparseMixer-v2 (arXiv 2409.12136): the best expert, then the best of the others,
+ * and so on. A weight is the expert's share of the softmax over it and those worse ones that have
+ * (best - z) / max(|z|, best) <= 2 * jitter. It takes KT_SOFTMAX, one group, and neither
+ * correction, sinks, by_logits nor renormalise. */
+typedef struct kt_router {
+  int64_t experts, sinks, top_k; /* together at most KT_MAX_ROUTED logits */
+  int32_t scoring;               /* kt_scoring */
+  int32_t by_logits;
+  const float *correction; /* NULL: zeros; else [experts] */
+  int64_t groups, keep;    /* 1, 1: all experts */
+  int32_t group_score;
+  int32_t renormalise;
+  float masked;
+  float jitter; /* below 0: none */
+  float p_norm; /* above 0; 1: sum, 2: Euclidean, INFINITY: largest; others by pow() */
+  float epsilon, least_sum, factor;
+  const float *expert_factor; /* NULL: ones; else [experts] */
+} kt_router;
+
+/* Experts of each token and their weights.
+ *   logits   float [tokens, experts + sinks]
+ *   given    NULL, or int64 [tokens, top_k] experts that are not to be chosen, only weighed
+ *   ids      int64 [tokens, top_k] out: best first and all different, or as given; may be `given`
+ *   weights  float [tokens, top_k] out
+ *   pool     NULL: the calling thread
+ * Of equal c, and of equal groups, the lowest number is chosen. NaN counts as -INFINITY there, and
+ * all weights of a token with a NaN logit are NaN, as are those whose arithmetic gives NaN, such as
+ * softmax of logits of which one is INFINITY or all are -INFINITY. All operations are binary32 (the
+ * norm: binary64) and spelled out: the same bits on every level and for any number of threads,
+ * except where p_norm needs pow(). tokens: any number. KT_ERR_ARGUMENT: sizes that do not fit each
+ * other (groups that do not divide the experts, top_k above what the kept groups have), a number
+ * that is NaN or outside its range, sinks of a softmax, and what jitter does not take, `given`
+ * among it. KT_ERR_EXPERT: an id in `given` that is not one of 0 .. experts - 1. */
+kt_status kt_choose_experts(const kt_router *router, kt_pool *pool, int64_t tokens,
+                            const float *logits, const int64_t *given, int64_t *ids,
+                            float *weights);
+
+/* ---- Fine-tuning ------------------------------------------------------------ *
+ *
+ * LoRA on the experts: each matrix W counts as W + scale * B A. Formulas of the backward:
+ * docs/fine-tuning.md. */
+
+enum { KT_MAX_RANK = 1024 };
+
+/* Six matrices per expert; both of a pair may be NULL: that matrix has none. Elements are dtype,
+ * KT_BF16 or KT_F32, the latter rounded to bf16 where they are multiplied. */
+typedef struct kt_lora {
+  int64_t rank;              /* 1 .. KT_MAX_RANK */
+  const void *gate_a, *up_a; /* [experts, rank, hidden] */
+  const void *gate_b, *up_b; /* [experts, intermediate, rank] */
+  const void *down_a;        /* [experts, rank, intermediate] */
+  const void *down_b;        /* [experts, hidden, rank] */
+  uint64_t seed;             /* of dropout */
+  float scale;               /* alpha / rank; finite, also divided by 1 - dropout */
+  float dropout;             /* 0 <= dropout < 1: the chance of each element that A reads to be 0,
+                                all others are divided by 1 - dropout */
+  int32_t dtype;
+} kt_lora;
+
+/* Bytes that a forward saves for the backward, and of scratch of either for up to `tokens` tokens.
+ * 0 if an argument is impossible. lora may be NULL. */
+size_t kt_train_saved_size(const kt_moe *moe, const kt_lora *lora, int64_t tokens, int64_t top_k);
+size_t kt_train_scratch_size(const kt_moe *moe, const kt_lora *lora, int64_t tokens, int64_t top_k,
+                             const kt_pool *pool);
+
+/* kt_moe_forward with LoRA (NULL: the same bits as kt_moe_forward). saved: NULL, or
+ * kt_train_saved_size() bytes, 64-byte aligned, for one backward or several: gate and up before
+ * their function, in bf16, A x and A h, and where products read int8, the codes of h. call->add
+ * must be NULL. LoRA reads x and the middle in bf16; A x is rounded to bf16, products are summed in
+ * binary32. */
+kt_status kt_train_forward(const kt_moe *moe, const kt_lora *lora, kt_pool *pool,
+                           const kt_moe_call *call, void *saved, void *scratch,
+                           size_t scratch_size);
+
+/* Gradients of a forward. Each pointer but dy may be NULL: not wanted. What is wanted is
+ * overwritten, with zeros for experts without tokens and for skipped ids; sums are binary32, in an
+ * order that does not depend on threads. */
+typedef struct kt_moe_gradients {
+  const void *dy;                       /* [tokens, hidden]; rounded to bf16 first */
+  void *dx;                             /* [tokens, hidden], rounded once */
+  float *dweights;                      /* [tokens, top_k] */
+  float *gate_a, *gate_b, *up_a, *up_b; /* of the LoRA matrices, in their shapes */
+  float *down_a, *down_b;
+  float *gate, *up, *down;    /* of the weights: [experts, intermediate, hidden], the same,
+                                 [experts, hidden, intermediate]; KT_FORMAT_BF16 only */
+  int32_t dy_dtype, dx_dtype; /* KT_BF16, KT_F16 or KT_F32 */
+} kt_moe_gradients;
+
+/* moe, lora (its matrices unchanged) and call are those of the forward that has filled `saved`;
+ * call->y is not looked at. The gradient is that of the weights that the forward has multiplied
+ * with, and rounding counts as the identity. KT_ERR_ARGUMENT also where a gradient of LoRA is
+ * wanted whose matrices are not there. */
+kt_status kt_train_backward(const kt_moe *moe, const kt_lora *lora, kt_pool *pool,
+                            const kt_moe_call *call, const void *saved,
+                            const kt_moe_gradients *gradients, void *scratch, size_t scratch_size);
+
+/* ---- Limits of the machine ------------------------------------------------- *
+ *
+ * Loops to be timed by the caller; all threads of the pool work, at the level in use. */
+
+typedef enum kt_unit {
+  KT_UNIT_INT8 = 0, /* 8-bit products, 32-bit sums */
+  KT_UNIT_BF16 = 1  /* bf16 products, binary32 sums */
+} kt_unit;
+
+/* Reads `size` bytes (a multiple of 1 MiB) once, each thread a part of its own, in 1 to 16
+ * ascending streams: which number is fastest depends on the machine. */
+kt_status kt_limit_read(kt_pool *pool, const void *memory, size_t size, int32_t streams);
+
+/* Each thread does `rounds` times kt_limit_ops() operations (a multiply-add counts 2) on
+ * registers, the fastest that the level has for that unit; scalar: plain C from L1. */
+kt_status kt_limit_dot(kt_pool *pool, int unit, int64_t rounds);
+int64_t kt_limit_ops(void);
+
+/* --- end cffi --- */
+
+#ifdef __cplusplus
+}
+#endif
+#endif
