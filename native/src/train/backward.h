@@ -19,11 +19,12 @@
  * weight is applied behind step 4, so that W^T dy of down gives the gradient of that weight, too.
  */
 /* What is in memory on the way from dy to dx (H: hidden, w: columns of a part, r: rank; W^T and the
- * like: products with that matrix; names are the fields below, `saved` is of the forward):
+ * like: products with that matrix; names are the fields below, `saved` is of the forward; dy, d_*,
+ * folded_*, split, middle and pairs have the slots of one group at a time):
  *
  *    dy_rows [token][H]
  *       |          |
- *       |        B^T of down (kt_back_down_products)
+ * dy [slot][H]   B^T of down (kt_back_down_products)
  *       |          |
  *     W^T of     v_down, down_rows [slot][r] ------> gradient of down_a
  *      down        |
@@ -44,9 +45,9 @@
  *     base ------- + -----> partial [part][token][H] ------> sum of the parts: dx
  *                  (kt_back_inputs)
  *
- * folded_gate, folded_up: d_gate and d_up times scales of rows; split: the same as codes
- * (kt_folding). A gradient of a matrix is the sum over slots of the outer products of two rows,
- * times factors (kt_back_outer):
+ * folded_gate, folded_up: d_gate and d_up times scales of rows; split: the same as codes; dy has
+ * scales of down's rows likewise (kt_folding). A gradient of a matrix is the sum over slots of the
+ * outer products of two rows, times factors (kt_back_outer):
  *
  *    gate_a, up_a   v_pair, x_rows           gate_b, up_b   d_gate or d_up, A x of `saved`
  *    down_a         v_down, middle           down_b         dy_rows, A h of `saved`
