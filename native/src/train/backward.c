@@ -138,6 +138,9 @@ static size_t lay_out(kt_back *b, uint8_t *memory) {
   for (int64_t first_, count_; kt_share_take(share, &first_, &count_);)                            \
     for (int64_t i = first_; i < first_ + count_; i++)
 
+#define EACH_RUN(share, first, count)                                                              \
+  for (int64_t first, count; kt_share_take(share, &first, &count);)
+
 static void make_rows(const kt_back *b, const kt_back_worker *w, int64_t token) {
   const kt_run *const r = &b->run;
   const int64_t hidden = r->moe->hidden, at = r->first_token + token;
@@ -148,9 +151,6 @@ static void make_rows(const kt_back *b, const kt_back_worker *w, int64_t token) 
   read(&b->x, at, 1, w->values, hidden);
   kt_rows_quantize(KT_ROWS_BF16, hidden, 0, w->values, b->x_rows + token * b->h_stride);
 }
-
-#define EACH_RUN(share, first, count)                                                              \
-  for (int64_t first, count; kt_share_take(share, &first, &count);)
 
 /* Rows of dy are other memory than those that the step before it reads. */
 static void make_dy_rows(kt_back *b, kt_back_team *t, const kt_back_worker *w, kt_back_group *g,
