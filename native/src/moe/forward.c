@@ -223,6 +223,15 @@ static void forward_job(void *context, int32_t thread) {
   kt_float_mode_leave(mode);
 }
 
+/* Pieces of each expert's slots, of which the largest is no more than a thread's even part. */
+static int64_t pieces_of(const kt_route *route, int64_t first, int64_t end, int64_t threads) {
+  const int64_t slots = route->start[end] - route->start[first];
+  int64_t largest = 0;
+  for (int64_t a = first; a < end; a++)
+    largest = kt_larger(largest, route->start[a + 1] - route->start[a]);
+  return kt_smaller(largest, kt_ceil_div(threads * largest, slots));
+}
+
 /* Whether a group is not to have more experts. */
 static int is_full(const kt_run *r, int64_t experts, int64_t slots, int64_t threads) {
   const int64_t size = slots * r->width * (int64_t)sizeof(float);
@@ -237,9 +246,8 @@ static void begin_group(const kt_forward_run *f, int64_t first, int64_t threads,
   while (end < route->active_count &&
          !is_full(&f->run, end - first, route->start[end] - route->start[first], threads))
     end++;
-  const int64_t pieces = kt_larger(1, kt_ceil_div(threads, end - first));
   g->first = first, g->end = end, g->slot = route->start[first];
-  g->pieces = kt_adapts(&f->adapted.adapter, KT_DOWN) ? pieces : 0;
+  g->pieces = kt_adapts(&f->adapted.adapter, KT_DOWN) ? pieces_of(route, first, end, threads) : 0;
 }
 
 /* Items of a step in equal shares; the runs of one have `grain` items at least. */

@@ -130,15 +130,6 @@ typedef struct kt_place {
 /* Beside the next `products` the strips of `next` are fetched. */
 void kt_fetch_place(kt_worker *w, const kt_place *next, int64_t products);
 
-static inline kt_weight kt_gate_weight(const kt_run *r, const kt_expert *e) {
-  return (kt_weight){e->gate, e->gate_scale, r->width, r->moe->hidden, r->moe->layout};
-}
-static inline kt_weight kt_up_weight(const kt_run *r, const kt_expert *e) {
-  return (kt_weight){e->up, e->up_scale, r->width, r->moe->hidden, r->moe->layout};
-}
-static inline kt_weight kt_down_weight(const kt_run *r, const kt_expert *e) {
-  return (kt_weight){e->down, e->down_scale, r->moe->hidden, r->width, r->moe->layout};
-}
 static inline const kt_expert *kt_expert_at(const kt_run *r, int64_t part, int64_t active) {
   return r->moe->expert + part * r->moe->experts + r->route.active[active];
 }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ktconv.errors import UsageError
-from ktconv.native import Call
+from ktconv.native import Call, aligned_bytes
 from ktconv.native.training import Gradients, Lora, Training
 from ktconv.runtime import MoELayer, workspace
 from ktconv.runtime.arguments import Arguments, arguments
@@ -242,10 +242,9 @@ def _sized(size: Callable[[], int]) -> int:
 
 
 def _aligned(size: int) -> Tensor:
-    """Memory for what is saved."""
-    memory = torch.empty(size + _ALIGNMENT - 1, dtype=torch.uint8, device="cpu")
-    start = -memory.data_ptr() % _ALIGNMENT
-    return memory[start : start + size]
+    """Memory for what is saved, in huge pages where it is large, which torch's is not: its rows
+    lie in more pages than a core knows the places of."""
+    return torch.from_numpy(aligned_bytes(size))
 
 
 def _tensor(call: Arguments) -> Tensor:
