@@ -166,10 +166,10 @@ static void whole_block(kt_back *b, kt_back_team *t, const kt_back_worker *w, kt
   const kt_back_group alone = {.first = g->first + i, .end = g->first + i + 1, .slot = g->slot};
   kt_back_rows(b, t, w, g, part, at, block->count);
   kt_back_middle(b, t, w, g, part, i * strips, strips);
-  if (g->pairs.items) kt_back_pairs(b, t, w, g, part, i);
-  for (int64_t k = 0; !g->outer.items && k < kt_back_outer_items(b, &alone); k++)
+  if (g->pairs.end) kt_back_pairs(b, t, w, g, part, i);
+  for (int64_t k = 0; !g->outer.end && k < kt_back_outer_items(b, &alone); k++)
     kt_back_outer(b, t, w, &alone, part, k);
-  if (g->split.items) kt_back_split(b, t, w, g, part, at, block->count);
+  if (g->split.end) kt_back_split(b, t, w, g, part, at, block->count);
 }
 
 static void step_by_step(kt_back *b, kt_back_team *t, const kt_back_worker *w, kt_back_group *g,
