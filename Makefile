@@ -50,7 +50,7 @@ check: $(VENV)/.check
 test-fast: $(VENV)/.check
 	$(FAST)
 
-asan: $(addprefix build/asan/,check moe_check train_check train_calls_check gradients_check strips_check random_check threads_check)
+asan: $(addprefix build/asan/,check moe_check train_check train_calls_check gradients_check strips_check random_check threads_check pool_check portable_pool_check)
 	build/asan/check
 	build/asan/moe_check
 	build/asan/train_check
@@ -59,6 +59,8 @@ asan: $(addprefix build/asan/,check moe_check train_check train_calls_check grad
 	build/asan/strips_check
 	build/asan/random_check
 	build/asan/threads_check
+	build/asan/pool_check
+	build/asan/portable_pool_check
 
 ASAN     := -std=c11 -g1 -fsanitize=address,undefined -fno-sanitize=object-size -fno-sanitize-recover=all
 EMULATOR := $(filter $(shell uname -m),x86_64)
@@ -70,11 +72,18 @@ build/asan/%.o: native/%.c $(C_HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(ASAN) -O$(if $(VECTORS),0,1) -Inative/include -c $< -o $@
 
-build/asan/check build/asan/train_calls_check build/asan/threads_check: build/asan/%: $(LIBRARY) build/asan/test/%.o
+build/asan/check build/asan/train_calls_check build/asan/threads_check build/asan/pool_check: build/asan/%: $(LIBRARY) build/asan/test/%.o
 	$(CC) $(ASAN) $^ -lm -pthread -o $@
 
 build/asan/moe_check build/asan/train_check build/asan/gradients_check build/asan/strips_check build/asan/random_check: build/asan/%: $(LIBRARY) build/asan/test/%.o $(EMULATOR:x86_64=build/asan/test/amx_emulator.o)
 	$(CC) $(ASAN) $^ -lm -pthread -o $@
+
+# How threads of the pool sleep where there is no futex.
+POOL := native/test/pool_check.c $(filter native/src/pool/%,$(C_SOURCES))
+
+build/asan/portable_pool_check: $(POOL) $(C_HEADERS)
+	@mkdir -p $(@D)
+	$(CC) $(ASAN) -O1 -U__linux__ -Inative/include $(POOL) -lm -pthread -o $@
 
 TSAN := -std=c11 -g1 -O1 -fsanitize=thread
 
@@ -85,8 +94,13 @@ build/tsan/%.o: native/%.c $(C_HEADERS)
 build/tsan/pool_check build/tsan/threads_check: build/tsan/%: $(patsubst build/asan/%,build/tsan/%,$(LIBRARY)) build/tsan/test/%.o
 	$(CC) $(TSAN) $^ -lm -pthread -o $@
 
-tsan: build/tsan/pool_check build/tsan/threads_check
+build/tsan/portable_pool_check: $(POOL) $(C_HEADERS)
+	@mkdir -p $(@D)
+	$(CC) $(TSAN) -U__linux__ -Inative/include $(POOL) -lm -pthread -o $@
+
+tsan: build/tsan/pool_check build/tsan/portable_pool_check build/tsan/threads_check
 	build/tsan/pool_check
+	build/tsan/portable_pool_check
 	build/tsan/threads_check
 
 AARCH64 := aarch64-linux-gnu-gcc

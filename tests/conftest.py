@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -16,9 +18,11 @@ import pytest
 import threadpoolctl
 import typer.main
 import typer.testing
+from helpers import family_models
 from helpers.amx import EMULATOR, Emulator, kept_directory, load_emulator
 
 from ktconv import native
+from ktconv.verify import model as model_level
 
 MEMORY = "/dev/shm"  # where Linux keeps files in memory
 # What `pip install .[check]` leaves out. Tests that come upon one that is missing are skipped.
@@ -27,6 +31,8 @@ OPTIONAL = {
     "huggingface_hub", "llmcompressor", "matplotlib", "moto", "peft", "ray", "s3fs", "tenacity",
     "torch", "transformers",
 }  # fmt: skip
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
+MANY_MODULES = 100
 SLOW = re.compile(r"^pytestmark = (?:\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
 
 
@@ -45,6 +51,11 @@ def pytest_configure(config: pytest.Config) -> None:
     threadpoolctl.threadpool_limits(1)  # of NumPy, which is loaded already
     # The tree of commands takes 40 ms to build, and tests run some thousand of them.
     vars(typer.testing)["_get_command"] = cache(typer.main.get_command)
+    # Arrays of some hundred KB are asked for and freed all the time: their pages are kept.
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # of glibc
+        for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+            libc.mallopt(option, 256 << 20)
     # Else those compile all modules of the package again, each time.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     config.stash[EMULATOR] = load_emulator(kept_directory(config, "ktconv-amx"))
@@ -96,8 +107,27 @@ def pytest_runtest_makereport(
     return report
 
 
+_frozen = 0  # modules when objects were last frozen
+
+
 def pytest_collection_finish() -> None:
-    gc.freeze()  # else each full collection visits all tests and PyTorch's modules
+    freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logfinish() -> None:
+    if len(sys.modules) - _frozen > MANY_MODULES:  # as transformers, which a test imported
+        freeze()
+
+
+def freeze() -> None:
+    """Else each full collection visits all tests and PyTorch's modules. Others are rarer: what
+    tests wait for they collect themselves."""
+    global _frozen
+    _frozen = len(sys.modules)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -107,6 +137,25 @@ def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(path))
         yield path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def families_kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The processes of a run share the checkpoints that transformers writes."""
+    base = tmp_path_factory.getbasetemp()
+    kept = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "families"
+    kept.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(family_models, "kept", kept)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_texts() -> Iterator[None]:
+    """Level model lets models write a text, which takes longer than all it measures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_level, "NEW_TOKENS", 4)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from helpers.cli import ktconv_done, write_model
 from helpers.paths import ROOT
+
+from ktconv.errors import UsageError
+from ktconv.quantize.packed import Request, prepare
+from ktconv.targets.packed.target import Options
 
 pytestmark = pytest.mark.process
 
@@ -59,6 +67,132 @@ def test_every_file_of_an_earlier_addition_is_named(heading: str) -> None:
     for file in files:
         covered = any(file == one or (one.endswith("/") and file.startswith(one)) for one in places)
         assert covered, f"Adding {heading} does not name {file}"
+
+
+# ---- a way to choose codes ----------------------------------------------------------------
+
+# Its file, which converts the matrices of an expert in another order; that changes no byte.
+WAY_FILE = """
+from ktconv.quantize.packed.ways import Way
+
+class Turned(Way):
+    def __init__(self, by):
+        self.facts = by
+
+    @staticmethod
+    def open(asked):
+        by = asked.request.ways.get("turn")
+        return None if by is None else Turned(by)
+
+    @staticmethod
+    def unproven(options, codes, known):
+        return [f"matrices were turned by {options.ways['turn']}"] if options.ways else []
+
+    def notes(self, plan):
+        return [f"matrices are turned by {self.facts}"]
+
+    def tasks(self, expert, tasks):
+        return [*tasks[self.facts:], *tasks[:self.facts]]
+"""
+# The row in the table, and the command.
+WITH_ROW = """
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from ktconv.quantize import ways
+
+folder, *words = sys.argv[1:]
+ways.WAYS += (ways.WayRow("turned:Turned", "turn", int | None, "Turn matrices.", metavar="N",
+                          others="they are not packed"),)
+import ktconv.quantize.packed
+spec = spec_from_file_location("ktconv.quantize.packed.turned", folder + "/turned.py")
+sys.modules[spec.name] = module = module_from_spec(spec)
+spec.loader.exec_module(module)
+from ktconv.cli.app import app
+app(words)
+"""
+
+
+def test_a_way_to_choose_codes_is_a_file_and_a_row(tmp_path: Path) -> None:
+    """Its option, its record, its notes, its tasks and what is proven of it follow from these."""
+    (tmp_path / "turned.py").write_text(WAY_FILE)
+    model, plain, turned = write_model(tmp_path / "model"), tmp_path / "plain", tmp_path / "turned"
+
+    def run(*words: object, code: int = 0) -> str:
+        command = [sys.executable, "-c", WITH_ROW, str(tmp_path), *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr
+
+    assert "--turn N" in run("quantize-cpu", "--help")
+    ktconv_done("quantize-cpu", model, plain, "--numa=1")
+    said = run("quantize-cpu", model, turned, "--numa=1", "--turn=2")
+    assert "matrices are turned by 2" in said
+    options = json.loads((turned / "ktconv.json").read_text())["options"]
+    assert options["ways"] == {"turn": 2}
+    assert "ways" not in json.loads((plain / "ktconv.json").read_text())["options"]
+    names = [path.name for path in plain.glob("*.safetensors")]
+    assert names
+    assert all((turned / one).read_bytes() == (plain / one).read_bytes() for one in names)
+    assert "matrices were turned by 2" in run(
+        "verify", turned, f"--source={model}", "--level=weights"
+    )
+    run("quantize-cpu", model, turned, "--numa=1", code=2)  # other options than the output's
+    again = Request(str(model), tmp_path / "x", Options(ways={"turn": 2}))
+    with pytest.raises(UsageError, match="were converted with --turn, without which other codes"):
+        prepare(again)
+    why = run("quantize-cpu", model, tmp_path / "x", "--method=bf16", "--turn=2", code=2)
+    assert "--turn does not apply to --method bf16: they are not packed" in why
+
+
+# ---- an option about the source -----------------------------------------------------------
+
+
+# A field of `ModelSource`, whose code asks it, and one of `Reading`; then the command.
+WITH_FIELDS = """
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+import ktconv.source
+from ktconv.source import model_source
+
+@dataclass(frozen=True)
+class Source(model_source.ModelSource):
+    accent: str | None = None
+
+    def place(self):
+        print(f"read with {self.accent}", file=sys.stderr)
+        return super().place()
+
+model_source.ModelSource = ktconv.source.ModelSource = Source
+from ktconv.cli import sources
+from ktconv.cli.parsing import option
+
+@dataclass(frozen=True)
+class Reading(sources.Reading):
+    accent: Annotated[str | None, option("Accent of the model.", "NAME")] = None
+
+sources.Reading, sources.USUAL = Reading, Reading()
+from ktconv.cli.app import app
+app(sys.argv[1:])
+"""
+
+
+def test_an_option_about_the_source_is_two_fields(tmp_path: Path) -> None:
+    """Every command has it then, and requests carry it to where the source is opened."""
+    model, packed = write_model(tmp_path / "model"), tmp_path / "packed"
+    ktconv_done("quantize-cpu", model, packed, "--numa=1")
+    for words in (
+        ["inspect", model],
+        ["quantize-cpu", model, tmp_path / "x", "--dry-run"],
+        ["quantize-cpu", model, tmp_path / "x", "--dry-run", "--method=rawint4"],
+        ["quantize-gpu", model, tmp_path / "x", "--dry-run"],
+        ["verify", packed, f"--source={model}", "--level=weights"],
+        ["plan", model],
+    ):
+        command = [sys.executable, "-c", WITH_FIELDS, *map(str, words), "--accent=soft"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and "read with soft" in done.stderr, (words, done.stderr)
 
 
 def test_a_file_that_is_not_named_is_found() -> None:

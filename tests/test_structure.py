@@ -105,10 +105,7 @@ assert not [name for name in sys.modules if name.startswith("ktconv.quantize.llm
 # What the second reader of `verify` may use: positions of tensors, raw bytes, families' names.
 # What takes config.json as a dictionary, or gives it.
 OF_RAW_CONFIG = {
-    *(f"families.config.{name}" for name in (
-        "text_section", "sections_of", "value_of", "type_of", "family_of", "top_k_of",
-        "checked_text_section",
-    )),
+    *(f"families.config.{name}" for name in ("Config", "text_section", "top_k_of")),
     *(f"families.activations.{name}" for name in (
         "expert_activation", "assumed_activation", "shared_activation", "post_norm_epsilon",
         "experts_have_gate",

@@ -81,6 +81,15 @@ WORKING: dict[str, Words] = {
 }
 
 
+def meets(kind: int) -> list[str]:
+    """All commands print the same way: each meets one kind of lost streams, two of them all."""
+    return [
+        name
+        for number, name in enumerate(WORKING)
+        if number % 3 == kind or name in ("help", "quantize-cpu")
+    ]
+
+
 def dead_pipe() -> int:
     """The writing end of a pipe whose reader has left."""
     read, write = os.pipe()
@@ -93,7 +102,7 @@ def in_process(words: Sequence[object], **streams: Any) -> subprocess.CompletedP
     return subprocess.run(command, check=False, **streams)
 
 
-@pytest.mark.parametrize("name", WORKING)
+@pytest.mark.parametrize("name", meets(0))
 def test_without_streams(
     name: str, model: Path, output: Path, folders: Path, tmp_path: Path
 ) -> None:
@@ -105,7 +114,7 @@ def test_without_streams(
         assert contents(tmp_path / "new") == contents(output)
 
 
-@pytest.mark.parametrize("name", WORKING)
+@pytest.mark.parametrize("name", meets(1))
 def test_with_readers_that_left(
     name: str, model: Path, output: Path, folders: Path, tmp_path: Path
 ) -> None:
@@ -115,7 +124,7 @@ def test_with_readers_that_left(
     os.close(dead)
 
 
-@pytest.mark.parametrize("name", WORKING)
+@pytest.mark.parametrize("name", meets(2))
 def test_with_a_full_disk_under_stdout(
     name: str, model: Path, output: Path, folders: Path, tmp_path: Path
 ) -> None:
@@ -214,9 +223,16 @@ def python(code: str, *words: object, **more: Any) -> subprocess.CompletedProces
     return subprocess.run(command, capture_output=True, text=True, check=False, **more)
 
 
-@pytest.mark.parametrize("number", INTERRUPTS)
 @pytest.mark.parametrize(
-    "module", ["ktconv.cli.app", "typer", "ktconv.inspect.inspection", "numpy"]
+    ("module", "number"),
+    [
+        ("ktconv.cli.app", signal.SIGINT),
+        ("ktconv.cli.app", signal.SIGTERM),
+        ("typer", signal.SIGHUP),
+        ("ktconv.inspect.inspection", signal.SIGINT),
+        ("numpy", signal.SIGTERM),
+        ("numpy", signal.SIGHUP),
+    ],
 )
 def test_a_signal_during_imports(module: str, number: int, model: Path) -> None:
     ended = python(AT_IMPORT, module, int(number), "inspect", model)

@@ -20,6 +20,7 @@ from ktconv.families.activations import (
     post_norm_epsilon,
     shared_activation,
 )
+from ktconv.families.config import Config
 from ktconv.families.family import PLAIN, ExpertActivation, activation_of_record
 from ktconv.native import Activation
 from ktconv.runtime.layers.experts import OutputNorm, expert_output
@@ -100,7 +101,7 @@ STEP = {"num_hidden_layers": 4, "swiglu_limits": [0.0, None, 7.0, 5]}
     ],
 )  # fmt: skip
 def test_settings(config: dict[str, Any], layer: int, expected: ExpertActivation) -> None:
-    assert expert_activation(config, layer) == expected
+    assert expert_activation(Config(config), layer) == expected
     assert activation_of_record(json.loads(json.dumps(expected.as_record()))) == expected
 
 
@@ -118,7 +119,7 @@ def test_settings(config: dict[str, Any], layer: int, expected: ExpertActivation
     ],
 )  # fmt: skip
 def test_settings_of_shared_experts(config: dict[str, Any], expected: ExpertActivation) -> None:
-    assert shared_activation(config, 2) == expected
+    assert shared_activation(Config(config), 2) == expected
 
 
 @pytest.mark.parametrize(
@@ -243,10 +244,10 @@ def test_defaults_of_transformers() -> None:
     for row in table.FAMILIES.rows:
         for kind in row.types:
             expected = DEFAULTS.get(kind, PLAIN)
-            assert expert_activation({"model_type": kind}, 0) == expected, kind
+            assert expert_activation(Config({"model_type": kind}), 0) == expected, kind
             if kind in mapping:
                 config = mapping[kind]().to_dict()
-                assert expert_activation(config, 0) == expected, kind
+                assert expert_activation(Config(config), 0) == expected, kind
                 compared += 1
     assert compared > 45
 
@@ -328,7 +329,7 @@ def test_shared_experts_of_transformers(name: str) -> None:
     else:
         gate, up = weights["gate_proj.weight"], weights["up_proj.weight"]
     matrices = whole(gate), whole(up), whole(weights["down_proj.weight"])
-    ours = expert_output(matrices, kernel_activation(shared_activation(config, 2)), x)
+    ours = expert_output(matrices, kernel_activation(shared_activation(Config(config), 2)), x)
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-3)
 
 
@@ -352,7 +353,7 @@ def test_experts_of_transformers(case: str) -> None:
         theirs = module(torch.from_numpy(x), ids, torch.full((TOKENS, 1), 0.5)).numpy()
     found, norm = activation_of(ModelSettings(config), 2), None
     if "post_expert_norm.weight" in weights:
-        norm = OutputNorm(weights["post_expert_norm.weight"], post_norm_epsilon(config))
+        norm = OutputNorm(weights["post_expert_norm.weight"], post_norm_epsilon(Config(config)))
     ours = 0.5 * expert_output(streams(name, weights), found, x, norm=norm)
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-3)
 

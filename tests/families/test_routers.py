@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families import table
+from ktconv.families.config import Config
 from ktconv.families.family import SCORINGS, Router, RouterSpec
 from ktconv.families.names import router_tensors, shared_expert_tensors
 from ktconv.families.routers import find_router, router_of
@@ -590,21 +591,23 @@ def test_unknown_families_say_how_they_route() -> None:
 def test_unknown_families_by_their_tensors() -> None:
     """Softmax is inferred only without a correction bias."""
     config: dict[str, Any] = {"model_type": "new_moe", "num_experts_per_tok": 2}
-    found = find_router({**config, "norm_topk_prob": True}, 0, corrected=False)
+    found = find_router(Config({**config, "norm_topk_prob": True}), 0, corrected=False)
     assert found.spec == RouterSpec("softmax", 2)
     assert found.inferred == "norm_topk_prob True"
-    found = find_router({**config, "norm_topk_prob": True}, 0, corrected=True)
+    found = find_router(Config({**config, "norm_topk_prob": True}), 0, corrected=True)
     assert found.spec == RouterSpec("sigmoid", 2, correction=True)
     assert found.inferred == "norm_topk_prob True and a correction bias"
-    found = find_router(config, 0, corrected=True)
+    found = find_router(Config(config), 0, corrected=True)
     assert (found.spec.scoring, found.inferred) == ("sigmoid", "a correction bias")
-    found = find_router({**config, "scoring_func": "softmax"}, 0, corrected=True)
+    found = find_router(Config({**config, "scoring_func": "softmax"}), 0, corrected=True)
     assert found.spec == RouterSpec("softmax", 2, correction=True)
     with pytest.raises(CheckpointError, match="does not describe"):
-        find_router(config, 0, corrected=False)
+        find_router(Config(config), 0, corrected=False)
     # whose bias is missing then, which whoever runs it refuses
-    assert find_router({**config, "topk_method": "noaux_tc"}, 0, corrected=False).spec.correction
-    assert find_router({**config, "model_type": "mixtral"}, 0, corrected=True).inferred == ""
+    stated = Config({**config, "topk_method": "noaux_tc"})
+    assert find_router(stated, 0, corrected=False).spec.correction
+    known = Config({**config, "model_type": "mixtral"})
+    assert find_router(known, 0, corrected=True).inferred == ""
 
 
 def test_settings_of_single_layers() -> None:
@@ -616,8 +619,8 @@ def test_settings_of_single_layers() -> None:
     hashed = {"model_type": "deepseek_v4", "num_experts_per_tok": 2}
     assert [router_of(hashed, layer).by_token for layer in (2, 3)] == [True, False]
     assert not router_of(hashed | {"num_hash_layers": 0}, 0).by_token
-    assert not find_router(hashed, 0, corrected=True).spec.by_token
-    assert find_router(hashed | {"num_hash_layers": 1}, 0, corrected=True).spec.by_token
+    assert not find_router(Config(hashed), 0, corrected=True).spec.by_token
+    assert find_router(Config(hashed | {"num_hash_layers": 1}), 0, corrected=True).spec.by_token
     kinds = {"mlp_layer_types": ["moe", "hash_moe"], "num_hash_layers": 1}
     found = [router_of(hashed | kinds, layer) for layer in range(3)]
     assert [spec.by_token for spec in found] == [False, True, False]

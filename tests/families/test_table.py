@@ -27,7 +27,7 @@ from helpers.families import (
 from ktconv.errors import CheckpointError
 from ktconv.families import table
 from ktconv.families.activations import assumed_activation
-from ktconv.families.config import family_of, top_k_of
+from ktconv.families.config import Config, top_k_of
 from ktconv.families.family import ExpertActivation, Family, Matrices, Router, RouterSpec
 from ktconv.families.names import ExpertModule, expert_module, norm_tensors, router_tensors
 from ktconv.families.routers import find_router, router_of
@@ -88,9 +88,9 @@ def test_a_top_k_under_every_name(key: str, section: str | None, tmp_path: Path)
     text = {"model_type": "ernie4_5_moe", key: 3, "moe_num_experts": 2}
     config = text if section is None else {"model_type": "outer", section: text}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert experts_per_token(tmp_path) == top_k_of(config) == 3
+    assert experts_per_token(tmp_path) == top_k_of(Config(config)) == 3
     with pytest.raises(CheckpointError, match=f"{key} is 3, but a layer has 2 experts"):
-        interpret_config(config)
+        interpret_config(Config(config))
     with pytest.raises(CheckpointError, match="3 experts per token are more than the 2"):
         router_of(config, 0)
     text["moe_num_experts"] = 8
@@ -104,20 +104,20 @@ def test_a_top_k_for_each_layer(tmp_path: Path) -> None:
         assert experts_per_token(tmp_path, layer) == expected
         assert router_of(config, layer).top_k == expected
     assert experts_per_token(tmp_path, 2) == 8  # config.json does not say
-    assert top_k_of(config | {"moe_k": 5}, 2) is None
+    assert top_k_of(Config(config | {"moe_k": 5}), 2) is None
     with pytest.raises(CheckpointError, match="itself: moe_topk is 3 but moe_k is 5"):
-        top_k_of(config | {"moe_k": 5}, 1)
-    assert top_k_of(config | {"moe_k": 3}, 1) == 3
-    assert top_k_of({"text_config": config, "num_experts_per_tok": 5}, 2) is None
+        top_k_of(Config(config | {"moe_k": 5}), 1)
+    assert top_k_of(Config(config | {"moe_k": 3}), 1) == 3
+    assert top_k_of(Config({"text_config": config, "num_experts_per_tok": 5}), 2) is None
 
 
 def test_a_top_k_beside_the_text_section(tmp_path: Path) -> None:
     """As the checkpoint's own check reads it: the text section decides where both say it."""
     text = {"model_type": "mixtral"}
     config = {"num_experts_per_tok": 3, "text_config": text}
-    assert top_k_of(config) == router_of(config, 0).top_k == 3
+    assert top_k_of(Config(config)) == router_of(config, 0).top_k == 3
     config["text_config"] = {**text, "num_experts_per_tok": 1}
-    assert top_k_of(config) == router_of(config, 0).top_k == 1
+    assert top_k_of(Config(config)) == router_of(config, 0).top_k == 1
 
 
 @pytest.mark.parametrize(
@@ -131,18 +131,18 @@ def test_a_top_k_beside_the_text_section(tmp_path: Path) -> None:
 def test_top_k_keys_that_disagree(kind: str, first: str, second: str) -> None:
     """The family's own key is the first, and whoever reads the config refuses it alike."""
     config = {"model_type": kind, second: 2, first: 3, "norm_topk_prob": True}
-    for read in (lambda: top_k_of(config), lambda: router_of(config, 0)):
+    for read in (lambda: top_k_of(Config(config)), lambda: router_of(config, 0)):
         with pytest.raises(CheckpointError, match=f"itself: {first} is 3 but {second} is 2$"):
             read()
     with pytest.raises(CheckpointError, match=r"itself: \w+ is [23] but \w+ is [23]$"):
-        interpret_config(config)
+        interpret_config(Config(config))
     config[second] = 3
-    assert top_k_of(config) == router_of(config, 0).top_k == 3
+    assert top_k_of(Config(config)) == router_of(config, 0).top_k == 3
     config[second] = [3, 3]
-    assert interpret_config(config).top_k
+    assert interpret_config(Config(config)).top_k
     config[second] = [1, 2]
     with pytest.raises(CheckpointError, match="contradicts itself"):
-        interpret_config(config)
+        interpret_config(Config(config))
 
 
 def test_what_a_row_says_of_its_activation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,11 +367,11 @@ def test_a_text_section_without_a_type(section: str) -> None:
     """DeepSeek-OCR's, which leaves it to the whole model; one of its own goes first."""
     said = {"n_routed_experts": 64, "num_experts_per_tok": 6, "topk_method": "greedy"}
     config = {"model_type": "deepseek_vl_v2", section: said}
-    row = family_of(config)
+    row = Config(config).family
     assert row is not None and "deepseek_vl_v2" in row.types
-    assert assumed_activation(config) == ""
-    found = find_router(config, 1)
+    assert assumed_activation(Config(config)) == ""
+    found = find_router(Config(config), 1)
     assert (found.inferred, found.spec.scoring, found.spec.top_k) == ("", "softmax", 6)
     assert not found.spec.renormalise
-    other = family_of({**config, section: {**said, "model_type": "qwen3_moe"}})
+    other = Config({**config, section: {**said, "model_type": "qwen3_moe"}}).family
     assert other is not None and "qwen3_moe" in other.types

@@ -607,16 +607,18 @@ def test_every_level_on_the_model(saved: Path, tmp_path: Path) -> None:
 
 def test_gptq(saved: Path, tmp_path: Path) -> None:
     pytest.importorskip("llmcompressor")
-    from ktconv.quantize.encoded.request import Request as GpuRequest
+    from ktconv.quantize.encoded.request import Request as EncodedRequest
     from ktconv.quantize.llm_compressor.run import quantize_gpu
     from ktconv.targets.encoded.target import Calibration
-    from ktconv.targets.encoded.target import Options as GpuOptions
+    from ktconv.targets.encoded.target import Options as EncodedOptions
 
     (tmp_path / "text.txt").write_text(" ".join(f"{n} boats and {n * 7} sacks" for n in range(900)))
     calibration = Calibration(str(tmp_path / "text.txt"), samples=8, max_seq_len=64)
-    options = GpuOptions(method="gptq", calibration=calibration, dampening=0.1)
+    options = EncodedOptions(method="gptq", calibration=calibration, dampening=0.1)
     output = tmp_path / "out"
-    quantize_gpu(GpuRequest(str(saved), output, options, threads=1, self_test=False, device="cpu"))
+    quantize_gpu(
+        EncodedRequest(str(saved), output, options, threads=1, self_test=False, device="cpu")
+    )
     result = verify(VerifyRequest(output, str(saved), "model", windows=1, threads=2))
     assert result.passed, result.failures
     assert result.facts["mapping"]["slots"] == 2 * 4 * 2 * 3

@@ -15,6 +15,7 @@ from typing import Any
 
 from ktconv.bench.routing import parse_routing
 from ktconv.errors import KtconvError
+from ktconv.families.config import Config
 from ktconv.source import open_checkpoint
 from ktconv.source.config import interpret_config, read_config
 from ktconv.source.gguf.file import read_gguf_header
@@ -84,7 +85,7 @@ def _index(directory: Path, data: bytes) -> None:
 
 def _config(directory: Path, data: bytes) -> None:
     _file(directory / "config.json", data)
-    interpret_config(read_config(directory).content)
+    interpret_config(Config(read_config(directory).content))
 
 
 def _manifest(directory: Path, data: bytes) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -32,6 +33,11 @@ import ktconv
 CALLS: dict[str, Any] = {
     "fsync": os, "pwrite": os, "posix_fallocate": os, "replace": Path, "rename": Path, "mkdir": Path
 }  # fmt: skip
+# What commands import; without it each process would by itself.
+IMPORTED = (
+    "pydantic", "ktconv.cli", "ktconv.cli.estimate", "ktconv.cli.progress",
+    "ktconv.inspect.inspection", "ktconv.quantize.packed.run", "ktconv.verify.command",
+)  # fmt: skip
 SOURCES = str(Path(ktconv.__file__).parent)
 Hook = Callable[[str, tuple[Any, ...]], None]
 
@@ -187,8 +193,9 @@ _PDEATHSIG = 1
 def _serve(modules: list[str]) -> None:
     _end_with_parent()  # has that ended, the orders do, too
     server = os.getpid()
-    for module in ("ktconv.cli", "ktconv.quantize.packed.run", *modules):
+    for module in (*IMPORTED, *modules):
         importlib.import_module(module)
+    gc.freeze()  # else a collection in a child copies the pages of all objects
     for line in sys.stdin:
         order = json.loads(line)
         after, group = order.pop("after"), order.pop("group")

@@ -10,6 +10,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,13 +70,13 @@ def file_bytes(header: bytes, data: bytes = b"") -> bytes:
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     header: dict[str, Any] = {}
-    data = b""
+    contents, end = [], 0
     for name, tensor in tensors.items():
         dtype, shape, content = raw(tensor)
-        offsets = [len(data), len(data) + len(content)]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
-        data += content
-    path.write_bytes(file_bytes(json.dumps(header).encode(), data))
+        start, end = end, end + len(content)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+        contents.append(content)
+    path.write_bytes(file_bytes(json.dumps(header).encode(), b"".join(contents)))
 
 
 def write_checkpoint(
@@ -113,6 +114,12 @@ class Weights(NamedTuple):
 def random_weights(
     hidden: int = HIDDEN, inner: int = HIDDEN, experts: int = EXPERTS, seed: int = 0
 ) -> Weights:
+    return Weights(*(one.copy() for one in _drawn(hidden, inner, experts, seed)))
+
+
+@lru_cache(maxsize=64)
+def _drawn(hidden: int, inner: int, experts: int, seed: int) -> Weights:
+    """Most tests take the same few."""
     rng = np.random.default_rng(seed)
 
     def draw(rows: int, cols: int) -> NDArray[np.float32]:

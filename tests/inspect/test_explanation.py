@@ -33,7 +33,7 @@ STORED = {
 def test_every_tensor_is_explained(tmp_path: Path, name: str) -> None:
     write(MADE[name], tmp_path)
     checkpoint = open_checkpoint(tmp_path)
-    tensors = [one for header in read_shards(select_shards(tmp_path)) for one in header.tensors]
+    tensors = list(read_shards(select_shards(tmp_path)).tensors)
     found = explain(checkpoint)
     assert {group["stored"] for group in found["experts"]} == {STORED[name]}
     experts = sum(one["tensors"] for group in found["experts"] for one in group["patterns"])

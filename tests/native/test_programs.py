@@ -37,7 +37,7 @@ def test_every_program_is_run_here_and_under_sanitizers() -> None:
     makefile = (ROOT / "Makefile").read_text()
     line = re.compile(r"^\t(?:\$\(QEMU\) )?build/(asan|tsan|aarch64)/(\w+)", re.MULTILINE)
     run = set(line.findall(makefile))
-    assert {name for kind, name in run if kind != "aarch64"} == found
+    assert {name for kind, name in run if kind != "aarch64"} == found | {"portable_pool_check"}
     assert {name for kind, name in run if kind == "aarch64"} == {
         "check", "moe_check", "train_check", "strips_check", "pool_check"
     }  # fmt: skip

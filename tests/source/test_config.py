@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from ktconv.cli.app import app
 from ktconv.errors import CheckpointError
 from ktconv.families import table
-from ktconv.families.config import text_section
+from ktconv.families.config import Config, text_section
 from ktconv.source import open_checkpoint
 from ktconv.source.config import interpret_config
 
@@ -101,7 +101,7 @@ def test_a_value_that_no_model_can_have(
         assert message.startswith(f"config.json: {key} is {value!r}, not {wanted}"), message
         nested = simple_config(text_config={key: value})
         with pytest.raises(CheckpointError, match=f"config.json: {key} is"):
-            interpret_config(nested)
+            interpret_config(Config(nested))
 
 
 @pytest.mark.parametrize("key", table.FAMILIES.keys("top_k"))
@@ -257,7 +257,7 @@ REAL: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("model_type", REAL)
 def test_what_real_models_say_is_not_refused(model_type: str) -> None:
     config = json.loads(json.dumps({"model_type": model_type, **REAL[model_type]}))
-    assert model_type in interpret_config(config).model_types
+    assert model_type in interpret_config(Config(config)).model_types
 
 
 def test_configs_of_transformers_are_not_refused() -> None:
@@ -269,7 +269,7 @@ def test_configs_of_transformers_are_not_refused() -> None:
         if not any(word in name for word in ("moe", "deepseek", "mixtral", "llama4", "gpt_oss")):
             continue
         content = transformers.CONFIG_MAPPING[name]().to_json_string(use_diff=False)
-        interpret_config(json.loads(content))
+        interpret_config(Config(json.loads(content)))
         seen += 1
     assert seen > 20
 
@@ -279,13 +279,13 @@ def test_a_text_section_that_is_no_object(section: object, tmp_path: Path) -> No
     message = refusal(tmp_path, text_config=section)
     assert message == f"config.json: text_config is {section!r}, not an object"
     with pytest.raises(CheckpointError, match="text_config is"):
-        interpret_config({"thinker_config": {"text_config": section}})
+        interpret_config(Config({"thinker_config": {"text_config": section}}))
 
 
 @pytest.mark.parametrize("value", ["1", [1], 1.5, True])
 def test_a_number_of_layers_that_is_none(value: object) -> None:
     with pytest.raises(CheckpointError, match="num_hidden_layers is"):
-        interpret_config(simple_config(num_hidden_layers=value))
+        interpret_config(Config(simple_config(num_hidden_layers=value)))
 
 
 def test_text_section_of_nested_sections() -> None:
@@ -445,7 +445,9 @@ def test_fp8_whose_product_overflows(command: str, tmp_path: Path) -> None:
 def test_false_for_none() -> None:
     """As Hunyuan's files say that there are no groups and no factor."""
     none = dict.fromkeys(("n_group", "topk_group", "routed_scaling_factor"), False)
-    interpret_config({"model_type": "hunyuan_v1_moe", "num_experts": 64, "moe_topk": 8, **none})
+    interpret_config(
+        Config({"model_type": "hunyuan_v1_moe", "num_experts": 64, "moe_topk": 8, **none})
+    )
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])

@@ -19,6 +19,7 @@ from helpers.families import (
 )
 
 from ktconv.errors import CheckpointError
+from ktconv.families.config import Config
 from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.source.agreement import contradictions
 from ktconv.source.config import interpret_config
@@ -151,7 +152,7 @@ def test_packed_layers_of_different_sizes() -> None:
 
     def faults(**changes: Any) -> list[int]:
         config = simple_config(num_hidden_layers=2, decoder_sparse_step=1, **changes)
-        return [index for _, index in contradictions(interpret_config(config), sizes)]
+        return [index for _, index in contradictions(interpret_config(Config(config)), sizes)]
 
     assert faults(num_experts=6) == faults(num_experts=6, num_experts_per_layer=[6, 4]) == []
     assert faults(num_experts=8) == [0, 1]

@@ -19,6 +19,8 @@ from helpers.families import (
     bf16,
     fp8,
     fp8_values,
+    numbered,
+    random_weights,
     raw,
     read_matrix,
     simple_config,
@@ -470,6 +472,13 @@ def test_a_quantize_config_of_its_own(tmp_path: Path) -> None:
     quantization = {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
     write_checkpoint(model, tensors, simple_config(**SIZES, quantization_config=quantization))
     open_checkpoint(model)
+
+
+def test_a_damaged_quantize_config_matters_to_gptq_alone(tmp_path: Path) -> None:
+    """It is read with config.json, and refused only where integers need it."""
+    model = write_checkpoint(tmp_path, numbered(SOURCE, random_weights()), simple_config())
+    (model / "quantize_config.json").write_text("{")
+    assert open_checkpoint(model).layers[0].encoding == "bf16"
 
 
 def test_group_sizes_that_are_not_the_scales(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktconv.errors import UnknownNamesError, UsageError
+from ktconv.families.config import Config
 from ktconv.source import PROJECTIONS, ModelSource, open_checkpoint
 from ktconv.source.config import interpret_config
 from ktconv.source.map_guess import Guess, guess_map
@@ -77,7 +78,7 @@ def config_of(layers: int = LAYERS, **changes: Any) -> dict[str, Any]:
 def guessed(directory: Path, tensors: Mapping[str, Tensor], config: dict[str, Any]) -> Guess:
     write_checkpoint(directory, tensors, config)
     found = read_header(directory / "model.safetensors").tensors
-    return guess_map(found, interpret_config(config), "model")
+    return guess_map(found, interpret_config(Config(config)), "model")
 
 
 def assert_guess(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import subprocess
-import sys
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers.forked import forked
 from helpers.paths import EVAL, EXAMPLE
 from helpers.paths import MODELS as TRAINED
 from typer.testing import CliRunner
@@ -220,37 +221,20 @@ def files_of(folder: Path) -> dict[str, bytes]:
     }
 
 
-KILLED = """
-import os, signal, sys
-from contextlib import nullcontext
-from pathlib import Path
-from ktconv.conversion.pipeline import Observer
-from ktconv.stats.command import StatsRequest, run
-
-class Killer(Observer):
-    def unit_started(self, key):
-        self.key = key
-    def advanced(self, nbytes):
-        if self.key == sys.argv[4]:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-source, text, out = map(Path, sys.argv[1:4])
-run(
-    StatsRequest(
-        str(source), text, 1100, trace=out / "trace.safetensors", hessian=out / "hessians",
-        importance=out / "importance.safetensors", work_dir=out.parent / "work",
-    ),
-    lambda line: None, lambda sizes: nullcontext(Killer()),
-)
-"""
-
-
 def test_killed_and_continued(torch: Any, tmp_path: Path) -> None:
     """In the second layer: the first is not run again, and all files are the same byte by byte."""
 
     class Seen(Observer):
         def begin(self, keys: list[str]) -> None:
             begun.append(keys)
+
+    class Killer(Observer):
+        def unit_started(self, key: str) -> None:
+            self.key = key
+
+        def advanced(self, nbytes: int) -> None:
+            if self.key == "layer-1":
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def request(name: str) -> StatsRequest:
         (tmp_path / name).mkdir(exist_ok=True)
@@ -263,8 +247,7 @@ def test_killed_and_continued(torch: Any, tmp_path: Path) -> None:
     begun: list[list[str]] = []
     expected, _ = run(request("whole"), silent)
     killed = request("killed")
-    words = [sys.executable, "-c", KILLED, EXAMPLE, EVAL, tmp_path / "killed", "layer-1"]
-    assert subprocess.run(list(map(str, words)), check=False).returncode == -9
+    assert forked(lambda: run(killed, silent, lambda sizes: nullcontext(Killer()))) == -9
     assert "hessians/layer-00000.safetensors" in files_of(tmp_path / "killed")
     assert not any(
         (tmp_path / "killed" / name).exists()

@@ -19,7 +19,7 @@ from ktconv.errors import (
     ResourceError,
     UsageError,
 )
-from ktconv.system import files
+from ktconv.system import files, regular_files
 
 Names = list[tuple[str, str]]
 
@@ -419,14 +419,14 @@ def test_devices_are_refused(device: str, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(device)
     for path in (Path(device), tmp_path / "link"):
         with pytest.raises(UsageError, match=f"^--text {path} is a device$"):
-            files.refuse_device(path, "--text")
+            regular_files.refuse_device(path, "--text")
 
 
 def test_files_and_pipes_are_no_devices(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").touch()
     for name in ("pipe", "file", "missing"):
-        files.refuse_device(tmp_path / name, "--text")
+        regular_files.refuse_device(tmp_path / name, "--text")
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from ktconv.source.source_card import SourceCard
 from ktconv.targets.consumers import METHODS, left_out, right_methods
 from ktconv.targets.encoded.config import card
 from ktconv.targets.encoded.target import EncodedTarget
-from ktconv.targets.encoded.target import Options as GpuOptions
+from ktconv.targets.encoded.target import Options as EncodedOptions
 
 LAYERS = 3
 CLAMP = ExpertActivation(limit=10.0)
@@ -243,7 +243,7 @@ def test_a_manifest_from_before(tmp_path: Path) -> None:
 def test_quantize_gpu_refuses_nothing(limit: float | None, can: str, tmp_path: Path) -> None:
     """Engines run each model's own code; KTransformers' RAWINT4 does not."""
     checkpoint = open_checkpoint(model(tmp_path, swiglu_limit=limit))
-    options = GpuOptions(scheme="W4A16", group_size=32)
+    options = EncodedOptions(scheme="W4A16", group_size=32)
     plan = plan_checkpoint(checkpoint, EncodedTarget(options, checkpoint))
     text = card(plan, SourceCard(), ErrorSummary())
     assert f"It {can} be the weights of `--kt-method RAWINT4` itself" in text

@@ -4,6 +4,7 @@ process and in two, and TRL's."""
 from __future__ import annotations
 
 import copy
+import os
 import socket
 import subprocess
 import sys
@@ -222,51 +223,70 @@ import os, sys, torch
 from pathlib import Path
 sys.path[:0] = [sys.argv[1]]
 from train import test_trainers as t
-out, kind = Path(sys.argv[2]), sys.argv[3]
-model, _ = t.prepared_model(kind)
-seen = t.Seen()
-trainer = t.trainer_of(model, out / "runs", [seen], load_best_model_at_end=True,
-                       ddp_backend="gloo", ddp_find_unused_parameters=False)
-trainer.train()
-trainer.save_model(str(out / "end"))
-rank = int(os.environ["RANK"])
-torch.save({"end": t.logits(model.eval()), "best": seen.logits[t.BEST],
-            "last": seen.logits[4]}, out / f"rank{rank}.pt")
-assert str(trainer.state.best_model_checkpoint).endswith(f"-{t.BEST}")
-assert torch.distributed.get_world_size() == 2
-torch.distributed.destroy_process_group()
+
+def run(out, kind, rank):
+    model, _ = t.prepared_model(kind)
+    seen = t.Seen()
+    trainer = t.trainer_of(model, out / "runs", [seen], load_best_model_at_end=True,
+                           ddp_backend="gloo", ddp_find_unused_parameters=False)
+    trainer.train()
+    trainer.save_model(str(out / "end"))
+    torch.save({"end": t.logits(model.eval()), "best": seen.logits[t.BEST],
+                "last": seen.logits[4]}, out / f"rank{rank}.pt")
+    assert str(trainer.state.best_model_checkpoint).endswith(f"-{t.BEST}")
+    assert torch.distributed.get_world_size() == 2
+    torch.distributed.destroy_process_group()
+
+# Forked, since it takes seconds to import all this.
+for kind, port in zip(sys.argv[3::2], sys.argv[4::2]):
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
+        os.environ |= {key: str(value) for key, value in places.items()}
+        code = 1
+        try:
+            run(Path(sys.argv[2]) / kind, kind, rank)
+            code = 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    ended = [os.waitpid(child, 0)[1] for child in children]
+    if any(ended):
+        sys.exit(f"{kind}: {ended}")
 """
 
 
-@pytest.mark.parametrize("kind", ["before", "without"])
-def test_two_processes(kind: str, tmp_path: Path) -> None:
-    """DistributedDataParallel on CPUs: both end with the best model, and one directory has it."""
+def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    tests = str(Path(__file__).parents[1])
-    runs = []
-    for rank in range(2):
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
-        named = {key: str(value) for key, value in places.items()}
-        environment = {**__import__("os").environ, **named, "MASTER_ADDR": "127.0.0.1",
-                       "OMP_NUM_THREADS": "1"}  # fmt: skip
-        runs.append(
-            subprocess.Popen(
-                [sys.executable, "-c", _DDP, tests, str(tmp_path), kind],
-                env=environment, stderr=subprocess.PIPE, text=True,
-            )
-        )  # fmt: skip
-    for one in runs:
-        _, errors = one.communicate(timeout=300)
-        assert one.returncode == 0, errors[-3000:]
-    found = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
-    assert torch.equal(found[0]["end"], found[0]["best"])
-    assert not torch.equal(found[0]["end"], found[0]["last"])
-    assert torch.equal(found[0]["end"], found[1]["end"])
-    other, _ = prepared_model(kind)
-    load(other, tmp_path / "end")
-    assert torch.allclose(logits(other.eval()), found[0]["end"], atol=1e-4)
+        return str(free.getsockname()[1])
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    """DistributedDataParallel on CPUs: both end with the best model, and one directory has it."""
+    kinds = ("before", "without")
+    words = [word for kind in kinds for word in (kind, free_port())]
+    done = subprocess.run(
+        [sys.executable, "-c", _DDP, str(Path(__file__).parents[1]), str(tmp_path), *words],
+        env={**os.environ, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    for kind in kinds:
+        out = tmp_path / kind
+        found = [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+        assert torch.equal(found[0]["end"], found[0]["best"])
+        assert not torch.equal(found[0]["end"], found[0]["last"])
+        assert torch.equal(found[0]["end"], found[1]["end"])
+        other, _ = prepared_model(kind)
+        load(other, out / "end")
+        assert torch.allclose(logits(other.eval()), found[0]["end"], atol=1e-4)
 
 
 # ---- TRL ---------------------------------------------------------------------------------

@@ -109,9 +109,9 @@ def test_a_pass_finds_what_loaded_models_say(
     if not source.is_dir():
         pytest.skip("the trained models are not here")
     if method == "W4A16":
-        from ktconv.verify.encoded.output import GpuOutput
+        from ktconv.verify.encoded.output import EncodedOutput
 
-        monkeypatch.setattr(GpuOutput, "is_partial", True)  # else compressed-tensors unpacks it
+        monkeypatch.setattr(EncodedOutput, "is_partial", True)  # else compressed-tensors unpacks it
     request = request_for(source, method, windows=2 if source == EXAMPLE else 1)
     passed = verify(request).facts
     not_cut(monkeypatch)

@@ -233,13 +233,13 @@ def test_failures_are_told_though_a_level_cannot_be_run(
     model: Path, damaged: Convert, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ktconv.verify import hidden_states
-    from ktconv.verify.packed.verifier import CpuVerifier
+    from ktconv.verify.packed.verifier import PackedVerifier
 
     def fails(*_: object) -> None:
         raise CheckpointError("the kernels refuse these weights")
 
     monkeypatch.setattr(hidden_states, "check_source", lambda output: None)
-    monkeypatch.setattr(CpuVerifier, "layers_check", fails)
+    monkeypatch.setattr(PackedVerifier, "layers_check", fails)
     request = Request(damaged(), str(model), "layers", threads=1)
     with pytest.raises(CheckpointError):  # nothing was wrong: it could not be run
         verify(request)

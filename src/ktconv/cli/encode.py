@@ -46,7 +46,7 @@ def encode_experts(
     wanted = Request(options=chosen, experts=experts, **request)
     if isinstance(method, Mix):
         wanted = method.settled(wanted)
-    with on_cluster(*cluster, wanted, encode, "quantize_gpu_on") as (wanted, job):
+    with on_cluster(*cluster, wanted, encode, "quantize_encoded_on") as (wanted, job):
         preflight = prepare(wanted)
         facts = {"classes": [asdict(count) for count in preflight.classes]}
         lines = class_lines(preflight.classes)

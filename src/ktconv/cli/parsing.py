@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
+from inspect import Parameter, signature
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -69,6 +71,35 @@ def choice(
         case_sensitive=False,
         rich_help_panel=panel,
     )
+
+
+Run = TypeVar("Run", bound=Callable[..., None])
+
+
+def with_options(
+    command: Run, place: str, options: Sequence[Parameter], make: Callable[[dict[str, Any]], Any]
+) -> Run:
+    """Give a command `options` in place of its parameter `place`, which gets what `make` makes of
+    their values, by name."""
+    hints, whole = get_type_hints(command, include_extras=True), signature(command)
+    names = [one.name for one in options]
+
+    @wraps(command)
+    def run(*args: Any, **given: Any) -> None:
+        made = make({name: given.pop(name) for name in names})
+        command(*args, **{place: made}, **given)
+
+    parameters: list[Parameter] = []
+    for name, one in whole.parameters.items():
+        if name == place:
+            parameters += options
+        else:
+            kind = Parameter.KEYWORD_ONLY
+            parameters.append(one.replace(kind=kind, annotation=hints.get(name, one.annotation)))
+    changed: Any = run
+    changed.__signature__ = whole.replace(parameters=parameters)
+    changed.__annotations__ = {one.name: one.annotation for one in parameters}
+    return cast(Run, run)
 
 
 @contextmanager

@@ -18,9 +18,11 @@ from ktconv.cli.output import JsonOption
 from ktconv.cli.parsing import MOST_PARTS, choice, flag, option
 from ktconv.cli.ray import RAY_CONFLICTS, RayOption, RayScratchOption, on_cluster
 from ktconv.cli.sources import USUAL, Reading, reads_source
+from ktconv.cli.ways import NO_WAYS, Ways, chooses_codes, values_of
 from ktconv.errors import UsageError
 from ktconv.formats import output_formats
 from ktconv.formats.dialects import ROWS, Names, all_names, folded, translated
+from ktconv.quantize.ways import WAYS
 from ktconv.system.units import parse_ranges, parse_size
 
 if TYPE_CHECKING:
@@ -59,14 +61,11 @@ def _others(row: Names) -> str:
 _MIXES = ("--recipe", "--target-size", "--target-bits")
 # Options of int4 and int8, and why the other methods do not have them.
 _OF_PACKED = {
-    "--calibrate": "its codes are the nearest",
     "--compat": "the reference converter does not write it",
     "--estimate": "only errors of int4 and int8 are predicted",
-    "--fold": "its weights are the model's own",
-    "--importance": "its scales follow from the largest weights",
     "--layout": "these weights are shards with an index",
     "--numa": "KTransformers cuts these weights into NUMA parts when it loads them",
-    "--save-backward": "KTransformers trains on int4 and int8 only",
+    **{f"--{row.option.replace('_', '-')}": row.others for row in WAYS if row.option},
 }
 _OTHERS = f"--method={','.join(ENCODED_METHODS)}"  # than int4 and int8
 _FLOATS = [name for name in ENCODED_METHODS if name not in INTEGERS]  # have no search
@@ -140,6 +139,7 @@ CONFLICTS = (
 
 
 @reads_source()
+@chooses_codes
 def quantize_cpu_command(
     context: typer.Context,
     model: common.OptionalModelArgument = None,
@@ -245,51 +245,9 @@ def quantize_cpu_command(
             "takes less than half the CPU time\n\nThe format is the same.",
         ),
     ] = None,
-    importance: Annotated[
-        str | None,
-        option(
-            "Importance of input channels, to weigh errors by.",
-            "FILE|weights",
-            panel=ACCURACY,
-            detail="The search for scales weighs squared errors by the inputs of each expert: "
-            "docs/calibration.md.\n\n- FILE: of `ktconv stats MODEL --importance FILE`, or an "
-            "imatrix of llama.cpp in GGUF form\n- weights: derived from the weights of norms, up "
-            "and gate, without a text",
-        ),
-    ] = None,
-    fold: Annotated[
-        Literal["up-down"] | None,
-        choice(
-            Literal["up-down"],
-            "Cross-layer equalization of up and down.",
-            panel=ACCURACY,
-            detail="Moves a factor for each channel between up and down of every expert, which "
-            "evens out the columns of down. Errors become smaller, and the expert computes the "
-            "same: docs/formats.md, section 9.",
-        ),
-    ] = None,
-    calibrate: Annotated[
-        Path | None,
-        option(
-            "Quantize by GPTQ, on Hessians or on a text.",
-            "DIR|FILE",
-            panel=ACCURACY,
-            detail="GPTQ error compensation on the inputs of each expert: docs/calibration.md.\n\n"
-            "- DIR: Hessians of `ktconv stats MODEL --hessian DIR`\n- FILE: a text, which the "
-            "model reads layer by layer while it is converted",
-        ),
-    ] = None,
+    ways: Ways = NO_WAYS,
     max_shard_size: common.ShardSizeOption = "5GB",
     max_memory: Annotated[str, option("Memory limit.", "SIZE")] = "8GiB",
-    save_backward: Annotated[
-        bool,
-        flag(
-            "--save-backward",
-            "Add transposed matrices for kt-kernel's fine-tuning.",
-            ADVANCED,
-            "Twice the bytes. ktconv's own fine-tuning needs none: docs/fine-tuning.md.",
-        ),
-    ] = False,
     experts_only: Annotated[
         bool, flag("--experts-only", "Omit non-expert tensors.", OUTPUT)
     ] = False,
@@ -398,7 +356,9 @@ def quantize_cpu_command(
                 f"missing argument {'MODEL' if model is None else 'OUTPUT'}",
                 "give MODEL and OUTPUT, or --from-list FILE",
             )
-        mix = Mix(recipe, target_size, target_bits, engine, methods, write_recipe, importance)
+        mix = Mix(
+            recipe, target_size, target_bits, engine, methods, write_recipe, ways["importance"]
+        )
         encoded = method in ENCODED_METHODS or bool(mix)
         size = parse_size(max_shard_size, "--max-shard-size")
         source = reading.source(model, headers_only=dry_run, output=output)
@@ -442,19 +402,18 @@ def quantize_cpu_command(
             numa=numa,
             layout=layout,
             scale=scale or "",
-            fold=fold or "",
             compat=compat,
-            save_backward=save_backward,
+            **values_of(ways, "options"),
             **kept,
         )
         request = Request(
             **wanted,
             options=options,
             allow_partial=allow_partial,
-            importance=_source_of_importance(importance),
-            calibrate=calibrate,
+            ways=values_of(ways, "ways"),
+            **values_of(ways, "request"),
         )
-        on_nodes = on_cluster(ray, ray_scratch, request, quantize_cpu, there="quantize_cpu_on")
+        on_nodes = on_cluster(ray, ray_scratch, request, quantize_cpu, there="quantize_packed_on")
         with on_nodes as (request, job):
             preflight = prepare(request)
             facts, lines = dict[str, Any](), list[str]()
@@ -466,10 +425,3 @@ def quantize_cpu_command(
                 facts = {**facts, "estimate": predicted}
                 lines = [*lines, *estimate_lines(predicted)]
             common.convert(request, preflight, job, dry_run, as_json, facts=facts, lines=lines)
-
-
-def _source_of_importance(given: str | None) -> Path | Literal["weights"] | None:
-    """A file of that name is given as ./weights."""
-    if given == "weights":
-        return "weights"
-    return None if given is None else Path(given)

@@ -15,12 +15,12 @@ from ktconv.cli.parsing import option
 
 if TYPE_CHECKING:
     from ktconv.cli.options import Job
-    from ktconv.quantize.encoded.request import Request as GpuRequest
+    from ktconv.quantize.encoded.request import Request as EncodedRequest
     from ktconv.quantize.packed.run import Request
     from ktconv.verify.request import VerifyRequest
     from ktconv.verify.run import Reading
 
-    AnyRequest = TypeVar("AnyRequest", Request, GpuRequest)
+    AnyRequest = TypeVar("AnyRequest", Request, EncodedRequest)
 
 RayOption = Annotated[
     str | None,

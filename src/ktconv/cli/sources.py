@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import wraps
-from inspect import Parameter, signature
+from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, get_type_hints
 
 from ktconv.cli.help import ADVANCED, SOURCE
 from ktconv.cli.output import notify
-from ktconv.cli.parsing import flag, option
+from ktconv.cli.parsing import Run, flag, option, with_options
 from ktconv.errors import UsageError
 from ktconv.system.units import format_size
 
@@ -88,11 +87,10 @@ class Reading:
         or when only headers are needed. UsageError for a cache in `output` or around it, and for
         options that do not belong to the model.
         """
-        from ktconv.source.model_source import ModelSource
+        from ktconv.source.model_source import ModelSource, own_options
 
         found = self._located(model, headers_only, output)
-        given = {one.name: getattr(self, one.name) for one in fields(self)}
-        kept = {name: given[name] for name in given.keys() & _SAME}
+        kept = {name: getattr(self, name) for name in own_options()}
         return ModelSource(found, cache=self.cache_dir, **kept)
 
     def source_if(self, model: str | None, *, output: Path | None = None) -> ModelSource | None:
@@ -138,9 +136,6 @@ class Reading:
 
 
 USUAL = Reading()  # no option is given
-_SAME = {"config", "map", "tower"}  # fields of ModelSource too
-
-Run = TypeVar("Run", bound=Callable[..., None])
 
 
 def reads_source(*left_out: str) -> Callable[[Run], Run]:
@@ -148,7 +143,6 @@ def reads_source(*left_out: str) -> Callable[[Run], Run]:
     `reading` becomes them."""
 
     def decorate(command: Run) -> Run:
-        hints = get_type_hints(command, include_extras=True)
         types = get_type_hints(Reading, include_extras=True)
         chosen = [one for one in fields(Reading) if one.name not in left_out]
         options = [
@@ -157,24 +151,7 @@ def reads_source(*left_out: str) -> Callable[[Run], Run]:
             )
             for one in chosen
         ]
-        whole = signature(command)
-
-        @wraps(command)
-        def run(*args: Any, **given: Any) -> None:
-            reading = Reading(**{one.name: given.pop(one.name) for one in chosen})
-            command(*args, reading=reading, **given)
-
-        parameters: list[Parameter] = []
-        for name, one in whole.parameters.items():
-            parameters += (
-                options
-                if name == "reading"
-                else [one.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name])]
-            )
-        changed: Any = run
-        changed.__signature__ = whole.replace(parameters=parameters)
-        changed.__annotations__ = {one.name: one.annotation for one in parameters}
-        return cast(Run, run)
+        return with_options(command, "reading", options, lambda given: Reading(**given))
 
     return decorate
 

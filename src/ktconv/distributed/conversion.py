@@ -28,8 +28,8 @@ from ktconv.distributed.requests import (
 from ktconv.distributed.units import not_shared
 from ktconv.errors import KtconvError, UsageError
 from ktconv.quantize.encoded.conversion import Encode
-from ktconv.quantize.encoded.request import Preflight as GpuPreflight
-from ktconv.quantize.encoded.request import Request as GpuRequest
+from ktconv.quantize.encoded.request import Preflight as EncodedPreflight
+from ktconv.quantize.encoded.request import Request as EncodedRequest
 from ktconv.quantize.packed.run import Preflight, QuantizeCpu, Request
 from ktconv.system.files import (
     make_directory,
@@ -242,7 +242,7 @@ class _Received:
 # ---- quantize-cpu ----------------------------------------------------------------------
 
 
-class CpuOnCluster(OnCluster, QuantizeCpu):
+class PackedOnCluster(OnCluster, QuantizeCpu):
     """quantize-cpu."""
 
     command = "quantize-cpu"
@@ -251,9 +251,9 @@ class CpuOnCluster(OnCluster, QuantizeCpu):
         return {"numa": self.plan.target.options.numa}
 
 
-def refuse_on_cluster(request: Request | GpuRequest) -> None:
+def refuse_on_cluster(request: Request | EncodedRequest) -> None:
     """UsageError for what needs the whole model in one process."""
-    if isinstance(request, GpuRequest):
+    if isinstance(request, EncodedRequest):
         if request.options.method != "rtn":
             raise UsageError(
                 f"--algorithm {request.options.method} runs the whole model in one process, and "
@@ -269,7 +269,7 @@ def refuse_on_cluster(request: Request | GpuRequest) -> None:
         )
 
 
-def quantize_cpu_on(
+def quantize_packed_on(
     distribution: Distribution,
     request: Request,
     observer: Observer | None = None,
@@ -281,7 +281,7 @@ def quantize_cpu_on(
     refuse_on_cluster(request)
     if preflight is None:
         preflight = prepare(distribution.fitted(request))
-    conversion = CpuOnCluster(preflight, observer or Observer())
+    conversion = PackedOnCluster(preflight, observer or Observer())
     conversion.distribution = distribution
     return conversion.run()
 
@@ -289,17 +289,17 @@ def quantize_cpu_on(
 # ---- quantize-gpu ----------------------------------------------------------------------
 
 
-class GpuOnCluster(OnCluster, Encode):
+class EncodedOnCluster(OnCluster, Encode):
     """quantize-gpu, rounding to nearest."""
 
     command = "quantize-gpu"
 
 
-def quantize_gpu_on(
+def quantize_encoded_on(
     distribution: Distribution,
-    request: GpuRequest,
+    request: EncodedRequest,
     observer: Observer | None = None,
-    preflight: GpuPreflight | None = None,
+    preflight: EncodedPreflight | None = None,
     notify: Notify = silent,
 ) -> Report:
     """As `quantize_gpu` with rtn, with the units converted by the nodes of a cluster."""
@@ -308,6 +308,6 @@ def quantize_gpu_on(
     refuse_on_cluster(request)
     if preflight is None:
         preflight = prepare(distribution.fitted(request))
-    conversion = GpuOnCluster(preflight, observer or Observer(), notify)
+    conversion = EncodedOnCluster(preflight, observer or Observer(), notify)
     conversion.distribution = distribution
     return conversion.run()

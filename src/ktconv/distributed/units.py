@@ -29,8 +29,8 @@ PIECE_BYTES = 8 << 20  # that go through the object store at once
 
 # Command -> the class that runs one unit of it; it is imported on nodes only.
 COMMANDS: dict[str, str] = {
-    "quantize-cpu": "ktconv.distributed.commands:cpu",
-    "quantize-gpu": "ktconv.distributed.commands:gpu",
+    "quantize-cpu": "ktconv.distributed.commands:packed",
+    "quantize-gpu": "ktconv.distributed.commands:encoded",
 }
 
 

@@ -8,13 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ktconv.families import table
-from ktconv.families.config import (
-    checked_text_section,
-    family_of,
-    of_layer,
-    sections_of,
-    value_of,
-)
+from ktconv.families.config import Config
 from ktconv.families.config_values import contradiction, is_whole, wrong_value
 from ktconv.families.family import PLAIN, ExpertActivation, Family, Router
 from ktconv.system.units import counted
@@ -36,7 +30,7 @@ NAMES: Mapping[str, ExpertActivation] = {
 }
 
 
-def expert_activation(config: Mapping[str, Any], layer: int | None = None) -> ExpertActivation:
+def expert_activation(config: Config, layer: int | None = None) -> ExpertActivation:
     """What the routed experts of `layer` do between their products; without a layer, of one that
     lists with a value for each layer have none for.
 
@@ -49,15 +43,15 @@ def expert_activation(config: Mapping[str, Any], layer: int | None = None) -> Ex
     if limit and after:
         key, other = _key(text, "activation limit"), _key(text, "limit after activation")
         raise contradiction(key, text[key], other, text[other])
-    found = _with_factors(text, _named(text, family_of(config), usual))
+    found = _with_factors(text, _named(text, config.family, usual))
     if after:
         return replace(found, limit=after, limit_after=True)
     return found if limit is None else replace(found, limit=limit or math.inf)
 
 
-def assumed_activation(config: Mapping[str, Any]) -> str:
+def assumed_activation(config: Config) -> str:
     """A sentence if nothing says what the activation is, so that SiLU is assumed; else empty."""
-    types = [value_of(section, "model type") for section in sections_of(config)]
+    types = config.model_types
     known = any(table.FAMILIES.of(kind) for kind in types)
     if known or _name(_settings(config), "activation", None):
         return ""
@@ -67,9 +61,9 @@ def assumed_activation(config: Mapping[str, Any]) -> str:
     )
 
 
-def shared_activation(config: Mapping[str, Any], layer: int | None = None) -> ExpertActivation:
+def shared_activation(config: Config, layer: int | None = None) -> ExpertActivation:
     """The same of the layer's shared experts."""
-    row, text = family_of(config), checked_text_section(config)
+    row, text = config.family, config.checked_text
     found = replace(
         expert_activation(config, layer), biases=False, weight_on_input=False, post_norm=False
     )
@@ -80,24 +74,24 @@ def shared_activation(config: Mapping[str, Any], layer: int | None = None) -> Ex
     return found
 
 
-def post_norm_epsilon(config: Mapping[str, Any]) -> float:
+def post_norm_epsilon(config: Config) -> float:
     """What is added to the mean square of an expert's output, where that is normalised."""
-    return _number(checked_text_section(config), "post norm epsilon") or _POST_NORM_EPSILON
+    return _number(config.checked_text, "post norm epsilon") or _POST_NORM_EPSILON
 
 
-def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _settings(config: Config) -> Mapping[str, Any]:
     """The text section; of a family that nobody knows also what stands outside of it, since a
     limit or a function that is overlooked makes results wrong."""
-    text = checked_text_section(config)
-    return text if family_of(config) is not None else {**config, **text}
+    text = config.checked_text
+    return text if config.family is not None else {**config.content, **text}
 
 
-def _usual_activation(config: Mapping[str, Any]) -> ExpertActivation:
+def _usual_activation(config: Config) -> ExpertActivation:
     """What the rows of the text section and of the whole config say. A model that took its text
     section over from another family may compute something else than that one."""
     usual = PLAIN
-    for section in sections_of(config):
-        row = table.FAMILIES.of(value_of(section, "model type"))
+    for kind in config.model_types:
+        row = table.FAMILIES.of(kind)
         if row is not None and usual == PLAIN:
             spec = row.routing.spec if isinstance(row.routing, Router) else None
             usual = replace(
@@ -150,12 +144,14 @@ def _bound(text: Mapping[str, Any], setting: str, layer: int | None) -> float | 
     value = text.get(key)
     if not isinstance(value, list):
         return _number(text, setting)
-    layers = value_of(text, "layers")
+    layers: Any = text.get(_key(text, "layers"))
     if is_whole(layers) and len(value) < layers:
         raise wrong_value(key, value, f"a number for each of the {counted(layers, 'layer')}")
     for one in value:
         _checked(key, one or 0)
-    return float(of_layer(value, layer) or 0) if layer is not None else 0.0
+    if layer is None or layer >= len(value):
+        return 0.0
+    return float(value[layer] or 0)
 
 
 def _key(text: Mapping[str, Any], setting: str) -> str:
@@ -164,10 +160,10 @@ def _key(text: Mapping[str, Any], setting: str) -> str:
     return next((key for key in keys if text.get(key) is not None), keys[0])
 
 
-def experts_have_gate(config: Mapping[str, Any]) -> bool | None:
+def experts_have_gate(config: Config) -> bool | None:
     """By the family, else by the function that config.json names; None where it names none, or one
     that experts have with and without a gate."""
-    row = family_of(config)
+    row = config.family
     if row is None and not _name(_settings(config), "activation", None):
         return None
     found = expert_activation(config)

@@ -12,6 +12,63 @@ from ktconv.families.family import Family
 USUAL_TOP_K = 8  # where config.json does not say
 
 
+class _Values(dict[str, Any]):
+    """Values of a section by names of settings, each looked up when it is first asked for."""
+
+    def __init__(
+        self,
+        section: Mapping[str, Any],
+        family: Family | None = None,
+        layer: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._section, self._family, self._layer = section, family, layer
+
+    def __missing__(self, setting: str) -> Any:
+        value = _value(self._section, setting, self._family)
+        return self.setdefault(setting, of_layer(value, self._layer))
+
+
+class Config:
+    """A model's config.json, in which the text model's section and the family were found once.
+
+    Values are those under the first of a setting's names in `table.KEYS` that is present, None
+    where none is.
+    """
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self.content = content
+        # The language model's section, which is all of it for a text model.
+        self.text = text_section(content)
+        # The first takes precedence.
+        self.sections = (self.text,) if self.text is content else (self.text, content)
+        # Of each section; None where it has none.
+        self.model_types = [_value(section, "model type") for section in self.sections]
+        # That of the text section, which may leave it to the whole model (DeepSeek-VL); "": none.
+        known = next((kind for kind in self.model_types if kind), "")
+        self.type = str(known).removesuffix("_text")
+        self.family = table.FAMILIES.of(self.type)
+        self.values: Mapping[str, Any] = _Values(self.text)
+        # The same, by the family's names first.
+        self.own: Mapping[str, Any] = _Values(self.text, self.family)
+
+    def own_of(self, layer: int) -> Mapping[str, Any]:
+        """The values by the family's names, of lists those for `layer`."""
+        return _Values(self.text, self.family, layer)
+
+    @property
+    def checked_text(self) -> Mapping[str, Any]:
+        """The text section. Raises CheckpointError for a text_config that is no object."""
+        if not isinstance(self.content.get("text_config"), (Mapping, type(None))):
+            raise wrong_value("text_config", self.content["text_config"], "an object")
+        return self.text
+
+    @property
+    def checked_sections(self) -> Sequence[Mapping[str, Any]]:
+        """The sections; raises as `checked_text`."""
+        return (self.checked_text, *self.sections[1:])
+
+
 def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's section of config.json, which is all of it for a text model.
 
@@ -27,33 +84,12 @@ def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config if experts is None else {**experts, **config}
 
 
-def sections_of(config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The text section, then the whole config if that is different; the first takes precedence."""
-    text = text_section(config)
-    return (text,) if text is config else (text, config)
-
-
-def value_of(section: Mapping[str, Any], setting: str, family: Family | None = None) -> Any:
-    """The value under the first of the setting's names that is present, those of `family` first;
-    None if none is."""
+def _value(section: Mapping[str, Any], setting: str, family: Family | None = None) -> Any:
     given = (section.get(key) for key in table.FAMILIES.keys(setting, family))
     return next((value for value in given if value is not None), None)
 
 
-def type_of(config: Mapping[str, Any]) -> str:
-    """The model_type of this config.json's text section, which may leave it to the whole model
-    (DeepSeek-VL); without "_text", and empty where there is none."""
-    kinds = (value_of(section, "model type") for section in sections_of(config))
-    found = next((kind for kind in kinds if kind), "")
-    return str(found).removesuffix("_text")
-
-
-def family_of(config: Mapping[str, Any]) -> Family | None:
-    """The row of the table for this config.json's text section."""
-    return table.FAMILIES.of(type_of(config))
-
-
-def top_k_of(config: Mapping[str, Any], layer: int | None = None) -> int | None:
+def top_k_of(config: Config, layer: int | None = None) -> int | None:
     """How many experts a token goes to in `layer`; None where config.json does not say.
 
     The first section with any of the keys decides, and in it the first key in the order of
@@ -61,9 +97,8 @@ def top_k_of(config: Mapping[str, Any], layer: int | None = None) -> int | None:
     CheckpointError for a value that is not a count, such as a list without a `layer`, and where
     keys of one section disagree.
     """
-    checked_text_section(config)
-    keys = table.FAMILIES.keys("top_k", family_of(config))
-    for section in sections_of(config):
+    keys = table.FAMILIES.keys("top_k", config.family)
+    for section in config.checked_sections:
         given = [(key, section[key]) for key in keys if section.get(key) is not None]
         if given:
             return _agreed([(key, of_layer(value, layer)) for key, value in given])
@@ -87,10 +122,3 @@ def _agreed(given: Sequence[tuple[str, Any]]) -> int | None:
         if not isinstance(value, list) and value not in (None, top_k):
             raise contradiction(first, top_k, key, value)
     return int(top_k)
-
-
-def checked_text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`text_section`; CheckpointError for a text_config that is no object."""
-    if not isinstance(config.get("text_config"), (Mapping, type(None))):
-        raise wrong_value("text_config", config["text_config"], "an object")
-    return text_section(config)

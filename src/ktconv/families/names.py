@@ -209,6 +209,28 @@ class SharedExpert:
     gating: str
 
 
+@dataclass(frozen=True, slots=True)
+class NamesBeside:
+    """Names that the tensors around the experts of a layer may have."""
+
+    block: str  # model.layers.3.mlp
+    router: RouterTensors
+    shared: tuple[SharedExpert, ...]
+    norm: tuple[str, ...]  # before the block, the family's own name first
+    post_norm: tuple[str, ...]  # of the experts' outputs
+
+
+def names_beside(source: str, family: Family | None) -> NamesBeside:
+    """The candidates for every tensor around the experts under `source`, found at once."""
+    return NamesBeside(
+        _block(source),
+        router_tensors(source),
+        shared_expert_tensors(source),
+        norm_tensors(source, family),
+        post_norm_tensors(source),
+    )
+
+
 def router_tensors(source: str) -> RouterTensors:
     """Candidates for the router of the layer whose experts are under `source`, which is like
     model.layers.3.mlp.experts."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from ktconv.errors import CheckpointError
 from ktconv.families import table
-from ktconv.families.config import family_of, text_section, top_k_of, type_of, value_of
-from ktconv.families.family import SCORINGS, Family, GroupScore, Router, RouterSpec
+from ktconv.families.config import Config, top_k_of
+from ktconv.families.family import SCORINGS, GroupScore, Router, RouterSpec
 from ktconv.system.units import counted
 
 
@@ -42,46 +42,44 @@ class FoundRouter:
     inferred: str = ""
 
 
-def router_of(config: Mapping[str, Any], layer: int) -> RouterSpec:
+def router_of(config: Config | Mapping[str, Any], layer: int) -> RouterSpec:
     """The router of layer `layer`, from a model's config.json.
 
     Raises UnknownRouter where config.json names a router that is not known here or, for a family
     that is not in the table, does not say how it routes; CheckpointError where it contradicts
     itself or the family.
     """
-    return find_router(config, layer).spec
+    known = config if isinstance(config, Config) else Config(config)
+    return find_router(known, layer).spec
 
 
-def find_router(
-    config: Mapping[str, Any], layer: int, corrected: bool | None = None
-) -> FoundRouter:
+def find_router(config: Config, layer: int, corrected: bool | None = None) -> FoundRouter:
     """As `router_of`, and from what the router is inferred where the family is not in the table.
 
     `corrected`: whether the checkpoint has a correction bias for this layer, where that is known.
     For such a family it decides what config.json leaves open.
     """
-    found, text = _found(config, layer, corrected), text_section(config)
-    top_k = top_k_of(config, layer)
+    top_k, own = top_k_of(config, layer), config.own_of(layer)
+    found = _found(config, own, layer, corrected)
     if top_k is None:
         raise CheckpointError("config.json does not say how many experts are chosen for a token")
     spec = replace(found.spec, top_k=top_k)
-    return replace(found, spec=_checked(spec, value_of(text, "experts")))
+    return replace(found, spec=_checked(spec, config.values["experts"]))
 
 
-def stated_router(
-    config: Mapping[str, Any], layer: int, experts: int, corrected: bool
-) -> RouterSpec | None:
+def stated_router(config: Config, layer: int, experts: int, corrected: bool) -> RouterSpec | None:
     """The router of a layer with so many experts, as far as family and config.json tell it; its
     `top_k` is 0 where they do not. None for one that is not known.
 
     Raises CheckpointError where config.json contradicts the family, or the number of experts.
     """
+    top_k, own = top_k_of(config, layer), config.own_of(layer)
     try:
-        found = _found(config, layer, corrected)
+        found = _found(config, own, layer, corrected)
     except UnknownRouter:
         return None
-    spec, top_k = found.spec, top_k_of(config, layer)
-    grouped = value_of(text_section(config), "n_group", family_of(config)) is not None
+    spec = found.spec
+    grouped = config.own["n_group"] is not None
     if found.inferred or spec.n_group == 1 or not grouped:
         return replace(spec, top_k=top_k or 0)
     try:
@@ -91,34 +89,35 @@ def stated_router(
     return replace(spec, top_k=top_k or 0)
 
 
-def _found(config: Mapping[str, Any], layer: int, corrected: bool | None) -> FoundRouter:
-    """Without the number of experts per token."""
-    text, row = text_section(config), family_of(config)
-    name = type_of(config)
+def _found(
+    config: Config, own: Mapping[str, Any], layer: int, corrected: bool | None
+) -> FoundRouter:
+    """The router without the number of experts per token; `own`: the values for `layer`."""
+    name, row = config.type, config.family
     routing, inferred = row.routing if row is not None else None, ""
     if isinstance(routing, str):
         raise UnknownRouter(f"the router of {name} is not supported: it {routing}", _HINT)
     if routing is None:
-        routing, inferred = _inferred(name, text, corrected)
-    routing = routing.by_method.get(str(value_of(text, "method")), routing)
-    _check_stated(name, text, routing, row)
-    spec = _read(routing, text, row, layer)
-    if "hash layers" in routing.reads and _is_hashed(text, layer, corrected):
+        routing, inferred = _inferred(config, corrected)
+    routing = routing.by_method.get(str(config.values["method"]), routing)
+    _check_stated(config, routing)
+    spec = _read(routing, config, own)
+    if "hash layers" in routing.reads and _is_hashed(config, layer, corrected):
         spec = replace(spec, by_token=True, correction=False)
     return FoundRouter(spec, inferred)
 
 
-def rows_beside_experts(config: Mapping[str, Any]) -> int | None:
+def rows_beside_experts(config: Config) -> int | None:
     """Count the rows of a router that belong to no expert with weights: those of experts that
     return their input, and of shared experts. None where neither family nor config.json say it."""
-    text, row = text_section(config), family_of(config)
+    row = config.family
     routing = row.routing if row is not None else None
     if row is None or not isinstance(routing, Router):
         return None
     for setting, field in (("zero experts", "identity_experts"), ("shared experts", "sinks")):
-        if getattr(routing.spec, field) and value_of(text, setting, row) is None:
+        if getattr(routing.spec, field) and config.own[setting] is None:
             return None
-    spec = _read(routing, text, row, 0)
+    spec = _read(routing, config, config.own_of(0))
     return spec.identity_experts + spec.sinks
 
 
@@ -126,16 +125,17 @@ _BELONGS = "check that config.json belongs to this checkpoint"
 _HINT = "load the model with transformers, which implements its router"
 
 
-def _inferred(name: str, text: Mapping[str, Any], corrected: bool | None) -> tuple[Router, str]:
+def _inferred(config: Config, corrected: bool | None) -> tuple[Router, str]:
     """For a family that is not in the table: by the keys that such models share, and the tensors.
 
     Softmax only where the checkpoint has no correction bias, or config.json says softmax.
     """
+    text, values = config.text, config.values
     shown = {key: text[key] for key in _keys("method", "scoring", "renormalise") if key in text}
-    method, scoring = value_of(text, "method"), value_of(text, "scoring")
+    method, scoring = values["method"], values["scoring"]
     if not any(value is not None for value in shown.values()) and not corrected:
         raise UnknownRouter(
-            f"config.json does not describe the router of {name or 'this model'}", _HINT
+            f"config.json does not describe the router of {config.type or 'this model'}", _HINT
         )
     if scoring not in (None, *SCORINGS):
         raise UnknownRouter(f"config.json has the unknown router score function {scoring!r}", _HINT)
@@ -159,9 +159,9 @@ def _keys(*settings: str) -> list[str]:
     return [key for setting in settings for key in table.FAMILIES.keys(setting)]
 
 
-def _check_stated(name: str, text: Mapping[str, Any], router: Router, row: Family | None) -> None:
+def _check_stated(config: Config, router: Router) -> None:
     """CheckpointError or UnknownRouter if config.json contradicts the family's router."""
-    stated, scoring = value_of(text, "scoring", row), router.spec.scoring
+    name, stated, scoring = config.type, config.own["scoring"], router.spec.scoring
     if "scoring" in router.reads:
         if stated not in (None, *SCORINGS):
             raise UnknownRouter(
@@ -172,53 +172,44 @@ def _check_stated(name: str, text: Mapping[str, Any], router: Router, row: Famil
             f"config.json contradicts itself: {name} scores by {scoring}, not {stated}",
             _BELONGS,
         )
-    method = value_of(text, "method")
+    method = config.values["method"]
     if router.methods is not None and method not in (None, *router.methods):
         raise UnknownRouter(f"{name} does not have the top-k method {method!r}", _HINT)
     for setting in router.never:
-        if value_of(text, setting):
-            key = next(key for key in table.FAMILIES.keys(setting) if text.get(key))
+        if config.values[setting]:
+            key = next(key for key in table.FAMILIES.keys(setting) if config.text.get(key))
             raise UnknownRouter(f"{name} with {key} is not supported", _HINT)
 
 
-def _read(router: Router, text: Mapping[str, Any], row: Family | None, layer: int) -> RouterSpec:
+def _read(router: Router, config: Config, own: Mapping[str, Any]) -> RouterSpec:
     """The family's spec with what it reads from config.json."""
     found: dict[str, Any] = {}
     for setting in router.reads & SETTINGS.keys():
         field, kind = SETTINGS[setting]
-        value = _of_layer(value_of(text, setting, row), layer)
+        value = own[setting]
         if value is not None and (value is not False or kind is bool):  # false: there is none
             found[field] = kind(value)
-    norms = (text.get(key, 1) for key in _keys("p-norm"))
+    norms = (config.text.get(key, 1) for key in _keys("p-norm"))
     if "p-norm" in router.reads and any(norm in (None, False) for norm in norms):
         found["renormalise"] = False
     # A greedy choice looks at no groups, even where config.json has a number of them.
-    grouped = (
-        router.spec.group_score == "top2" or value_of(text, "method") == "group_limited_greedy"
-    )
+    grouped = router.spec.group_score == "top2" or config.values["method"] == "group_limited_greedy"
     if "groups" in router.reads and grouped:
         for key in ("n_group", "topk_group"):
-            if value_of(text, key, row) is not None:
-                found[key] = value_of(text, key, row)
+            if own[key] is not None:
+                found[key] = own[key]
     return replace(router.spec, **found)
-
-
-def _of_layer(value: Any, layer: int) -> Any:
-    """The value for `layer` in a list with one for each; None if the list is too short."""
-    if not isinstance(value, list):
-        return value
-    return value[layer] if layer < len(value) else None
 
 
 _HASH_LAYERS = 3  # of DeepSeek-V4, where config.json does not say
 
 
-def _is_hashed(text: Mapping[str, Any], layer: int, corrected: bool | None) -> bool:
+def _is_hashed(config: Config, layer: int, corrected: bool | None) -> bool:
     """Whether this layer's experts follow from the token alone; then it has no correction bias."""
-    kinds = value_of(text, "kind of each layer")
+    kinds = config.values["kind of each layer"]
     if isinstance(kinds, list):
         return layer < len(kinds) and kinds[layer] == "hash_moe"
-    first = value_of(text, "hash layers")
+    first = config.values["hash layers"]
     if first is None and corrected is not None:
         return not corrected
     return layer < (_HASH_LAYERS if first is None else int(first))

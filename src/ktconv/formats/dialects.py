@@ -1,14 +1,14 @@
-"""Names of weight formats, one row each: what every command, library and engine calls a format.
+"""Names of weight formats, looked up: what every command, library and engine calls a format.
 
 A format is meant here by its numbers: codes and scales. Files that have the same numbers can differ
-in layout and names, which belong to the command that writes them. Commands' names: `specs`.
+in layout and names, which belong to the command that writes them. The rows are those of `specs`.
 """
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from ktconv.formats.specs import CHANNEL, spec_of
+from ktconv.formats.specs import CHANNEL, SPECS, FormatSpec, names_in
 
 Column = Literal["method", "kernel", "scheme"]  # of Names: the commands that take the name
 
@@ -24,36 +24,26 @@ class Names(NamedTuple):
     others: tuple[str, ...] = ()  # of other programs
 
 
-def _names(method: str, words: str, *others: str, kernel: str = "") -> Names:
-    """The row of what quantize-cpu calls `method`, with names of other programs."""
-    spec = spec_of(method, "quantize-cpu")
-    scheme = "" if spec.is_int and spec.group == CHANNEL else spec.scheme
-    group = spec.group if scheme and spec.is_int else 0
-    return Names(words, method, spec.kernel or kernel, scheme, group, others)
-
-
-# Where formats share a name, the first row that has it is meant.
-ROWS = (
-    _names("int4", "INT4, a scale per row", "AMXINT4"),
-    _names("int8", "INT8, a scale per row", "AMXINT8"),
-    _names("int4-g128", "INT4 in groups of 128", "gint4-g128"),
-    _names("int4-g64", "INT4 in groups of 64", "gint4-g64"),
-    _names("rawint4", "INT4 in groups of 32", "int4-g32", "gint4", "gint4-g32"),
-    _names("int8-g128", "INT8 in groups of 128", "gint8-g128"),
-    _names("fp8", "FP8 in blocks of 128 x 128"),
-    _names("fp8-channel", "FP8, a scale per row", "FP8_PERCHANNEL"),
-    _names("mxfp4", "FP4 in groups of 32"),
-    _names("mxfp8", "FP8 in groups of 32"),
-    _names("nvfp4", "FP4 in groups of 16"),
-    _names("gptq-int4", "INT4 in groups of 128, in GPTQ's files", kernel="gint4-128"),
-    _names("awq", "INT4 in groups of 128, in AWQ's files"),
-    _names("bf16", "not quantized"),
-)
-
-
 def folded(name: str) -> str:
     """A name as names are compared: case, "_" and "-" do not matter."""
     return name.strip().lower().replace("_", "-")
+
+
+_METHODS = {folded(name) for name in names_in("quantize-cpu")}
+
+
+def _names(spec: FormatSpec) -> Names:
+    """The row of what quantize-cpu writes; KTransformers' names that are methods mean those."""
+    scheme = "" if spec.is_int and spec.group == CHANNEL else spec.scheme
+    group = spec.group if scheme and spec.is_int else 0
+    others = (*(name for name in spec.kt if folded(name) not in _METHODS), *spec.others)
+    return Names(spec.words, spec.cpu, spec.kernel or spec.runs_as, scheme, group, others)
+
+
+_WRITTEN = {spec.cpu: _names(spec) for spec in SPECS if spec.cpu}
+# Where formats share a name, the first row that has it is meant: usual groups before others.
+_FIRST = ("int4", "int8", "int4-g128", "int4-g64")
+ROWS = tuple(_WRITTEN[name] for name in dict.fromkeys((*_FIRST, *_WRITTEN)))
 
 
 def row_named(name: str) -> Names | None:

@@ -138,12 +138,13 @@ class _Search:
 
     def _sums(self, step: F32) -> tuple[F64, F64]:
         """Over the codes c of each row: v |w| |c| and v c c, v its importance."""
-        y = self._rows * (np.float32(1) / step)[:, None]
-        codes = np.rint(np.minimum(y, np.float32(self._fmt.traits.max_level)))
-        return (
-            _lane_sums(self._weighted * codes),
-            _lane_sums(self._importance * (codes * codes)),
-        )
+        codes = self._rows * (np.float32(1) / step)[:, None]
+        np.minimum(codes, np.float32(self._fmt.traits.max_level), out=codes)
+        np.rint(codes, out=codes)
+        product = _lane_sums(self._weighted * codes)
+        codes *= codes
+        codes *= self._importance
+        return product, _lane_sums(codes)
 
 
 def _lane_sums(terms: F32) -> F64:

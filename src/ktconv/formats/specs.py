@@ -8,8 +8,8 @@ up, with those of other programs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 CHANNEL = -1  # a group: one scale per row
@@ -29,6 +29,10 @@ class FormatSpec:
     scheme: str = ""  # of --scheme of quantize-gpu, with --group-size `group` where it has several
     kt: tuple[str, ...] = ()  # of --kt-method: methods whose weights have these numbers
     block: int = 1  # rows that share a scale
+    words: str = ""  # what quantize-cpu's method is, in one line
+    others: tuple[str, ...] = ()  # names in other programs, beside those of KTransformers
+    runs_as: str = ""  # the kernels' format with the same numbers, where `kernel` is empty
+    number: str = ""  # the element of a source that its codes are, where they are no integers
 
     @property
     def is_int(self) -> bool:
@@ -40,31 +44,53 @@ class FormatSpec:
         return named[dialect]
 
 
-def _groups(kind: str, cpu: Mapping[int, str], *kt: str) -> Iterator[FormatSpec]:
-    """Integers in groups, as kernels have them: with scales in bf16, and in float32 into which they
-    pack those in fp16."""
-    bits, scheme = int(kind[3:]), f"W{kind[3:]}A16"
+def _groups(kind: str, *rows: FormatSpec) -> Iterator[FormatSpec]:
+    """Integers in groups, as kernels have them: with scales in bf16, for which `rows` have the
+    names, and in float32 into which they pack those in fp16."""
+    named = {row.group: row for row in rows}
+    kt = rows[0].kt
     for group in (32, 64, 128):
-        yield FormatSpec(kind, bits, group, f"g{kind}-{group}", cpu.get(group, ""), scheme, kt)
+        row = named.get(group, FormatSpec(kind, int(kind[3:]), group))
+        yield replace(row, kernel=f"g{kind}-{group}", scheme=f"W{kind[3:]}A16", kt=kt)
     for group in (32, 64, 128):
-        yield FormatSpec(kind, bits, group, f"g{kind}-{group}-f32", kt=kt)
+        yield FormatSpec(kind, int(kind[3:]), group, f"g{kind}-{group}-f32", kt=kt)
+
+
+def _named(kind: str, group: int, cpu: str, *others: str, kt: tuple[str, ...] = ()) -> FormatSpec:
+    bits = kind[3:]
+    words = f"INT{bits} in groups of {group}"
+    return FormatSpec(kind, int(bits), group, cpu=cpu, kt=kt, words=words, others=others)
 
 
 SPECS = (
-    FormatSpec("int4", 4, CHANNEL, "int4", "int4", "W4A16", ("AMXINT4",)),
-    FormatSpec("int8", 8, CHANNEL, "int8", "int8", "W8A16", ("AMXINT8",)),
-    *_groups("int4", {32: "rawint4", 64: "int4-g64", 128: "int4-g128"}, "RAWINT4", "GPTQ_INT4"),
-    *_groups("int8", {128: "int8-g128"}),
-    FormatSpec("fp8", 8, 128, "fp8", "fp8", "FP8_BLOCK", ("FP8",), block=128),
-    FormatSpec("fp8", 8, CHANNEL, "fp8-channel", "fp8-channel", "FP8_DYNAMIC", ("FP8_PERCHANNEL",)),
-    FormatSpec("mxfp4", 4, 32, "mxfp4", "mxfp4", "MXFP4A16", ("MXFP4",)),
-    FormatSpec("mxfp8", 8, 32, cpu="mxfp8", kt=("MXFP8",)),
-    FormatSpec("nvfp4", 4, 16, "nvfp4", "nvfp4", "NVFP4A16", ("NVFP4",)),
+    FormatSpec("int4", 4, CHANNEL, "int4", "int4", "W4A16", ("AMXINT4",),
+               words="INT4, a scale per row"),
+    FormatSpec("int8", 8, CHANNEL, "int8", "int8", "W8A16", ("AMXINT8",),
+               words="INT8, a scale per row"),
+    *_groups(
+        "int4",
+        _named("int4", 32, "rawint4", "int4-g32", "gint4", "gint4-g32",
+               kt=("RAWINT4", "GPTQ_INT4")),
+        _named("int4", 64, "int4-g64", "gint4-g64"),
+        _named("int4", 128, "int4-g128", "gint4-g128"),
+    ),
+    *_groups("int8", _named("int8", 128, "int8-g128", "gint8-g128")),
+    FormatSpec("fp8", 8, 128, "fp8", "fp8", "FP8_BLOCK", ("FP8",), block=128,
+               number="F8_E4M3", words="FP8 in blocks of 128 x 128"),
+    FormatSpec("fp8", 8, CHANNEL, "fp8-channel", "fp8-channel", "FP8_DYNAMIC", ("FP8_PERCHANNEL",),
+               number="F8_E4M3", words="FP8, a scale per row"),
+    FormatSpec("mxfp4", 4, 32, "mxfp4", "mxfp4", "MXFP4A16", ("MXFP4",),
+               number="F4_E2M1", words="FP4 in groups of 32"),
+    FormatSpec("mxfp8", 8, 32, cpu="mxfp8", kt=("MXFP8",), words="FP8 in groups of 32"),
+    FormatSpec("nvfp4", 4, 16, "nvfp4", "nvfp4", "NVFP4A16", ("NVFP4",),
+               number="F4_E2M1", words="FP4 in groups of 16"),
     # Other tensors for the numbers of gint4-128.
-    FormatSpec("int4", 4, 128, cpu="gptq-int4", kt=("GPTQ_INT4",)),
-    FormatSpec("int4", 4, 128, cpu="awq"),
-    FormatSpec("bf16", 16, 0, "bf16", "bf16", kt=("BF16",)),
-)
+    FormatSpec("int4", 4, 128, cpu="gptq-int4", kt=("GPTQ_INT4",), runs_as="gint4-128",
+               words="INT4 in groups of 128, in GPTQ's files"),
+    FormatSpec("int4", 4, 128, cpu="awq", words="INT4 in groups of 128, in AWQ's files"),
+    FormatSpec("bf16", 16, 0, "bf16", "bf16", kt=("BF16",), number="BF16",
+               words="not quantized"),
+)  # fmt: skip
 
 
 def kernel_of(kind: str, group: int) -> str | None:
@@ -83,6 +109,11 @@ def spec_of(name: str, dialect: Dialect) -> FormatSpec:
 def names_in(dialect: Dialect) -> tuple[str, ...]:
     """The names that a dialect has, each once."""
     return tuple(dict.fromkeys(name for one in SPECS if (name := one.name_in(dialect))))
+
+
+def names_of_kt() -> tuple[str, ...]:
+    """KTransformers' methods, each once."""
+    return tuple(dict.fromkeys(name for one in SPECS for name in one.kt))
 
 
 def kernels_of_kt() -> dict[str, tuple[str, ...]]:

@@ -39,7 +39,7 @@ def explain_unknown(source: ModelSource, error: CheckpointError) -> dict[str, An
     """For a checkpoint in which `open_checkpoint` found no experts, with the `error` it raised."""
     place = source.place()
     settings = ModelSettings.beside(source.config or place)
-    tensors = [one for header in read_shards(select_shards(place)) for one in header.tensors]
+    tensors = list(read_shards(select_shards(place)).tensors)
     guess = guess_map(tensors, settings.checked, place.name)
     return {
         "schema": 1,
@@ -101,7 +101,7 @@ def _experts(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     place = checkpoint.path.parent if checkpoint.is_gguf else checkpoint.path
     selection = select_shards(checkpoint.path if checkpoint.is_gguf else place)
     apart = {tensor.name for tensor in checkpoint.other_tensors}
-    tensors = [one for header in read_shards(selection) for one in header.tensors]
+    tensors = list(read_shards(selection).tensors)
     experts = [one for one in tensors if one.name not in apart]
     groups: dict[tuple[Any, ...], list[MoELayer]] = {}
     for layer in checkpoint.layers:

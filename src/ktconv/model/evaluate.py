@@ -135,7 +135,7 @@ def _bytes_in_memory(place: Path, dtype: str | torch.dtype) -> int:
     """Of the weights of a checkpoint in the directory `place`, or of a GGUF file, as `dtype`."""
     if place.is_file():
         return float32_bytes(place)
-    return sum(_bytes_of(header, dtype) for header in read_shards(select_shards(place)))
+    return sum(_bytes_of(header, dtype) for header in read_shards(select_shards(place)).headers)
 
 
 def _check_memory(place: Path, size: int) -> None:

@@ -9,8 +9,8 @@ from itertools import chain
 from pathlib import Path
 
 from ktconv.errors import UsageError
-from ktconv.system.files import refuse_device
 from ktconv.system.pointers import refuse_pointer_at
+from ktconv.system.regular_files import refuse_device
 
 _PIECE = 1 << 20  # characters that are in memory at a time
 _HINT = "give a UTF-8 text file of a few pages"

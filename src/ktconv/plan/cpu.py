@@ -24,7 +24,7 @@ DEFAULT = "int4"
 
 
 @dataclass(frozen=True, slots=True)
-class CpuSide:
+class PackedSide:
     """Bytes by NUMA part."""
 
     method: str
@@ -46,7 +46,7 @@ def cpu_side(
     method: str | None,
     numa: int,
     split: bool,
-) -> tuple[CpuSide | None, list[str]]:
+) -> tuple[PackedSide | None, list[str]]:
     """What each node holds, if `method` can have the model's sizes, and why not otherwise.
 
     UsageError if `method` or `numa` was asked for and is impossible. `split`: experts on GPUs are
@@ -71,7 +71,7 @@ def cpu_side(
         [sum(each[index][part] * count for index, count in counts.items()) for part in range(parts)]
         for counts in (here, left)
     )
-    return CpuSide(fmt.key, complete, cold if split else None), []
+    return PackedSide(fmt.key, complete, cold if split else None), []
 
 
 def _as_packed(
@@ -80,7 +80,7 @@ def _as_packed(
     method: str | None,
     numa: int,
     split: bool,
-) -> CpuSide:
+) -> PackedSide:
     """As an output has it. UsageError for another method or number of parts."""
     assert model.packed is not None
     layers = model.packed.layers
@@ -97,7 +97,7 @@ def _as_packed(
             for expert in experts:
                 for part, size in enumerate(model.part_bytes[one.layer.index, expert]):
                     totals[part] += size
-    return CpuSide(", ".join(names), complete, cold if split else None)
+    return PackedSide(", ".join(names), complete, cold if split else None)
 
 
 def _why_not(layer: Layer, fmt: Format, parts: int) -> str | None:

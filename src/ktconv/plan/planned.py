@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ktconv.plan.cpu import CpuSide
+from ktconv.plan.cpu import PackedSide
 from ktconv.plan.load import Load
 from ktconv.plan.ranks import LayerPlacement, overall_evenness
 from ktconv.plan.request import PlanRequest
@@ -23,7 +23,7 @@ class Planned:
     load: Load
     layers: Sequence[LayerPlacement]
     rank_bytes: Sequence[int]  # of experts, on each GPU of a rank
-    cpu: CpuSide | None  # None: the method cannot have the model's sizes
+    cpu: PackedSide | None  # None: the method cannot have the model's sizes
     warnings: Sequence[str]
 
     @property

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.families.activations import assumed_activation
+from ktconv.families.activations import assumed_activation, expert_activation
+from ktconv.families.config import Config
 from ktconv.families.family import PROJECTIONS, ExpertActivation, Projection
 from ktconv.source.adapters import adapter_notes
 from ktconv.source.agreement import check_agreement
@@ -24,13 +25,14 @@ from ktconv.source.config import (
     ConfigFile,
     interpret_config,
     read_config,
-    read_description,
+    side_directory_of,
     with_quantize_config,
 )
 from ktconv.source.gguf.config import config_of_metadata, refuse_unread
 from ktconv.source.gguf.hub_names import HUB_NAMES
-from ktconv.source.index import Index, unlisted_tensors
+from ktconv.source.index import Index
 from ktconv.source.layers import build_layers
+from ktconv.source.map_guess import no_experts
 from ktconv.source.mapped import Mapped, check_encodings, split_mapped
 from ktconv.source.mapped import notes_of as notes_of_map
 from ktconv.source.model_source import ModelSource as ModelSource
@@ -40,10 +42,8 @@ from ktconv.source.naming_map import read_map as read_map
 from ktconv.source.safetensors_file import Header, read_header
 from ktconv.source.settings import ModelSettings
 from ktconv.source.shards import (
+    Shards,
     ShardSelection,
-    deciding_index,
-    file_names,
-    notes_of,
     read_shards,
     select_shards,
 )
@@ -75,103 +75,83 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
     naming = source.naming()
     place = source.place()
     selection = select_shards(place)
-    side_directory = _side_directory(place, selection, source.config)
-    config = None if side_directory is None else read_config(side_directory)
-    headers = read_shards(selection)
+    side_directory = side_directory_of(place, selection.gguf, source.config)
+    file = None
+    if side_directory is not None:
+        file = read_config(side_directory, None if selection.gguf else place)
+    shards = read_shards(selection)
+    headers = shards.headers
     if selection.gguf:
         refuse_unread(headers)
         _refuse_map(naming)
-    if config is None:
-        config = config_of_metadata(headers[0])
-    tensors = (tensor for header in headers for tensor in header.tensors)
-    content, mapped = config.content, None
+    if file is None:
+        file = config_of_metadata(headers[0])
+    content = file.content if naming is None else naming.applied(file.content)
+    config = Config(content)
     if naming is None:
-        split = split_tensors(tensors)
+        split, mapped = split_tensors(shards.tensors), None
     else:
-        content = naming.applied(content)
-        split, mapped = split_mapped(list(tensors), naming)
-    described = {} if selection.gguf else read_description(place)
-    with _indexed(selection.index, headers), _naming(headers[0], config), _mapping(mapped):
-        chosen = choose_tower(split, content, source.tower)
+        split, mapped = split_mapped(list(shards.tensors), naming)
+    with _indexed(selection.index, shards), _naming(headers[0], file), _mapping(mapped):
+        chosen = choose_tower(split, config, source.tower)
         if chosen is not None:
-            split, content = chosen.split, chosen.config
+            split, config = chosen.split, chosen.config
         apart = chosen is None or chosen.name not in MODALITIES[1:]  # has routers of its own names
-        read = ModelSettings(content, config.content if chosen else None)
-        settings = interpret_config(content, described)
+        read = ModelSettings(config, file.content if chosen else None)
+        settings = interpret_config(config, file.described)
         packing = None
         if side_directory and any(rest.endswith("qweight") for rest in _first_names(split)):
-            settings, packing = with_quantize_config(settings, side_directory, content)
+            settings, packing = with_quantize_config(settings, file, side_directory, config)
+        if not split.stacks:
+            raise no_experts(split.others, settings)
         layers, notes = build_layers(split, settings, apart)
         if packing is not None and any("gptq" in layer.encoding for layer in layers):
             raise packing  # of AWQ it names the order of words, which are read by their shapes
         if apart:
-            notes = [*notes, *check_agreement(content, settings, layers, split.others)]
+            notes = [*notes, *check_agreement(config, settings, layers, split.others)]
         if chosen is not None:
             layers = [replace(one, first_expert=chosen.first_expert) for one in layers]
             notes = [*chosen.notes, *notes]
-        layers = [replace(one, activation=_activation(read, one)) for one in layers]
-        if assumed := assumed_activation(content):
+        activations = {one.index: expert_activation(config, one.index) for one in layers}
+        layers = [
+            replace(one, activation=replace(activations[one.index], biases=one.biased))
+            for one in layers
+        ]
+        if assumed := assumed_activation(config):
             notes = [*notes, assumed]
         if mapped is not None:
             check_encodings(layers, mapped)
-            notes = [*notes_of_map(mapped, config.content), *map(mapped.spelt, notes)]
-    if config.made is not None:
+            notes = [*notes_of_map(mapped, file.content), *map(mapped.spelt, notes)]
+    if file.made is not None:
         notes = [_of_metadata(note, headers[0]) for note in notes]
     architecture = str(headers[0].metadata.get("general.architecture")) if selection.gguf else None
     if hub_names := HUB_NAMES.get(architecture or ""):
         layers = [replace(one, hub_names=hub_names.experts(one.index)) for one in layers]
-    sources = [SourceFile(CONFIG_NAME, config.file_bytes, None, config.sha256)]
-    for header in headers:
-        name = path_text(header.file.name)
-        sources.append(_source_file(name, header))
-    if index := deciding_index(selection, headers):
-        sources.append(index.state)
-    selected = [*notes_of(selection, headers), *_adapters_beside(place, side_directory)]
+    sources = shards.states
+    if file.made is None:
+        sources.insert(0, SourceFile(CONFIG_NAME, file.file_bytes, None, file.sha256))
+    adapters = adapter_notes(place, side_directory)
     return Checkpoint(
         path=selection.files[0] if selection.gguf else place,
         config=read,
         files=selection.files,
         layers=layers,
         other_tensors=split.others,
-        notes=[*selected, *notes],
-        sources=sources if config.made is None else sources[1:],
+        notes=[*shards.notes, *adapters, *notes],
+        sources=sources,
         side_directory=side_directory,
-        made_files={} if config.made is None else {CONFIG_NAME: config.made},
+        made_files={} if file.made is None else {CONFIG_NAME: file.made},
         architecture=architecture,
         tower=None if chosen is None else chosen.name,
         mapped=mapped,
         unused_bytes=sum(header.unused_bytes for header in headers),
-        index_decides=index is not None,
+        index_decides=shards.deciding is not None,
     )
 
 
 def _first_names(split: Split) -> Iterable[str]:
     """The last parts of the names of a layer's stacked tensors."""
     return split.stacks[0].tensors if split.stacks else ()
-
-
-def _adapters_beside(place: Path, side_directory: Path | None) -> list[str]:
-    """Notes on adapters in the directories of weights and of side files."""
-    directories = {one: None for one in (place, side_directory) if one is not None and one.is_dir()}
-    return [note for one in directories for note in adapter_notes(one, file_names(one))]
-
-
-def _source_file(name: str, header: Header) -> SourceFile:
-    return SourceFile(name, header.file_bytes, header.mtime_ns, header.sha256, header.etag)
-
-
-def _side_directory(place: Path, selection: ShardSelection, given: Path | None) -> Path | None:
-    if given is None:
-        return None if selection.gguf else place
-    if not Path(given).is_dir():
-        raise UsageError(
-            f"--config {given} is not a directory", f"name a directory with {CONFIG_NAME}"
-        )
-    return Path(given)
-
-
-def _activation(config: ModelSettings, layer: MoELayer) -> ExpertActivation:
-    return replace(config.activation(layer.index), biases=layer.biased)
 
 
 def _of_metadata(text: str, header: Header) -> str:
@@ -197,12 +177,12 @@ def _naming(header: Header, config: ConfigFile) -> Iterator[None]:
 
 
 @contextmanager
-def _indexed(index: Index | None, headers: Sequence[Header]) -> Iterator[None]:
+def _indexed(index: Index | None, shards: Shards) -> Iterator[None]:
     """Hints name tensors that an index does not list, since they may be what is missing."""
     try:
         yield
     except CheckpointError as error:
-        if index is not None and (count := unlisted_tensors(headers)):
+        if index is not None and (count := shards.unlisted):
             error.hint = (
                 f"{index.path.name} does not list {count} of the tensors in its shards, which are "
                 f"ignored: without this file they are read. {error.hint or ''}".rstrip()
@@ -236,9 +216,9 @@ def check_headers(source: ModelSource) -> Path:
     place = source.place()
     selection = select_shards(place)
     read_shards(selection)
-    directory = _side_directory(place, selection, source.config)
+    directory = side_directory_of(place, selection.gguf, source.config)
     if directory is not None:
-        interpret_config(read_config(directory).content)
+        interpret_config(Config(read_config(directory).content))
     return place
 
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ktconv.errors import CheckpointError
-from ktconv.source.strict_json import parse_object
-from ktconv.system.regular_files import MAX_CONFIG_BYTES, read_small
+from ktconv.source.strict_json import read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of PEFT
 FUSED = "fused_expert_lora.safetensors"  # of KTransformers, without alpha and rank
@@ -28,15 +27,20 @@ def is_adapter_file(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def adapter_notes(directory: Path, names: Sequence[str]) -> list[str]:
-    """Notes about adapter files in the directory of a model."""
-    found = sorted(filter(is_adapter_file, names))
-    if not found:
-        return []
-    return [
-        f"a LoRA adapter lies in {directory} and is not merged; its files are neither read nor "
-        f"copied: {', '.join(found)}"
-    ]
+def adapter_notes(*directories: Path | None) -> list[str]:
+    """Notes about adapter files in the directories of a model, which may be one; others than
+    directories have none."""
+    notes = []
+    for directory in dict.fromkeys(filter(None, directories)):
+        there: list[Path] = []
+        with contextlib.suppress(OSError):  # what is needed there was read
+            there = [one for one in directory.iterdir() if is_adapter_file(one.name)]
+        if names := sorted(one.name for one in there if not one.is_dir()):
+            notes.append(
+                f"a LoRA adapter lies in {directory} and is not merged; its files are neither read "
+                f"nor copied: {', '.join(names)}"
+            )
+    return notes
 
 
 def refuse_adapter(directory: Path, names: Sequence[str]) -> None:
@@ -47,8 +51,7 @@ def refuse_adapter(directory: Path, names: Sequence[str]) -> None:
     kind, base = None, ""
     if CONFIG in adapter:
         with contextlib.suppress(CheckpointError):  # that it is an adapter is enough
-            data = read_small(directory, CONFIG, MAX_CONFIG_BYTES)
-            config = parse_object(data, CONFIG, "", allow_same_twice=True)
+            config = read_object(directory, CONFIG, "").content
             kind = config.get("peft_type")
             if isinstance(config.get("base_model_name_or_path"), str):
                 base = f" of {config['base_model_name_or_path']:.200}"

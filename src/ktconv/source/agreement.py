@@ -10,10 +10,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any
 
 from ktconv.errors import CheckpointError
-from ktconv.families.config import family_of, text_section, type_of
+from ktconv.families.config import Config
 from ktconv.families.family import SCORINGS, Router
 from ktconv.families.routers import stated_router
 from ktconv.families.table import FAMILIES
@@ -43,7 +42,7 @@ _LARGE_FACTOR = 100.0  # of the experts' sum; the largest in the table of famili
 
 
 def check_agreement(
-    content: Mapping[str, Any],
+    content: Config,
     config: ModelConfig,
     layers: Sequence[MoELayer],
     others: Sequence[TensorRef],
@@ -55,7 +54,7 @@ def check_agreement(
     do not allow or that only other layers have, a quantization_config that the weights
     contradict, and tensors whose shapes do not fit the experts.
     """
-    tensors, notes = MoETensors(others, config, family_of(content)), dict[str, list[int]]()
+    tensors, notes = MoETensors(others, layers, config, content.family), dict[str, list[int]]()
     missing = list(tensors.check_routers(layers))
     for layer in layers:
         corrected = tensors.has_correction(layer)
@@ -72,10 +71,10 @@ def check_agreement(
     ]
 
 
-def _missing_head(content: Mapping[str, Any], others: Sequence[TensorRef]) -> Iterator[str]:
+def _missing_head(content: Config, others: Sequence[TensorRef]) -> Iterator[str]:
     """A note where the model has embeddings, but no head, which config.json says is not theirs."""
     words = {word for one in others for word in one.name.split(".")[-2:]}  # of a quantized one too
-    tied = text_section(content).get("tie_word_embeddings") is not False
+    tied = content.text.get("tie_word_embeddings") is not False
     if "embed_tokens" in words and not tied and not words & _HEADS:
         yield (
             f"no tensor is the head (lm_head.weight), although {CONFIG_NAME} says "
@@ -83,9 +82,9 @@ def _missing_head(content: Mapping[str, Any], others: Sequence[TensorRef]) -> It
         )
 
 
-def _odd_settings(content: Mapping[str, Any]) -> Iterator[str]:
+def _odd_settings(content: Config) -> Iterator[str]:
     """Values that no released model has, but one could."""
-    text, row = text_section(content), family_of(content)
+    text, row = content.text, content.family
     for key in FAMILIES.keys("scale", row):
         value = text.get(key)
         for one in value if isinstance(value, list) else [value]:
@@ -99,7 +98,7 @@ def _odd_settings(content: Mapping[str, Any]) -> Iterator[str]:
         value = text.get(key)
         if isinstance(value, str) and value not in SCORINGS and value not in methods:
             yield (
-                f"{CONFIG_NAME} has {key} {value!r:.40}; the routers of {type_of(content)} score "
+                f"{CONFIG_NAME} has {key} {value!r:.40}; the routers of {content.type} score "
                 f"by {row.routing.spec.scoring}"
             )
 

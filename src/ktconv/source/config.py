@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ktconv.errors import CheckpointError
+from ktconv.errors import CheckpointError, KtconvError, UsageError
 from ktconv.families import table
 from ktconv.families.activations import experts_have_gate
-from ktconv.families.config import family_of, sections_of
+from ktconv.families.config import Config
 from ktconv.families.config_values import (
     CONFIG_HINT,
     check_values,
@@ -23,15 +24,15 @@ from ktconv.families.config_values import (
 from ktconv.families.config_values import CONFIG_NAME as CONFIG_NAME
 from ktconv.families.layer_kinds import DenseLayers, dense_layers
 from ktconv.families.routers import rows_beside_experts
-from ktconv.source.strict_json import parse_object
-from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
+from ktconv.source.strict_json import read_object
+from ktconv.system.regular_files import MissingFileError
 from ktconv.system.units import counted
 
 DESCRIPTION = "quant_model_description.json"  # of msModelSlim
 _QUANTIZE_CONFIG = "quantize_config.json"  # of GPTQ, in old checkpoints instead of a section
+_QUANTIZE_HINT = f"Copy what {_QUANTIZE_CONFIG} has to {CONFIG_NAME}, as quantization_config."
 # No model comes near; loops up to a count end soon, whatever a damaged file says.
 MAX_SIZE = 1_000_000
-MAX_DEPTH = 64  # sections within sections
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,77 +139,82 @@ class ConfigFile:
     file_bytes: int
     sha256: str
     made: bytes | None = None  # the file, where it was made from other files' metadata
+    # msModelSlim's type of each tensor, by a file beside the weights; empty for others.
+    described: Mapping[str, str] = field(default_factory=dict)
+    # What quantize_config.json says, or why it cannot be read, which matters where it is needed.
+    quantize: Mapping[str, Any] | KtconvError | None = None
 
 
-def read_config(directory: Path) -> ConfigFile:
-    """Read `directory`/config.json; raises CheckpointError if missing or not an object."""
-    path = directory / CONFIG_NAME
-    try:
-        data = read_small(directory, CONFIG_NAME, MAX_CONFIG_BYTES)
-    except MissingFileError as error:
-        raise CheckpointError(str(error), CONFIG_HINT) from None
-    content = parse_object(data, str(path), CONFIG_HINT, allow_same_twice=True)
-    if _is_deep(content):
-        raise CheckpointError(f"{path} is nested too deeply to be read", CONFIG_HINT)
-    return ConfigFile(content, len(data), hashlib.sha256(data).hexdigest())
+def side_directory_of(place: Path, gguf: bool, given: Path | None) -> Path | None:
+    """The directory of config.json and other side files, which may be `given`; None: there is none,
+    beside GGUF files. UsageError for another thing than a directory."""
+    if given is None:
+        return None if gguf else place
+    if not given.is_dir():
+        raise UsageError(
+            f"--config {given} is not a directory", f"name a directory with {CONFIG_NAME}"
+        )
+    return given
 
 
-def _is_deep(content: Mapping[str, Any]) -> bool:
-    """Whether it has too many levels for recursive functions."""
-    level: list[Any] = [content]
-    for _ in range(MAX_DEPTH):
-        inner = (one.values() if isinstance(one, dict) else one for one in level)
-        level = [value for one in inner for value in one if isinstance(value, (dict, list))]
-    return bool(level)
+def read_config(directory: Path, weights: Path | None = None) -> ConfigFile:
+    """Read `directory`/config.json, and what describes the tensors of a directory of `weights`.
 
-
-def read_description(directory: Path) -> Mapping[str, str]:
-    """The quantization type of each tensor by quant_model_description.json; empty without the file.
-
-    Raises CheckpointError if it is not an object.
+    Raises CheckpointError if config.json is missing, or if it or the description is no object.
     """
     try:
-        data = read_small(directory, DESCRIPTION, MAX_CONFIG_BYTES)
+        content, data = read_object(directory, CONFIG_NAME, CONFIG_HINT)
+    except MissingFileError as error:
+        raise CheckpointError(str(error), CONFIG_HINT) from None
+    file = ConfigFile(content, len(data), hashlib.sha256(data).hexdigest())
+    if weights is None:
+        return file
+    described: Mapping[str, Any] = {}
+    with suppress(MissingFileError):
+        described = read_object(weights, DESCRIPTION, "Download it again.").content
+    types = {name: kind for name, kind in described.items() if isinstance(kind, str)}
+    quantize: Mapping[str, Any] | KtconvError | None = None
+    try:
+        quantize = read_object(directory, _QUANTIZE_CONFIG, _QUANTIZE_HINT).content
     except MissingFileError:
-        return {}
-    hint = "Download it again."
-    content = parse_object(data, str(directory / DESCRIPTION), hint, allow_same_twice=True)
-    return {name: kind for name, kind in content.items() if isinstance(kind, str)}
+        pass
+    except KtconvError as error:
+        quantize = error
+    return replace(file, described=types, quantize=quantize)
 
 
 def with_quantize_config(
-    config: ModelConfig, directory: Path, content: Mapping[str, Any]
+    config: ModelConfig, file: ConfigFile, directory: Path, content: Config
 ) -> tuple[ModelConfig, CheckpointError | None]:
-    """Add the group size of quantize_config.json, which GPTQ and AWQ have, to `config` if
-    config.json does not mention quantization. The second result is the error for GPTQ weights if
-    that file names another packing than the first version, as which they would be read."""
-    if _quantization(sections_of(content)):
+    """Add the group size of quantize_config.json in `directory`, which GPTQ and AWQ have, to
+    `config` if config.json does not mention quantization. The second result is the error for GPTQ
+    weights if that file names another packing than the first version, as which they would be read.
+
+    Raises a KtconvError for a file that cannot be read.
+    """
+    said = file.quantize
+    if said is None or _quantization(content.sections):
         return config, None
-    try:
-        data = read_small(directory, _QUANTIZE_CONFIG, MAX_CONFIG_BYTES)
-    except MissingFileError:
-        return config, None
-    path = directory / _QUANTIZE_CONFIG
-    hint = f"Copy what {_QUANTIZE_CONFIG} has to {CONFIG_NAME}, as quantization_config."
-    said = parse_object(data, str(path), hint, allow_same_twice=True)
+    if isinstance(said, KtconvError):
+        raise said
     packing, other = said.get("checkpoint_format"), None
     if packing not in (None, "gptq"):
         other = CheckpointError(
-            f"{path} has checkpoint_format {packing!r:.60}, but {CONFIG_NAME} beside it has no "
-            "quantization_config",
-            hint,
+            f"{directory / _QUANTIZE_CONFIG} has checkpoint_format {packing!r:.60}, but "
+            f"{CONFIG_NAME} beside it has no quantization_config",
+            _QUANTIZE_HINT,
         )
     return replace(config, group_sizes=_group_sizes(said)), other
 
 
 def interpret_config(
-    content: Mapping[str, Any], described: Mapping[str, str] = MappingProxyType({})
+    content: Config, described: Mapping[str, str] = MappingProxyType({})
 ) -> ModelConfig:
     """Pick from config.json what the experts are checked against.
 
     Raises CheckpointError where a known key has an impossible or contradictory value.
     """
-    keys, sections, row = table.FAMILIES.keys, sections_of(content), family_of(content)
+    keys, sections, row = table.FAMILIES.keys, content.sections, content.family
     text = sections[0]
     check_values(sections)
     num_layers = _first_size(sections, keys("layers", row)) or _counted(text)

@@ -37,27 +37,24 @@ class RouterRows:
 class Counts:
     """Numbers of experts in each layer, by routers and by config.json.
 
-    `others`: the tensors that are no experts. Without `with_routers` these are not looked at, as
-    where two towers share their blocks.
+    `sources`: the names under which the experts of each layer are. `others`: the tensors that are
+    no experts, without which no router is looked at, as where two towers share their blocks.
     """
 
     def __init__(
-        self, config: ModelConfig, others: Iterable[TensorRef], with_routers: bool = True
+        self, config: ModelConfig, sources: Iterable[str], others: Iterable[TensorRef]
     ) -> None:
         self.config = config
-        known = others if with_routers else ()
-        self._matrices: Mapping[str, TensorRef] = {
-            one.name: one for one in known if len(one.shape) == 2 and has_its_shape(one)
-        }
+        matrices = {one.name: one for one in others if len(one.shape) == 2 and has_its_shape(one)}
+        self._routers: dict[str, RouterRows] = {}
+        for source in sources if matrices else ():
+            names = router_tensors(source).weight
+            if (name := next((one for one in names if one in matrices), None)) is not None:
+                self._routers[source] = self._rows_of(matrices[name])
 
-    def router(self, source: str) -> RouterRows | None:
-        """Number of the experts under `source`; None if it is not found."""
-        names = router_tensors(source).weight if self._matrices else ()
-        tensor = next((self._matrices[name] for name in names if name in self._matrices), None)
-        if tensor is None:
-            return None
-        rows, beside = self._rows(tensor), self.config.rows_beside_experts
-        return RouterRows(tensor, rows, None if beside is None else rows - beside)
+    def _rows_of(self, router: TensorRef) -> RouterRows:
+        rows, beside = self._rows(router), self.config.rows_beside_experts
+        return RouterRows(router, rows, None if beside is None else rows - beside)
 
     def _rows(self, router: TensorRef) -> int:
         height, width = router.shape
@@ -78,14 +75,14 @@ class Counts:
         """The number of experts that the layer must have, of which `found` from 0 on are there;
         None where nothing says it, or a list, which `check` looks at. Where its router has as many
         rows as there are experts, the layer is whole, whatever config.json says: so does that."""
-        declared, router = self.declared(index), self.router(source)
+        declared, router = self.declared(index), self._routers.get(source)
         if router is not None and router.confirms(found):
             return Setting(router.tensor.name, found)
         return declared if declared is self.config.num_experts else None
 
     def rows_of(self, source: str, index: int) -> Setting | None:
         """The number of experts in a layer whose tensors have the rows of all of them."""
-        router = self.router(source)
+        router = self._routers.get(source)
         if router is not None and router.experts is not None and router.experts > 0:
             return Setting(router.tensor.name, router.experts)
         return self.declared(index)
@@ -100,19 +97,20 @@ class Counts:
         for layer in layers:
             if left := self._left_rows(layer):
                 unsure.setdefault(left, []).append(layer.index)
-        for layer in layers:
-            self._check_lists(layer)
         notes = [
             f"routers have {counted(left, 'row')} more than their layers have experts "
             f"({listed('layer', indices)}): what these are is not "
             "known"
             for left, indices in unsure.items()
         ]
-        return [*notes, *self._check_number(layers)]
+        notes += self._check_number(layers)
+        for layer in layers:
+            self._check_lists(layer)
+        return notes
 
     def _left_rows(self, layer: MoELayer) -> int:
         """Rows of the router beside those of the experts, where a family may have some."""
-        router, count = self.router(layer.source), len(layer.experts)
+        router, count = self._routers.get(layer.source), len(layer.experts)
         if router is None or router.confirms(count):
             return 0
         beside = 0 if router.experts is None else router.rows - router.experts
@@ -174,7 +172,7 @@ class Counts:
         """CheckpointError for layers of different sizes without a router that says so."""
         first = layers[0]
         for layer in layers:
-            router = self.router(layer.source)
+            router = self._routers.get(layer.source)
             confirmed = router is not None and router.confirms(len(layer.experts))
             if len(layer.experts) != len(first.experts) and not confirmed:
                 raise CheckpointError(

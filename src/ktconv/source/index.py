@@ -16,9 +16,9 @@ from pathlib import Path
 from ktconv.errors import CheckpointError
 from ktconv.source.adapters import is_adapter_file
 from ktconv.source.safetensors_file import Header, Unused, read_header
-from ktconv.source.strict_json import parse_object
+from ktconv.source.strict_json import read_object
 from ktconv.source.types import SourceFile, TensorRef
-from ktconv.system.regular_files import read_small
+from ktconv.system.regular_files import MAX_SMALL_BYTES
 from ktconv.system.text import path_of, path_text
 from ktconv.system.units import counted, format_size
 
@@ -35,7 +35,13 @@ class Index:
 
     path: Path
     weight_map: Mapping[str, str]  # tensor name to file name
-    state: SourceFile
+    nbytes: int
+    sha256: str
+
+    @property
+    def state(self) -> SourceFile:
+        """The file's state when it was read."""
+        return SourceFile(path_text(self.path.name), self.nbytes, None, self.sha256)
 
     @property
     def shards(self) -> list[str]:
@@ -58,8 +64,10 @@ def read_index(directory: Path, names: Sequence[str]) -> Index | None:
             "Keep only one of them in the directory.",
         )
     path = directory / (DEFAULT_INDEX if DEFAULT_INDEX in candidates else candidates[0])
-    data = read_small(directory, path.name)
-    weight_map = parse_object(data, str(path), _HINT).get("weight_map")
+    content, data = read_object(
+        directory, path.name, _HINT, MAX_SMALL_BYTES, allow_same_twice=False
+    )
+    weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{path} has no weight_map object", _HINT)
     if not weight_map:
@@ -71,8 +79,7 @@ def read_index(directory: Path, names: Sequence[str]) -> Index | None:
             weight_map[key] = name = name[2:]
         if not name.isascii():
             weight_map[key] = path_of(name)
-    digest = hashlib.sha256(data).hexdigest()
-    index = Index(path, weight_map, SourceFile(path_text(path.name), len(data), None, digest))
+    index = Index(path, weight_map, len(data), hashlib.sha256(data).hexdigest())
     for name in index.shards:
         _check_plain_name(path, name)
     return index
@@ -97,9 +104,10 @@ def _check_plain_name(index: Path, name: str) -> None:
 # ---- what is in the shards -----------------------------------------------------------------
 
 
-def as_indexed(index: Index, headers: Sequence[Header]) -> list[Header]:
+def as_indexed(index: Index, headers: Sequence[Header]) -> tuple[list[Header], list[str]]:
     """The headers with the tensors that the index has in their shards; others are counted in
-    `Header.elsewhere` and `unlisted`. CheckpointError if one that it names is missing."""
+    `Header.elsewhere` and `unlisted`, and named in notes. CheckpointError if one that it names is
+    missing."""
     weight_map, kept = index.weight_map, list[Header]()
     for header in headers:
         shard = header.file.name
@@ -115,7 +123,7 @@ def as_indexed(index: Index, headers: Sequence[Header]) -> list[Header]:
         kept.append(header)
     if sum(len(header.tensors) for header in kept) < len(weight_map):
         raise _missing_tensors(index, headers)
-    return kept
+    return kept, list(_ignored(index, kept))
 
 
 def _unused(tensors: Iterable[TensorRef]) -> Unused:
@@ -123,7 +131,7 @@ def _unused(tensors: Iterable[TensorRef]) -> Unused:
     return Unused(len(sizes), sum(sizes))
 
 
-def ignored_notes(index: Index, headers: Sequence[Header]) -> Iterator[str]:
+def _ignored(index: Index, headers: Sequence[Header]) -> Iterator[str]:
     """Copies and tensors that `as_indexed` left out."""
     name = index.path.name
     if found := _in_words([(one.file.name, one.elsewhere) for one in headers]):
@@ -141,11 +149,6 @@ def _in_words(unused: Sequence[tuple[str, Unused]]) -> tuple[str, str] | None:
     tensors = counted(count, "tensor")
     where = f"{format_size(nbytes)} in {listed([name for name, _ in there])}"
     return (tensors, where) if there else None
-
-
-def unlisted_tensors(headers: Sequence[Header]) -> int:
-    """Number of tensors that `as_indexed` left out because the index does not list them."""
-    return sum(header.unlisted.tensors for header in headers)
 
 
 def _missing_tensors(index: Index, headers: Sequence[Header]) -> CheckpointError:

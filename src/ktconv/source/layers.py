@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
-from ktconv.errors import CheckpointError, PackedExpertsError, UnknownNamesError
+from ktconv.errors import CheckpointError
 from ktconv.families import table
 from ktconv.families.names import MTP_MARKS, dense_mlp, looked_for
 from ktconv.source.config import ModelConfig
 from ktconv.source.counts import CONTRADICTION, Counts
 from ktconv.source.experts import build_layer
-from ktconv.source.map_guess import guess_map
-from ktconv.source.stacks import MAP_HINT, Split, Stack, nearest_keys
+from ktconv.source.stacks import Split, Stack
 from ktconv.source.types import MoELayer
 from ktconv.system.units import counted, format_ranges
 
@@ -27,23 +25,22 @@ def build_layers(
 
     Raises CheckpointError naming the layer or tensor for every contradiction.
     """
-    if not split.stacks:
-        raise _no_experts(split, config)
     stacks = _number(split, config)
     left = sum(_without_identity(split, stack, config) for stack in stacks.values())
     _check_layers_present(split, stacks, config)
     _check_not_dense(stacks, config)
-    counts = Counts(config, split.others, with_routers)
+    sources = [stack.source for stack in stacks.values()]
+    counts = Counts(config, sources, split.others if with_routers else ())
     layers = [
         build_layer(stack, index, _is_mtp(index, stack, config), counts)
         for index, stack in sorted(stacks.items())
     ]
-    _check_gates(layers, config)
-    _check_biases(layers, config)
     odd = counts.check(layers)
     for layer in layers:
         if fault := config.top_k_fault(len(layer.experts), layer.index):
             raise CheckpointError(fault, CONTRADICTION)
+    _check_gates(layers, config)
+    _check_biases(layers, config)
     notes = [*_notes(split, layers, config), *odd]
     if left:
         notes.append(
@@ -75,31 +72,6 @@ def _without_identity(split: Split, stack: Stack, config: ModelConfig) -> int:
 
 def _is_down(rest: str) -> bool:
     return table.FAMILIES.projections.get(rest.split(".")[1]) == "down"
-
-
-_PACKED = re.compile(r"blk\.[0-9]+\.ffn_[a-z_]+_exps\.[0-9]+\.")  # as KTransformers names them
-
-
-def _no_experts(split: Split, config: ModelConfig) -> CheckpointError:
-    packed = (one.name for one in split.others if _PACKED.match(one.name))
-    if (name := next(packed, None)) is not None:
-        return PackedExpertsError(
-            f"{name}: these experts were packed for KTransformers, by quantize-cpu or its own "
-            "converter, and are no source of a conversion",
-            "Convert the original model; of outputs, those of the methods in docs/methods.md but "
-            "awq can be read.",
-        )
-    guess = guess_map(split.others, config, "this model")
-    near = [f"{one.text} ({one.described})" for one in guess.likely[:_SHOWN]]
-    near = near or nearest_keys(tensor.name for tensor in split.others)
-    tail = f"; the nearest keys are {', '.join(near)}" if near else ""
-    if guess.likely and guess.nearest:
-        tail += f"; the most similar names are those of {guess.nearest}"
-    mapped = f"If these are experts, {MAP_HINT}; " if guess.likely else ""
-    return UnknownNamesError(
-        f"no MoE layer was found: looked for {looked_for()}{tail}",
-        f"{mapped}{'d' if mapped else 'D'}ense models have no experts to convert.",
-    )
 
 
 def _number(split: Split, config: ModelConfig) -> dict[int, Stack]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from ktconv.errors import CheckpointError, KtconvError
+from ktconv.errors import CheckpointError
 from ktconv.source.adapters import refuse_adapter
 from ktconv.source.gguf.parts import is_gguf, model_files
 from ktconv.source.index import INDEX_SUFFIX
@@ -135,8 +135,9 @@ def _below(directory: Path) -> dict[str, Path]:
     inner = sorted(path.name for path in folders if path.name[0] != ".")
     found: dict[str, Path] = {}
     for name in inner:
-        with contextlib.suppress(KtconvError):  # one that cannot be listed has no model for us
-            files = model_files(file_names(directory / name))
+        with contextlib.suppress(OSError):  # one that cannot be listed has no model for us
+            inside = (path for path in (directory / name).iterdir() if not path.is_dir())
+            files = model_files(path.name for path in inside)
             found |= {f"{name}/{stem}": directory / name / file for stem, file in files.items()}
     return found
 

@@ -6,19 +6,24 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
+from ktconv.errors import CheckpointError, PackedExpertsError, UnknownNamesError
 from ktconv.families import table
+from ktconv.families.names import looked_for
 from ktconv.source.config import ModelConfig
 from ktconv.source.encodings import ENCODINGS
 from ktconv.source.encodings.base import WEIGHT
-from ktconv.source.mapped import part_of
 from ktconv.source.name_patterns import NamePattern, name_patterns
 from ktconv.source.naming_map import parse_map
+from ktconv.source.stacks import MAP_HINT
 from ktconv.source.types import TensorRef
 
 _PRIMARY = frozenset(encoding.primary for encoding in ENCODINGS)
 _PLAIN = ("BF16", "F16", "F32", "F8_E4M3", "F8_E5M2")  # whose shapes are those of the weights
 _LEAST = 4  # rows and columns of a weight; less is a convolution or a table of something
+_TYPICAL_KEY = "model.layers.0.mlp.experts.0.gate_proj.weight"
+_NEAREST = 3  # patterns that an error shows
 _SHOWN = 40  # patterns of tensors that are no experts
 _WORDS = {
     "gate_up": ("gate_up", "gateup", "w13", "w1w3", "gate_and_up", "wi"),
@@ -93,20 +98,46 @@ def guess_map(tensors: Iterable[TensorRef], config: ModelConfig, name: str) -> G
     return Guess(patterns, likely, nearest, text)
 
 
+_PACKED = re.compile(r"blk\.[0-9]+\.ffn_[a-z_]+_exps\.[0-9]+\.")  # as KTransformers names them
+
+
+def no_experts(others: Sequence[TensorRef], config: ModelConfig) -> CheckpointError:
+    """The error for a checkpoint in whose names no experts were found."""
+    packed = (one.name for one in others if _PACKED.match(one.name))
+    if (name := next(packed, None)) is not None:
+        return PackedExpertsError(
+            f"{name}: these experts were packed for KTransformers, by quantize-cpu or its own "
+            "converter, and are no source of a conversion",
+            "Convert the original model; of outputs, those of the methods in docs/methods.md but "
+            "awq can be read.",
+        )
+    guess = guess_map(others, config, "this model")
+    near = [f"{one.text} ({one.described})" for one in guess.likely[:_NEAREST]]
+    near = near or nearest_keys(tensor.name for tensor in others)
+    tail = f"; the nearest keys are {', '.join(near)}" if near else ""
+    if guess.likely and guess.nearest:
+        tail += f"; the most similar names are those of {guess.nearest}"
+    mapped = f"If these are experts, {MAP_HINT}; " if guess.likely else ""
+    return UnknownNamesError(
+        f"no MoE layer was found: looked for {looked_for()}{tail}",
+        f"{mapped}{'d' if mapped else 'D'}ense models have no experts to convert.",
+    )
+
+
 # ---- which tensors are experts -----------------------------------------------------------
 
 
 def _weights(patterns: Sequence[NamePattern], config: ModelConfig) -> list[_Weight]:
     found: dict[str, _Weight] = {}
     for pattern in patterns:
-        base, part = part_of(pattern.text)
+        base, part = pattern.base, pattern.part
         if part not in _PRIMARY or len(pattern.shapes) != 1 or not _is_plain(pattern):
             continue
         shape = pattern.shapes[0]
         count = len(pattern.values)
         if single := count == 3 - len(shape):
             pattern = _with_layer(pattern)
-            base, count = part_of(pattern.text)[0], len(pattern.values)
+            base, count = pattern.base, len(pattern.values)
         numbered = count == 2 and len(shape) == 2
         stacked = count == 1 and len(shape) in (3, 4) and shape[0] > 1
         if part == "blocks" and len(shape) == 4:  # the last axis are bytes
@@ -330,14 +361,14 @@ def _others(patterns: Sequence[NamePattern], main: _Table) -> dict[str, str]:
         if len(one.shapes[0]) == 2
         and one.shapes[0][0] == experts
         and (hidden is None or one.shapes[0][1] == hidden)
-        and part_of(one.text)[1] == WEIGHT
+        and one.part == WEIGHT
     ]
     found = {}
     if len(routers) == 1:
-        found["router"] = part_of(routers[0].text)[0].replace("{}", "{layer}")
+        found["router"] = routers[0].base.replace("{}", "{layer}")
     vectors = [one for one in beside if one.shapes[0] in ((experts,), (1, experts))]
-    router = routers[0].text if len(routers) == 1 else ""
-    biases = [one for one in vectors if one.text != f"{part_of(router)[0]}.bias"]
+    router = routers[0].base if len(routers) == 1 else ""
+    biases = [one for one in vectors if one.text != f"{router}.bias"]
     if len(biases) == 1:
         found["correction"] = biases[0].text.removesuffix(f".{WEIGHT}").replace("{}", "{layer}")
     return found | _shared(patterns, layers)
@@ -347,13 +378,12 @@ def _shared(patterns: Sequence[NamePattern], layers: set[int]) -> dict[str, str]
     """A shared expert, by its words."""
     found: dict[str, list[str]] = {}
     for one in filter(_is_plain, patterns):
-        base, part = part_of(one.text)
-        if "shared" not in one.text or len(one.values) != 1 or part != WEIGHT:
+        if "shared" not in one.text or len(one.values) != 1 or one.part != WEIGHT:
             continue
         if {number for (number,) in one.numbers} <= layers and len(one.shapes[0]) == 2:
-            role = next(iter(_roles(base.rpartition(".")[2], set())), None)
+            role = next(iter(_roles(one.base.rpartition(".")[2], set())), None)
             if role in ("gate", "up", "down"):
-                found.setdefault(f"shared_{role}", []).append(base.replace("{}", "{layer}"))
+                found.setdefault(f"shared_{role}", []).append(one.base.replace("{}", "{layer}"))
     if set(found) != {"shared_gate", "shared_up", "shared_down"}:
         return {}
     return {key: texts[0] for key, texts in sorted(found.items()) if len(texts) == 1}
@@ -365,7 +395,7 @@ def _nearest(likely: Sequence[NamePattern], config: ModelConfig) -> str | None:
     for kind in sorted(config.model_types):
         if near := difflib.get_close_matches(kind, types, n=1, cutoff=0.75):
             return near[0]
-    words = {word for one in likely for word in _words(part_of(one.text)[0])}
+    words = {word for one in likely for word in _words(one.base)}
     best, most = None, 0.0
     for row in table.FAMILIES.rows:
         spelt = row.matrices
@@ -470,3 +500,14 @@ def _quoted(text: str) -> str:
 def _comment(text: str) -> str:
     """Text for a comment, which is one line."""
     return re.sub(r"[\x00-\x1f\x7f]", "?", text)
+
+
+def nearest_keys(names: Iterable[str]) -> list[str]:
+    """Up to three names that most look as if they belonged to experts, for an error."""
+    everything = list(names)
+    for word in ("expert", "moe"):
+        found = list(islice((name for name in everything if word in name), 3))
+        if found:
+            return found
+    # difflib is quadratic; the first thousand names show how the model spells things.
+    return difflib.get_close_matches(_TYPICAL_KEY, everything[:1000], n=3, cutoff=0.3)

@@ -16,29 +16,13 @@ from ktconv.families.names import (
     shared_expert_tensors,
     split_name,
 )
-from ktconv.source.encodings import ENCODINGS
-from ktconv.source.encodings.base import BIAS, WEIGHT
+from ktconv.source.encodings.base import WEIGHT
+from ktconv.source.encodings.parts import PARTS, UNDERSCORED
 from ktconv.source.naming_map import ROUTER_KEYS, SHARED_KEYS, ExpertNames, NamingMap, Pattern
 from ktconv.source.stacks import Split, Stack, split_tensors
 from ktconv.source.types import MoELayer, TensorRef
 from ktconv.system.units import counted
 
-PARTS = frozenset(
-    name
-    for encoding in ENCODINGS
-    for name in (
-        encoding.primary,
-        *(name for companion in encoding.companions for name in companion.names),
-        *encoding.ignored,
-        BIAS,
-    )
-)
-_IGNORED = frozenset(name for encoding in ENCODINGS for name in encoding.ignored)
-_UNDERSCORED = {  # gate_up_proj_scale_inv, gate_up_proj_blocks
-    f"_{part.removeprefix(f'{WEIGHT}_')}": part
-    for part in PARTS
-    if part.startswith(f"{WEIGHT}_") or part in ("blocks", "scales", BIAS) or part in _IGNORED
-}
 _WORDS: Mapping[str, str] = {
     "gate": USUAL.gate, "up": USUAL.up, "down": USUAL.down, "gate_up": USUAL.gate_up or "",
 }  # fmt: skip
@@ -186,20 +170,8 @@ def _part(end: str | None) -> str | None:
     if end is None:
         return WEIGHT
     if end[0] == "_":
-        return _UNDERSCORED.get(end)
+        return UNDERSCORED.get(end)
     return end[1:] if "." not in end[1:] or end[1:] in PARTS else None
-
-
-def part_of(name: str) -> tuple[str, str]:
-    """A tensor's name without the ending that its encoding gives it, and the part that it is; the
-    whole name for one without a known ending."""
-    base, _, last = name.rpartition(".")
-    if base and last in PARTS:
-        return base, last
-    for end, part in _UNDERSCORED.items():
-        if name.endswith(end) and part != BIAS:
-            return name.removesuffix(end), part
-    return name, WEIGHT
 
 
 def _source(match: _Match, tensor: TensorRef) -> str:

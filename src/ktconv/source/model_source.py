@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class ModelSource:
 
     def options(self) -> Iterator[tuple[str, Any]]:
         """Names of options and their values, of those that were given."""
-        for name in ("config", "map", "tower"):
+        for name in own_options():
             if (value := getattr(self, name)) is not None:
                 yield name, value
 
@@ -71,6 +71,11 @@ class ModelSource:
         if self.is_url or not Path(self.model).exists():
             return self
         return replace(self, model=str(Path(self.model).absolute()))
+
+
+def own_options() -> list[str]:
+    """Names of the options that decide how a source is read; others say where it is."""
+    return [one.name for one in fields(ModelSource) if one.name not in ("model", "cache")]
 
 
 def source_or_none(model: ModelSource | str | None) -> ModelSource | None:

@@ -13,13 +13,7 @@ from typing import NamedTuple
 
 from ktconv.errors import CheckpointError
 from ktconv.families.family import Family, RouterSpec
-from ktconv.families.names import (
-    block_of,
-    norm_tensors,
-    post_norm_tensors,
-    router_tensors,
-    shared_expert_tensors,
-)
+from ktconv.families.names import NamesBeside, names_beside
 from ktconv.source.config import CONFIG_NAME, ModelConfig
 from ktconv.source.counts import CONTRADICTION, has_its_shape
 from ktconv.source.types import MoELayer, TensorRef
@@ -39,17 +33,24 @@ class _Expected(NamedTuple):
 
 
 class MoETensors:
-    """The tensors of a checkpoint that are no routed experts."""
+    """The tensors of a checkpoint that are no routed experts, around those of `layers`."""
 
     def __init__(
-        self, others: Iterable[TensorRef], config: ModelConfig, family: Family | None
+        self,
+        others: Iterable[TensorRef],
+        layers: Iterable[MoELayer],
+        config: ModelConfig,
+        family: Family | None,
     ) -> None:
         self._by_name: Mapping[str, TensorRef] = {one.name: one for one in others}
+        self._names: Mapping[str, NamesBeside] = {
+            layer.source: names_beside(layer.source, family) for layer in layers
+        }
         self._config, self._family = config, family
 
     def has_correction(self, layer: MoELayer) -> bool:
         """Whether there is a correction bias for the router of `layer`."""
-        return self._first(router_tensors(layer.source).correction) is not None
+        return self._first(self._names[layer.source].router.correction) is not None
 
     def check_routers(self, layers: Iterable[MoELayer]) -> Iterator[str]:
         """A note if no layer has a router under a name that a family has, unless these are the
@@ -58,14 +59,14 @@ class MoETensors:
         found, without = list[int](), list[MoELayer]()
         for layer in layers:
             if not layer.is_mtp:  # whose router may be called otherwise
-                own = _router_modules(layer)
+                own = self._router_modules(layer)
                 place = next((at for at, name in enumerate(own) if name in modules), None)
                 if place is None:
                     without.append(layer)
                 else:
                     found.append(place)
         if found and without:
-            name = _router_modules(without[0])[found[0]]
+            name = self._router_modules(without[0])[found[0]]
             raise CheckpointError(
                 f"{name}.weight is missing: layer {without[0].index} has no router, although "
                 "other layers have one",
@@ -76,7 +77,7 @@ class MoETensors:
         layer = without[0]
         alike = self._like_a_router(layer)
         if alike or any(_EMBEDDING.search(name) for name in self._by_name):
-            known = f"{_router_modules(layer)[0]}.weight"
+            known = f"{self._router_modules(layer)[0]}.weight"
             yield (
                 f"no layer has a router with a known name, such as {known}{alike}: nothing shows "
                 "that these are all experts that a router chooses from"
@@ -84,12 +85,11 @@ class MoETensors:
 
     def _like_a_router(self, layer: MoELayer) -> str:
         """Names in the layer's block of tensors with a row or column for each expert."""
-        block, count = block_of(layer.source), len(layer.experts)
+        block, count = self._names[layer.source].block, len(layer.experts)
         names = [
             one.name
             for one in self._by_name.values()
-            if block
-            and one.name.startswith(f"{block}.")
+            if one.name.startswith(f"{block}.")
             and sorted(one.shape) == sorted((count, layer.hidden_size))
         ]
         return f"; {names[0]} has the shape of one" if names else ""
@@ -116,7 +116,7 @@ class MoETensors:
     # ---- routers ----
 
     def _router(self, layer: MoELayer, spec: RouterSpec | None) -> Iterator[_Expected]:
-        names, count = router_tensors(layer.source), len(layer.experts)
+        names, count = self._names[layer.source].router, len(layer.experts)
         choosable = count + (spec.identity_experts if spec else 0)
         rows = choosable + (spec.sinks if spec else 0)
         gate = self._first(names.weight)
@@ -171,20 +171,20 @@ class MoETensors:
     # ---- norms and projections ----
 
     def _around(self, layer: MoELayer) -> Iterator[_Expected]:
-        row, block = self._family, block_of(layer.source)
+        row, names = self._family, self._names[layer.source]
         if row is None:
             return
-        norm = self._first(norm_tensors(layer.source, row)[:1])
+        norm = self._first(names.norm[:1])
         if norm is not None:
             yield self._vector(layer, norm)
         for name in row.latent:
-            tensor = self._first((f"{block}.{name}.weight",))
+            tensor = self._first((f"{names.block}.{name}.weight",))
             if tensor is not None and len(tensor.shape) == 2:
                 own = layer.hidden_size
                 pairs = ((width, own) for width in self._all_widths(layer))
                 shapes = tuple(one for pair in pairs for one in (pair, pair[::-1]))
                 yield _Expected(tensor, shapes, f"experts have the hidden size {own}")
-        after = self._first(post_norm_tensors(layer.source)) if row.post_norm else None
+        after = self._first(names.post_norm) if row.post_norm else None
         if after is not None:
             yield _Expected(
                 after, ((layer.hidden_size,),), f"experts have the hidden size {layer.hidden_size}"
@@ -224,7 +224,7 @@ class MoETensors:
         self, layer: MoELayer
     ) -> Iterator[tuple[TensorRef, tuple[TensorRef | None, TensorRef], TensorRef | None]]:
         """Up, gate and down, and what scales the output, of the layer's shared expert."""
-        for names in shared_expert_tensors(layer.source):
+        for names in self._names[layer.source].shared:
             gate, up, down = map(self._matrix, (names.gate, names.up, names.down))
             if up is not None and down is not None:
                 yield up, (gate, down), self._first((names.gating,))
@@ -242,6 +242,11 @@ class MoETensors:
 
     # ---- finding ----
 
+    def _router_modules(self, layer: MoELayer) -> list[str]:
+        """Names that the router of a layer, or its table of experts by token, may have."""
+        names = self._names[layer.source].router
+        return [name.rpartition(".")[0] for name in (*names.weight, *names.table)]
+
     def _first(self, names: Iterable[str]) -> TensorRef | None:
         found = (self._by_name[name] for name in names if name in self._by_name)
         return next((one for one in found if has_its_shape(one)), None)
@@ -249,9 +254,3 @@ class MoETensors:
     def _matrix(self, name: str) -> TensorRef | None:
         found = self._first((name,))
         return found if found is not None and len(found.shape) == 2 else None
-
-
-def _router_modules(layer: MoELayer) -> list[str]:
-    """Names that the router of a layer, or its table of experts by token, may have."""
-    names = router_tensors(layer.source)
-    return [name.rpartition(".")[0] for name in (*names.weight, *names.table)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from ktconv.source.encodings.parts import part_of
 from ktconv.source.types import TensorRef
 from ktconv.system.units import counted
 
@@ -24,6 +25,21 @@ class NamePattern:
     text: str  # decoder.h.{}.moe.w_gate.{}.weight
     numbers: Sequence[tuple[int, ...]]  # of each tensor, in the order of the marks
     tensors: Sequence[TensorRef]
+
+    @cached_property
+    def base_and_part(self) -> tuple[str, str]:
+        """The text without the ending that an encoding gives it, and the part that it is."""
+        return part_of(self.text)
+
+    @property
+    def base(self) -> str:
+        """decoder.h.{}.moe.w_gate.{}"""
+        return self.base_and_part[0]
+
+    @property
+    def part(self) -> str:
+        """The part of an encoding: weight"""
+        return self.base_and_part[1]
 
     @cached_property
     def shapes(self) -> Sequence[tuple[int, ...]]:

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 
 from ktconv.errors import CheckpointError
 from ktconv.source.strict_json import parse_object
-from ktconv.source.types import TensorRef
+from ktconv.source.types import SourceFile, TensorRef
 from ktconv.system.files import FileTooShortError
 from ktconv.system.opened import Opened, opened_source
 from ktconv.system.regular_files import unreadable
+from ktconv.system.text import path_text
 
 # The format's own limit; it keeps a damaged length from becoming an allocation.
 MAX_HEADER_BYTES = 100_000_000
@@ -69,6 +70,12 @@ class Header:
     @property
     def unused_bytes(self) -> int:
         return self.elsewhere.nbytes + self.unlisted.nbytes
+
+    @property
+    def state(self) -> SourceFile:
+        """The file's state when its header was read."""
+        name = path_text(self.file.name)
+        return SourceFile(name, self.file_bytes, self.mtime_ns, self.sha256, self.etag)
 
 
 def read_header(path: Path) -> Header:

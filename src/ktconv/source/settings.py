@@ -10,7 +10,7 @@ from typing import Any
 from ktconv.families import table
 from ktconv.families.activations import expert_activation, post_norm_epsilon, shared_activation
 from ktconv.families.config import USUAL_TOP_K as USUAL_TOP_K
-from ktconv.families.config import family_of, sections_of, text_section, top_k_of, value_of
+from ktconv.families.config import Config, top_k_of
 from ktconv.families.family import ExpertActivation, Family, RouterSpec
 from ktconv.families.routers import FoundRouter, find_router, router_of
 from ktconv.source.config import ModelConfig, interpret_config, read_config
@@ -26,11 +26,13 @@ class ModelSettings:
     raise CheckpointError where a setting has an impossible value or contradicts another one.
     """
 
-    def __init__(self, content: Mapping[str, Any], whole: Mapping[str, Any] | None = None) -> None:
-        """`content`: config.json, or the dictionary of an object of transformers, as the converted
-        experts' tower reads it; `whole`: of all towers, where `content` is of one."""
-        self.content = content  # for `source` alone, and for what checks the file as such
-        self._whole = content if whole is None else whole
+    def __init__(
+        self, config: Config | Mapping[str, Any], whole: Mapping[str, Any] | None = None
+    ) -> None:
+        """`config`: config.json, or the dictionary of an object of transformers, as the converted
+        experts' tower reads it; `whole`: of all towers, where `config` is of one."""
+        self._config = config if isinstance(config, Config) else Config(config)
+        self._whole = self._config.content if whole is None else whole
 
     @staticmethod
     def beside(directory: Path, tower: str | None = None) -> ModelSettings:
@@ -39,81 +41,85 @@ class ModelSettings:
 
     def __bool__(self) -> bool:
         """Whether anything is said."""
-        return bool(self.content)
+        return bool(self._config.content)
 
     @cached_property
     def checked(self) -> ModelConfig:
         """The sizes and counts that experts are checked against; raises as `interpret_config`."""
-        return interpret_config(self.content)
+        return interpret_config(self._config)
 
-    @cached_property
+    @property
+    def content(self) -> Mapping[str, Any]:
+        """config.json, for what checks the file as such."""
+        return self._config.content
+
+    @property
     def family(self) -> Family | None:
         """The row of the table of families."""
-        return family_of(self.content)
+        return self._config.family
 
     @property
     def model_type(self) -> str | None:
         """The model_type at the top of config.json."""
-        return self.content.get("model_type")
+        return self._config.content.get("model_type")
 
     @property
     def model_types(self) -> list[Any]:
         """The model types of the text section and, if that is another one, of the whole file; None
         for a section without one."""
-        return [value_of(section, "model type") for section in sections_of(self.content)]
+        return self._config.model_types
 
     def activation(self, layer: int | None = None) -> ExpertActivation:
         """The activation of the routed experts; see `expert_activation`."""
-        return expert_activation(self.content, layer)
+        return expert_activation(self._config, layer)
 
     def shared_activation(self, layer: int) -> ExpertActivation:
         """The activation of the shared experts."""
-        return shared_activation(self.content, layer)
+        return shared_activation(self._config, layer)
 
     @property
     def post_norm_epsilon(self) -> float:
         """The epsilon of norms of the experts' outputs."""
-        return post_norm_epsilon(self.content)
+        return post_norm_epsilon(self._config)
 
     def top_k(self, layer: int | None = None) -> int | None:
         """Experts per token; see `top_k_of`."""
-        return top_k_of(self.content, layer)
+        return top_k_of(self._config, layer)
 
     def router(self, layer: int) -> RouterSpec:
         """See `router_of`."""
-        return router_of(self.content, layer)
+        return router_of(self._config, layer)
 
     def find_router(self, layer: int, corrected: bool | None = None) -> FoundRouter:
         """See `families.routers.find_router`."""
-        return find_router(self.content, layer, corrected)
+        return find_router(self._config, layer, corrected)
 
     @property
     def hidden_size(self) -> Any:
         """The width of the language model."""
-        return value_of(text_section(self.content), "hidden size")
+        return self._config.values["hidden size"]
 
     @property
     def num_layers(self) -> int | None:
         """Layers of the language model, without MTP layers."""
-        text = text_section(self.content)
-        given = (text.get(key) for key in table.FAMILIES.keys("layers", self.family))
+        given = (self._config.text.get(key) for key in table.FAMILIES.keys("layers", self.family))
         return next((value for value in given if isinstance(value, int)), None)
 
     @property
     def vocabulary(self) -> Any:
         """Tokens of the language model."""
-        return text_section(self.content).get("vocab_size")
+        return self._config.text.get("vocab_size")
 
     @property
     def dtype(self) -> str | None:
         """The name of the dtype in which the model computes."""
-        found = (one.get("dtype") or one.get("torch_dtype") for one in sections_of(self.content))
+        found = (one.get("dtype") or one.get("torch_dtype") for one in self._config.sections)
         return next(filter(None, found), None)
 
     @property
     def is_quantized(self) -> bool:
         """Whether there is a quantization_config, empty or not."""
-        return any(one.get("quantization_config") is not None for one in sections_of(self.content))
+        return any(one.get("quantization_config") is not None for one in self._config.sections)
 
     def document(self) -> dict[str, Any]:
         """The content of a config.json for an output of the same model: all towers, without the
@@ -123,7 +129,8 @@ class ModelSettings:
     @property
     def families(self) -> list[Family]:
         """The rows of the table of families for the whole file, then for its text section."""
-        kinds = (one.get("model_type") for one in reversed(sections_of(self._whole)))
+        sections = reversed(Config(self._whole).sections)
+        kinds = (one.get("model_type") for one in sections)
         return [row for kind in kinds if (row := table.FAMILIES.of(kind)) is not None]
 
     def keys(self) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ktconv.errors import CheckpointError
 from ktconv.families.activations import expert_activation
-from ktconv.families.config import sections_of
+from ktconv.families.config import Config
 from ktconv.families.config_values import check_values
 from ktconv.families.routers import find_router
 from ktconv.source.config import interpret_config
@@ -46,10 +46,10 @@ def settings_used(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
     """Settings that decide how experts, activation and router are read, and keys of config.json
     beside them; those of sections for other models are not listed."""
     seen, checked = Counter[str](), Counter[str]()
-    watched = _Watched(checkpoint.config.content, "", seen)
+    watched = Config(_Watched(checkpoint.config.content, "", seen))
     interpret_config(watched)
     # That also checks all values, which is no use of them.
-    check_values(sections_of(_Watched(checkpoint.config.content, "", checked)))
+    check_values(Config(_Watched(checkpoint.config.content, "", checked)).sections)
     seen -= checked
     for layer in checkpoint.layers:
         expert_activation(watched, layer.index)
@@ -57,7 +57,7 @@ def settings_used(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
             find_router(watched, layer.index)
         except CheckpointError:
             continue
-    sections = sections_of(checkpoint.config.content)
+    sections = Config(checkpoint.config.content).sections
     every = dict(_leaves(checkpoint.config.content, sections, ""))
     used = {path: value for path, value in every.items() if seen[path] > 0 and value is not None}
     return used, sorted(every.keys() - used.keys())

@@ -16,12 +16,12 @@ from ktconv.source.index import (
     DEFAULT_INDEX,
     Index,
     as_indexed,
-    ignored_notes,
     listed,
     read_index,
     substitute,
 )
 from ktconv.source.safetensors_file import Header, read_header
+from ktconv.source.types import SourceFile, TensorRef
 from ktconv.system.opened import advise
 from ktconv.system.stores import Span, is_remote
 from ktconv.system.units import counted
@@ -66,8 +66,12 @@ def _select_safetensors(directory: Path) -> ShardSelection:
     """
     names = file_names(directory)
     index = read_index(directory, names)
-    if index is not None:
-        return _select_by_index(directory, index, names)
+    if index is None:
+        return _select_without_index(directory, names)
+    return _select_by_index(directory, index, names)
+
+
+def _select_without_index(directory: Path, names: Sequence[str]) -> ShardSelection:
     shards = [one for one in names if one.endswith(".safetensors") and not is_adapter_file(one)]
     if not shards:
         raise _no_safetensors(directory, names)
@@ -77,31 +81,45 @@ def _select_safetensors(directory: Path) -> ShardSelection:
     return ShardSelection([directory / name for name in chosen], None, notes)
 
 
-def read_shards(selection: ShardSelection) -> list[Header]:
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """What the headers of the selected files say."""
+
+    headers: Sequence[Header]  # with the tensors that belong to the checkpoint
+    notes: Sequence[str]  # about how files and their tensors were chosen
+    # The index, if without it, or by a reader that disregards it, other tensors would be read.
+    deciding: Index | None
+
+    @property
+    def states(self) -> list[SourceFile]:
+        """The state of each file whose content decides what tensors there are."""
+        files = [header.state for header in self.headers]
+        return files if self.deciding is None else [*files, self.deciding.state]
+
+    @property
+    def tensors(self) -> Iterator[TensorRef]:
+        """Of all files, in their order."""
+        return (tensor for header in self.headers for tensor in header.tensors)
+
+    @property
+    def unlisted(self) -> int:
+        """Number of tensors that are left out because the index does not list them."""
+        return sum(header.unlisted.tensors for header in self.headers)
+
+
+def read_shards(selection: ShardSelection) -> Shards:
     """Read every selected header once, with the tensors that belong to the checkpoint: those that
     the index has in that file, or all. Checks that nothing is missing or there twice."""
     if any(map(is_remote, selection.files)):
         advise([Span(file, 0, size) for file, size in _head_sizes(selection)])
     read = read_parts if selection.gguf else _read_each
-    headers = read(selection.files)
-    if selection.index is not None:  # it has one shard for each tensor
-        return as_indexed(selection.index, headers)
-    _check_unique(headers)
-    return headers
-
-
-def notes_of(selection: ShardSelection, headers: Sequence[Header]) -> list[str]:
-    """Notes about how files and their tensors were chosen."""
-    ignored = ignored_notes(selection.index, headers) if selection.index else ()
-    return [*selection.notes, *ignored]
-
-
-def deciding_index(selection: ShardSelection, headers: Sequence[Header]) -> Index | None:
-    """The index, if without it, or by a reader that disregards it, other tensors would be read."""
-    unlike = selection.renamed or any(
-        one.unlisted.tensors or one.elsewhere.tensors for one in headers
-    )
-    return selection.index if unlike else None
+    headers, index = read(selection.files), selection.index
+    if index is None:
+        _check_unique(headers)
+        return Shards(headers, selection.notes, None)
+    headers, ignored = as_indexed(index, headers)  # it has one shard for each tensor
+    deciding = index if selection.renamed or ignored else None
+    return Shards(headers, [*selection.notes, *ignored], deciding)
 
 
 def _head_sizes(selection: ShardSelection) -> Iterator[tuple[Path, int]]:

@@ -5,10 +5,8 @@ A stack is everything under one `...layers.{L}.{block}.experts`: the experts of 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from ktconv.families import table
 from ktconv.families.names import (
@@ -23,7 +21,6 @@ from ktconv.source.types import TensorRef
 
 # For names that no family has.
 MAP_HINT = "`ktconv inspect MODEL --explain` prints a map for other names (docs/maps.md)"
-_TYPICAL_KEY = "model.layers.0.mlp.experts.0.gate_proj.weight"
 
 
 @dataclass(slots=True)
@@ -102,14 +99,3 @@ def _latent(others: Iterable[TensorRef]) -> dict[str, frozenset[int]]:
         if rest and rest[0] in known:
             found[block] = found.get(block, frozenset()).union(tensor.shape)
     return found
-
-
-def nearest_keys(names: Iterable[str]) -> list[str]:
-    """Up to three names that most look as if they belonged to experts, for an error."""
-    everything = list(names)
-    for word in ("expert", "moe"):
-        found = list(islice((name for name in everything if word in name), 3))
-        if found:
-            return found
-    # difflib is quadratic; the first thousand names show how the model spells things.
-    return difflib.get_close_matches(_TYPICAL_KEY, everything[:1000], n=3, cutoff=0.3)

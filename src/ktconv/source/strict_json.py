@@ -6,13 +6,16 @@ import codecs
 import json
 import re
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from ktconv.errors import CheckpointError
+from ktconv.system.regular_files import MAX_CONFIG_BYTES, read_small
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escaped: a pair is sound, half of one is not
 _ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _Pairs = list[tuple[str, Any]]
+_MAX_DEPTH = 64  # objects within objects
 
 
 def parse_object(
@@ -47,6 +50,42 @@ def parse_object(
     if not isinstance(value, dict):
         raise CheckpointError(f"{source} is not a JSON object but {_kind(value)}", hint)
     return value
+
+
+class JsonFile(NamedTuple):
+    """An object, and the file's bytes that it was read from."""
+
+    content: dict[str, Any]
+    data: bytes
+
+
+def read_object(
+    directory: Path,
+    name: str,
+    hint: str,
+    limit: int = MAX_CONFIG_BYTES,
+    *,
+    allow_same_twice: bool = True,
+) -> JsonFile:
+    """Read the object in a file beside the weights.
+
+    Raises as `parse_object`, and for an object with too many levels for recursive functions; as
+    `read_small` for a file that is missing or too large.
+    """
+    data, source = read_small(directory, name, limit), str(directory / name)
+    content = parse_object(data, source, hint, allow_same_twice=allow_same_twice)
+    if _is_deep(content):
+        raise CheckpointError(f"{source} is nested too deeply to be read", hint)
+    return JsonFile(content, data)
+
+
+def _is_deep(content: dict[str, Any]) -> bool:
+    """Whether it has too many levels for recursive functions."""
+    level: list[Any] = [content]
+    for _ in range(_MAX_DEPTH):
+        inner = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [value for one in inner for value in one if isinstance(value, (dict, list))]
+    return bool(level)
 
 
 def _kind(value: object) -> str:

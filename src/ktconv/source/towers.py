@@ -14,7 +14,7 @@ from typing import Any
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families import table
-from ktconv.families.config import family_of, text_section
+from ktconv.families.config import Config
 from ktconv.families.family import Family
 from ktconv.source.stacks import Split, Stack
 
@@ -28,22 +28,21 @@ class ChosenTower:
 
     name: str
     split: Split  # of others, the experts are other tensors
-    config: Mapping[str, Any]  # config.json with the tower's section as the text model's
+    config: Config  # config.json with the tower's section as the text model's
     first_expert: int  # the number in names of what is expert 0 here
     notes: Sequence[str]
 
 
-def choose_tower(split: Split, config: Mapping[str, Any], tower: str | None) -> ChosenTower | None:
+def choose_tower(split: Split, config: Config, tower: str | None) -> ChosenTower | None:
     """The tower called `tower`, else the language model's; None where there is only one.
 
     Raises UsageError for a tower that is not there, CheckpointError where `tower` is None and
     nothing says which is the language model's.
     """
-    family = family_of(config)
     lists = _lists_of_layers(split.stacks)
     if len(lists) > 1:
-        return _of_lists(split, config, tower, lists, family)
-    counts = _modalities(split.stacks, config, family)
+        return _of_lists(split, config, tower, lists)
+    counts = _modalities(split.stacks, config)
     if counts is not None:
         return _of_modalities(split, config, tower, counts)
     if tower is not None:
@@ -53,16 +52,17 @@ def choose_tower(split: Split, config: Mapping[str, Any], tower: str | None) -> 
     return None
 
 
-def tower_config(config: Mapping[str, Any], tower: str | None) -> Mapping[str, Any]:
+def tower_config(content: Mapping[str, Any], tower: str | None) -> Config:
     """config.json with the tower's section as the text model's, where that is another; for outputs,
     whose manifest names the tower."""
-    family = family_of(config)
+    config = Config(content)
+    family = config.family
     if tower is None or (family is not None and family.tower == tower):
         return config
-    if tower in MODALITIES and _modalities((), config, family) is not None:
-        return _of_modality(config, MODALITIES.index(tower))
-    section = _section(config, tower)
-    return config if section is None else _with_text(config, section)
+    if tower in MODALITIES and _modalities((), config) is not None:
+        return Config(_of_modality(config, MODALITIES.index(tower)))
+    section = _section(content, tower)
+    return config if section is None else Config(_with_text(content, section))
 
 
 def _chosen(tower: str | None, usual: str | None, names: Sequence[str], where: str) -> str:
@@ -117,13 +117,12 @@ def _names(lists: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
 
 def _of_lists(
     split: Split,
-    config: Mapping[str, Any],
+    config: Config,
     tower: str | None,
     lists: Mapping[tuple[str, ...], Sequence[Stack]],
-    family: Family | None,
 ) -> ChosenTower:
     names = _names(lists)
-    usual = _language_model(names, family)
+    usual = _language_model(names, config.family)
     where = ", ".join(stacks[0].source for stacks in lists.values())
     name = _chosen(tower, usual, list(names), where)
     kept: list[Stack] = []
@@ -133,7 +132,7 @@ def _of_lists(
         (kept if of == name else left).append(stack)
     gone = [tensor for stack in left for tensor in stack.tensors.values()]
     others = Split(kept, [*split.others, *gone], split.unrecognised)
-    section = config if name == usual else _of_section(config, name)
+    section = config if name == usual else Config(_of_section(config.content, name))
     return ChosenTower(name, others, section, 0, _notes(name, names))
 
 
@@ -187,12 +186,10 @@ def _with_text(config: Mapping[str, Any], section: Mapping[str, Any]) -> Mapping
 # ---- towers in one list of experts -----------------------------------------------------------
 
 
-def _modalities(
-    stacks: Sequence[Stack], config: Mapping[str, Any], family: Family | None
-) -> tuple[int, int] | None:
+def _modalities(stacks: Sequence[Stack], config: Config) -> tuple[int, int] | None:
     """How many experts of each layer are the text model's and the vision model's; None where
     config.json does not give two sizes of an expert, or has as many layers."""
-    text, known = text_section(config), table.FAMILIES
+    text, family, known = config.text, config.family, table.FAMILIES
     layers = next((text[key] for key in known.keys("layers") if key in text), None)
     sizes = [text.get(key) for key in known.keys("intermediate size")]
     if not any(isinstance(one, list) and len(one) == 2 for one in sizes):
@@ -215,7 +212,7 @@ def _numbers(stack: Stack) -> list[int]:
 
 
 def _of_modalities(
-    split: Split, config: Mapping[str, Any], tower: str | None, counts: tuple[int, int]
+    split: Split, config: Config, tower: str | None, counts: tuple[int, int]
 ) -> ChosenTower:
     name = _chosen(tower, MODALITIES[0], MODALITIES, "")
     which = MODALITIES.index(name)
@@ -235,15 +232,16 @@ def _of_modalities(
         if own:
             kept.append(replace(stack, tensors=own))
     others = Split(kept, [*split.others, *gone], split.unrecognised)
-    return ChosenTower(name, others, _of_modality(config, which), first, _notes(name, MODALITIES))
+    section = Config(_of_modality(config, which))
+    return ChosenTower(name, others, section, first, _notes(name, MODALITIES))
 
 
-def _of_modality(config: Mapping[str, Any], which: int) -> Mapping[str, Any]:
+def _of_modality(config: Config, which: int) -> Mapping[str, Any]:
     """config.json with the numbers of one tower, where it lists those of both."""
-    text = text_section(config)
+    text = config.text
     keys = {key for setting in _SHARED for key in table.FAMILIES.keys(setting)}
     section = {
         key: value[which] if key in keys and isinstance(value, list) and len(value) == 2 else value
         for key, value in text.items()
     }
-    return section if text is config else _with_text(config, section)
+    return section if text is config.content else _with_text(config.content, section)

@@ -24,9 +24,8 @@ from ktconv.source.config import MAX_SIZE
 from ktconv.source.strict_json import parse_object
 from ktconv.stats.counts import NUM_LAYERS, LayerCounts, Statistics, from_facts
 from ktconv.system.arrays import I32, I64
-from ktconv.system.files import refuse_device
 from ktconv.system.pointers import refuse_pointer_at
-from ktconv.system.regular_files import read_given
+from ktconv.system.regular_files import read_given, refuse_device
 from ktconv.system.units import parse_ranges
 from ktconv.writer.option_files import WrittenFile
 from ktconv.writer.shards import Tensor, plan_shard

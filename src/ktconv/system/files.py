@@ -62,18 +62,6 @@ def io_error(action: str, path: str | Path, error: OSError) -> KtconvError:
     return kind(f"cannot {action} {path}: {reason}", hint)
 
 
-def refuse_device(path: Path, what: str) -> None:
-    """UsageError if `path`, a file to read that `what` names ("--text"), is a device, such as
-    /dev/zero: some have no end. Files and pipes, also as of `<(command)`, are no devices; what is
-    not there is left to who reads it."""
-    try:
-        mode = path.stat().st_mode
-    except OSError:
-        return
-    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-        raise UsageError(f"{what} {path} is a device", "give a file")
-
-
 @contextmanager
 def translated(action: str, path: str | Path) -> Iterator[None]:
     """Turns an OSError inside into a ResourceError about `path`."""

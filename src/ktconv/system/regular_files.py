@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ktconv.errors import CheckpointError, ResourceError, UsageError
-from ktconv.system.files import opened_fd, refuse_device
-from ktconv.system.pointers import POINTER_BYTES, refuse_pointer, refuse_pointer_at
+from ktconv.system.files import opened_fd
+from ktconv.system.pointers import POINTER_BYTES, refuse_pointer
 from ktconv.system.stores import RemotePath
 from ktconv.system.units import format_size
 
@@ -54,7 +54,7 @@ def open_regular(path: Path) -> int:
     try:
         status = os.fstat(descriptor)
         _refuse_irregular(path, status)
-        refuse_pointer(path, status.st_size, lambda count: _read(path, descriptor, 0, count))
+        _refuse_pointer(path, descriptor, status.st_size)
     except BaseException:
         os.close(descriptor)
         raise
@@ -94,9 +94,12 @@ def _opened_copy(path: RemotePath, limit: int) -> Iterator[int]:
     """The copy on this machine of a remote file; errors have its URL."""
     _refuse_large(path, path.store.nbytes(path), limit)
     with opened_fd(path.store.local(path), os.O_RDONLY) as descriptor:
-        size = os.fstat(descriptor).st_size
-        refuse_pointer(path, size, lambda count: _read(path, descriptor, 0, count))
+        _refuse_pointer(path, descriptor, os.fstat(descriptor).st_size)
         yield descriptor
+
+
+def _refuse_pointer(path: Path, descriptor: int, size: int) -> None:
+    refuse_pointer(path, size, lambda count: _read(path, descriptor, 0, count))
 
 
 def _refuse_large(path: Path, size: int, limit: int) -> None:
@@ -134,7 +137,6 @@ def read_given(path: Path, what: str, hint: str, limit: int = MAX_CONFIG_BYTES) 
     UsageError where no file is, for a device and for a larger file, PointerError for a pointer of
     Git LFS, ResourceError where the system refuses."""
     refuse_device(path, what)
-    refuse_pointer_at(path)
     try:
         with path.open("rb") as file:
             data = file.read(limit + 1)
@@ -146,11 +148,24 @@ def read_given(path: Path, what: str, hint: str, limit: int = MAX_CONFIG_BYTES) 
         if error.errno == errno.ELOOP:
             raise UsageError(f"{what} {path} is a link that leads in a circle", hint) from None
         raise unreadable(path, error) from error
+    refuse_pointer(path, len(data), lambda count: data[:count])
     if len(data) > limit:
         raise UsageError(
             f"{what} {path} is larger than {format_size(limit)}, the limit for such a file", hint
         )
     return data
+
+
+def refuse_device(path: Path, what: str) -> None:
+    """UsageError if `path`, a file to read that `what` names ("--text"), is a device, such as
+    /dev/zero: some have no end. Files and pipes, also as of `<(command)`, are no devices; what is
+    not there is left to who reads it."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        raise UsageError(f"{what} {path} is a device", "give a file")
 
 
 def unreadable(path: Path, error: OSError) -> ResourceError:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from ktconv.families.family import PLAIN, ExpertActivation
+from ktconv.formats.specs import names_of_kt
 from ktconv.source import Checkpoint, MoELayer
 from ktconv.source.activations import in_words
 from ktconv.system.units import listed
@@ -32,11 +33,9 @@ class Method:
 _LIMIT = frozenset({"limit"})
 _ONLY_FP8: Mapping[str, frozenset[str]] = {"glm5_next": frozenset()}  # which its server enforces
 
-METHODS = (
-    Method("AMXINT4"),
-    Method("AMXINT8"),
+# Of methods of which there is something to say; the others compute SiLU alone, and need nothing.
+_KNOWN = (
     Method("RAWINT4", needs="groups of 32; AVX-512 or AVX-VNNI: its AVX2 kernel crashes"),
-    Method("BF16"),
     Method("FP8", families={"glm5_next": _LIMIT}, encoding="fp8-block"),
     Method("FP8_PERCHANNEL", needs="AVX-512"),
     Method("GPTQ_INT4", needs="symmetric, without activation order (`desc_act`)"),
@@ -50,7 +49,8 @@ METHODS = (
         needs="a GGUF file with gate and up apart, an intermediate size that 256 divides",
     ),
 )
-_BY_NAME = {method.name: method for method in METHODS}
+_BY_NAME = {name: Method(name) for name in names_of_kt()} | {one.name: one for one in _KNOWN}
+METHODS = tuple(_BY_NAME.values())
 
 
 def server_refuses(model_type: str) -> bool:

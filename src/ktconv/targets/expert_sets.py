@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.source import MoELayer
 from ktconv.source.strict_json import parse_object
 from ktconv.system.regular_files import read_given
-from ktconv.system.units import format_ranges, parse_ranges
+from ktconv.system.units import counted, format_ranges, parse_ranges
 from ktconv.writer.option_files import WrittenFile
 
 SCHEMA = 1
@@ -59,6 +60,11 @@ class ExpertSet:
             "schema": SCHEMA,
             "experts": {str(layer): list(ids) for layer, ids in self.layers.items()},
         }
+
+    @property
+    def in_words(self) -> str:
+        """3 experts of 2 layers"""
+        return f"{counted(self.count, 'expert')} of {counted(len(self.layers), 'layer')}"
 
     def as_record(self) -> dict[str, Any]:
         """For a manifest: {"sha256": "...", "layers": {"3": "0,5,17-20"}}; empty for no expert."""
@@ -160,6 +166,23 @@ def check_expert_set(chosen: ExpertSet, experts: Mapping[int, int], path: Path |
                 f"{path} names expert {ids[-1]} of layer {layer}, but it has {experts[layer]}",
                 f"experts are 0 to {experts[layer] - 1}",
             )
+
+
+def remaining(excluded: ExpertSet, layers: Sequence[MoELayer]) -> dict[int, tuple[int, ...]]:
+    """The experts that remain of the layers that some are excluded from, by layer.
+
+    Raises UsageError for experts that these layers do not have, and where none would remain.
+    """
+    experts = {layer.index: len(layer.experts) for layer in layers}
+    check_expert_set(excluded, experts, "--exclude-experts")
+    left = others(excluded, {layer: experts[layer] for layer in excluded.layers})
+    for layer, ids in left.items():
+        if not ids:
+            raise UsageError(
+                f"--exclude-experts excludes all {experts[layer]} of the experts of layer {layer}",
+                "keep at least one expert of each layer for the CPU",
+            )
+    return left
 
 
 def expert_set_file(path: Path) -> WrittenFile:

@@ -16,10 +16,10 @@ from ktconv.model.text import read_text
 from ktconv.system.opened import store_of
 from ktconv.system.text import Notify, silent
 from ktconv.verify.encoded.output import is_gpu_output
-from ktconv.verify.encoded.verifier import GpuVerifier
+from ktconv.verify.encoded.verifier import EncodedVerifier
 from ktconv.verify.findings import Facts, Failure, Progression
 from ktconv.verify.memory import memory_facts
-from ktconv.verify.packed.verifier import CpuVerifier
+from ktconv.verify.packed.verifier import PackedVerifier
 from ktconv.verify.request import LEVELS, VerifyRequest, check_sample
 from ktconv.verify.runner import run_checks, sizes_by_unit
 from ktconv.verify.totals import ItemResult, Totals
@@ -59,8 +59,8 @@ def prepare(request: VerifyRequest) -> OutputVerifier:
     if request.text is not None:
         read_text(request.text)  # a KtconvError now, not after an hour of reading
     is_gpu = request.output.is_dir() and is_gpu_output(request.output, bool(request.source))
-    # CpuVerifier says what is wrong with anything that is neither.
-    verifier = GpuVerifier(request, level) if is_gpu else CpuVerifier(request, level)
+    # PackedVerifier says what is wrong with anything that is neither.
+    verifier = EncodedVerifier(request, level) if is_gpu else PackedVerifier(request, level)
     verifier.prepare()
     return verifier
 

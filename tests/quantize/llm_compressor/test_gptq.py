@@ -5,11 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 from helpers.convert import read_shards
 from helpers.encoded import in_int8
+from helpers.forked import forked
 from helpers.oneshot import oneshot_experts
 from helpers.paths import MODELS
 
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.torch]
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 PARTS = ("weight_packed", "weight_scale", "weight_shape")
-EVALUATED = 10  # windows of 512 tokens from the start of a model's text; calibration has the rest
+EVALUATED = 5  # windows of 512 tokens from the start of a model's text; calibration has the rest
 
 if find_spec("llmcompressor") is None:  # not imported: ktconv quiets it before
     pytest.skip("llmcompressor is not installed", allow_module_level=True)
@@ -187,24 +187,6 @@ def test_coverage_is_what_the_router_chooses(
     assert all(layer.tokens == 16 * 128 and layer.top_k == 4 for layer in coverage.values())
 
 
-KILLED = """
-import os, signal, sys, torch
-torch.set_num_threads(1)
-sys.path[:0] = {paths!r}
-import test_gptq
-from pathlib import Path
-from ktconv.quantize.llm_compressor.run import quantize_gpu, Observer
-
-class Killer(Observer):
-    def unit_started(self, key):
-        if key == "layer-00002":
-            os.kill(os.getpid(), signal.SIGKILL)
-
-*places, chosen = map(Path, sys.argv[1:])
-quantize_gpu(test_gptq.request(*places, samples=4, experts=chosen), Killer())
-"""
-
-
 @pytest.fixture(scope="module")
 def three(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """(three layers of tiny-qwen3moe, GPTQ of three experts of each in a run without interruption,
@@ -220,13 +202,15 @@ def three(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
 def test_a_killed_run_goes_on_and_ends_the_same(
     three: tuple[Path, Path, Path], text: Path, tmp_path: Path, passed: list[int]
 ) -> None:
+    class Killer(Observer):
+        def unit_started(self, key: str) -> None:
+            if key == "layer-00002":
+                os.kill(os.getpid(), signal.SIGKILL)
+
     model, clean, chosen = three
-    here = Path(__file__).resolve().parent
-    script = KILLED.format(paths=[str(here), str(here.parents[1])])
     output = tmp_path / "output"
-    words = [sys.executable, "-c", script, str(model), str(output), str(text), str(chosen)]
-    process = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert process.returncode == -signal.SIGKILL, process.stderr
+    asked = request(model, output, text, samples=4, experts=chosen)
+    assert forked(lambda: quantize_gpu(asked, Killer())) == -signal.SIGKILL
     kept = {path.name: path.stat().st_mtime_ns for path in output.glob("*.safetensors")}
     report = quantize(model, output, text, samples=4, experts=chosen)
     assert report.complete and "layer-00001" in report.kept and "layer-00002" in report.converted

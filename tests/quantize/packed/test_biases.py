@@ -238,8 +238,8 @@ def test_identity_of_a_bias() -> None:
 
 def test_quantize_gpu_refuses_them(tmp_path: Path) -> None:
     from ktconv.targets.encoded.target import EncodedTarget
-    from ktconv.targets.encoded.target import Options as GpuOptions
+    from ktconv.targets.encoded.target import Options as EncodedOptions
 
     checkpoint = open_checkpoint(gpt_oss(tmp_path / "model")[0])
     with pytest.raises(CheckpointError, match="have biases; quantize-gpu does not write them"):
-        EncodedTarget(GpuOptions(), checkpoint).check(checkpoint.layers)
+        EncodedTarget(EncodedOptions(), checkpoint).check(checkpoint.layers)

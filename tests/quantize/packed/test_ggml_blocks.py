@@ -11,6 +11,7 @@ import pytest
 
 from ktconv import native
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.families.config import Config
 from ktconv.source.config import interpret_config
 from ktconv.source.elements import BLOCKS, GRID_BLOCKS
 from ktconv.source.encodings import candidates, stored_matrix
@@ -32,7 +33,7 @@ from helpers.harmless import assert_safe, run
 pytestmark = pytest.mark.slow
 
 EXPERTS, ROWS, COLS = 3, 256, 768
-CONFIG = interpret_config({"hidden_size": COLS, "moe_intermediate_size": ROWS})
+CONFIG = interpret_config(Config({"hidden_size": COLS, "moe_intermediate_size": ROWS}))
 FLOATS = {"F32": np.float32, "F16": np.float16}
 
 

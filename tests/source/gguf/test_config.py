@@ -22,6 +22,7 @@ from helpers.gguf_files import EXPERTS, INNER, around, biases, experts, metadata
 from ktconv.errors import CheckpointError, KtconvError, UsageError
 from ktconv.families import table
 from ktconv.families.activations import expert_activation, shared_activation
+from ktconv.families.config import Config
 from ktconv.families.routers import router_of
 from ktconv.source import ModelSource, open_checkpoint
 from ktconv.source.config import CONFIG_NAME
@@ -126,9 +127,9 @@ def test_glm_4_7_flash_is_told_from_deepseek_v2(blocks: int, tokens: int, tmp_pa
 
 
 def test_activations(tmp_path: Path) -> None:
-    assert expert_activation(opened(tmp_path, "gpt-oss").config.content).alpha == 1.702
-    assert expert_activation(opened(tmp_path, "gemma4").config.content).function == "gelu_tanh"
-    assert expert_activation(opened(tmp_path, "grok").config.content).function == "gelu"
+    assert opened(tmp_path, "gpt-oss").config.activation().alpha == 1.702
+    assert opened(tmp_path, "gemma4").config.activation().function == "gelu_tanh"
+    assert opened(tmp_path, "grok").config.activation().function == "gelu"
     with_mtp: dict[str, Any] = {
         "block_count": 2,
         "nextn_predict_layers": 1,
@@ -153,9 +154,10 @@ def test_a_limit_per_layer(tmp_path: Path) -> None:
     ]
     step = opened(tmp_path, "step35", **limits).config.content
     assert step["swiglu_limits"] == [0.0, 7.0] and step["swiglu_limits_shared"] == [16.0, 0.0]
-    clamped = expert_activation(step, 1)
+    clamped = expert_activation(Config(step), 1)
     assert clamped.limit == 7.0 and clamped.limit_after
-    assert shared_activation(step, 0).limit == 16.0 and not shared_activation(step, 1).limited
+    assert shared_activation(Config(step), 0).limit == 16.0
+    assert not shared_activation(Config(step), 1).limited
     assert opened(tmp_path, "step35", swiglu_clamp_exp=7.0).layers[0].activation == clamped
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from ktconv.cli.app import app
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.verify import Request, Result, Thresholds, verify
-from ktconv.verify.encoded.output import GpuOutput
+from ktconv.verify.encoded.output import EncodedOutput
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +97,7 @@ def test_three_ways_to_run_the_same_model(
 
     monkeypatch.setattr(CutModel, "check", refuse)
     found.append(run(example(), "model").facts["model"])
-    monkeypatch.setattr(GpuOutput, "is_partial", True)
+    monkeypatch.setattr(EncodedOutput, "is_partial", True)
     found.append(run(example(), "model").facts["model"])
     assert [one["loaded_by"] for one in found] == ["transformers", "transformers", "ktconv"]
     assert [bool(one["layers"]) for one in found] == [True, False, False]

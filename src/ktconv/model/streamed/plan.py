@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -410,6 +411,7 @@ def measure_speed(parted: PartedModel, tokens: int, window: int) -> Speed:
     )
 
 
+@cache  # passes of the same shapes in one process wait for it once
 def _product_speed(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> float:
     """FLOPs per second of a matrix product, of a part of it where it is large."""
     inputs, outputs = min(inputs, _PRODUCT), min(outputs, _PRODUCT)

@@ -15,11 +15,15 @@ def may_be_kept(matrix: ExpertMatrix) -> bool:
     return matrix.element.integer_zero is not None and whole
 
 
-def integer_notes(layers: Iterable[MoELayer], options: Options) -> Sequence[str]:
-    """A sentence for every way in which integers of the source are treated."""
-    kinds = (matrix for layer in layers for matrix in layer.kinds)
+def treated(
+    layers: Iterable[MoELayer], options: Options
+) -> tuple[Sequence[ExpertMatrix], Sequence[str]]:
+    """Matrices that are rounded although --requantize does not ask for it, one of each kind in a
+    layer; and a sentence for every way in which integers of the source are treated."""
+    kinds = [matrix for layer in layers for matrix in layer.kinds]
     integers = (matrix for matrix in kinds if matrix.element.integer_zero is not None)
-    return list(dict.fromkeys(_note(matrix, options) for matrix in integers))
+    rounded = [] if options.requantize else [one for one in kinds if not may_be_kept(one)]
+    return rounded, list(dict.fromkeys(_note(matrix, options) for matrix in integers))
 
 
 def _note(matrix: ExpertMatrix, options: Options) -> str:

@@ -7,11 +7,11 @@ Planning is here and in `plan`; how a run locks, resumes and finishes is in `con
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ktconv import native
 from ktconv.conversion.pipeline import OPEN_UNITS, Observer, Task
@@ -26,14 +26,9 @@ from ktconv.conversion.run import (
 )
 from ktconv.conversion.run import Preflight as AnyPreflight
 from ktconv.errors import UsageError
-from ktconv.formats import FORMATS
-from ktconv.quantize.packed.backward import Backward
-from ktconv.quantize.packed.folding import Folding
-from ktconv.quantize.packed.gptq.way import Compensation
 from ktconv.quantize.packed.importance.way import Importance
-from ktconv.quantize.packed.integers import integer_notes, may_be_kept
-from ktconv.quantize.packed.task import QuantizeTask, quantize_buffers
-from ktconv.quantize.packed.ways import Asked, Expert, Way
+from ktconv.quantize.packed.integers import treated
+from ktconv.quantize.packed.ways import Asked, Expert, Way, ways_of_table
 from ktconv.source import open_checkpoint
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.reading.reader import SourceReader
@@ -66,11 +61,8 @@ class Request(BaseRequest):
     importance: Path | Literal["weights"] | None = None
     # A directory of second moments, or a text: codes make up for one another's errors.
     calibrate: Path | None = None
-
-
-# In the order in which they change the tasks of an expert.
-WAYS: tuple[type[Way], ...] = (Folding, Backward, Importance, Compensation)
-_DOWN_LAST = ("gate", "up", "down")
+    # Values of the options of ways that have no field, by their names.
+    ways: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,8 @@ class Preflight(AnyPreflight[KTransformersTarget]):
     """A planned conversion; what `--dry-run` prints."""
 
     request: Request
-    ways: Sequence[Way] = ()  # to choose codes, beside the rule for scales
+    ways: Sequence[Way]  # to choose codes: the rule for scales first
+    buffers: BufferSizes  # of a worker
 
     @property
     def weights(self) -> ExpertWeights | SourceWeights | None:
@@ -99,7 +92,6 @@ def prepare(request: Request) -> Preflight:
     if options.numa == 0:
         options = replace(options, numa=machine.numa_nodes())
     checkpoint = open_checkpoint(request.source)
-    refuse_nested(checkpoint.path, request.output)
     if request.exclude_experts is not None:
         if not request.allow_partial:
             raise UsageError(
@@ -112,26 +104,37 @@ def prepare(request: Request) -> Preflight:
         check_expert_set(excluded, layers, request.exclude_experts)
         options = replace(options, exclude_experts=excluded)
     asked = Asked(request, checkpoint, options)
-    ways = [way for kind in WAYS if (way := kind.open(asked)) is not None]
-    options = replace(options, importance=None, calibrate=None)  # of an output made again
+    ways = [way for kind in ways_of_table() if (way := kind.open(asked)) is not None]
+    facts = {way.option: way.facts for way in ways if way.facts is not None}
+    if lost := sorted(options.ways.keys() - facts.keys()):
+        raise UsageError(
+            f"the weights were converted with --{lost[0].replace('_', '-')}, without which other "
+            "codes would result",
+            "convert the model again, with that option",
+        )
+    # Not those of an output that is made again.
+    options = replace(options, importance=None, calibrate=None, ways=facts)
     for way in ways:
         options = replace(options, **way.record)
     plan = make_plan(checkpoint, options)
-    if not options.requantize:
-        rounded = (m for layer in plan.moe_layers for m in layer.kinds if not may_be_kept(m))
-        refuse_second_rounding(checkpoint, rounded, f"--method {options.method}")
+    units = plan.layer_units(request.layers)
+    rounded, integers = treated(plan.moe_layers, options)
+    refuse_second_rounding(checkpoint, rounded, f"--method {options.method}")
     for way in ways:
         way.check(plan)
-    notes = [*plan.notes, *integer_notes(plan.moe_layers, options)]
-    plan = replace(plan, notes=[*notes, *(note for way in ways for note in way.notes(plan))])
-    check_output(plan, request.output)
-    units = plan.layer_units(request.layers)
+    notes = [*plan.notes, *integers, *(note for way in ways for note in way.notes(plan))]
+    plan = replace(plan, notes=notes)
     open_units = min(OPEN_UNITS, len(units))
     shared = sum(way.shared_memory(open_units) for way in ways)
-    each = _buffers(plan, ways).nbytes + sum(way.worker_memory(plan) for way in ways)
+    buffers = BufferSizes()
+    for more in filter(None, (way.buffers(plan) for way in ways)):
+        buffers = buffers.with_those_of(more)
+    each = buffers.nbytes + sum(way.worker_memory(plan) for way in ways)
     threads, peak = fit_memory(request, checkpoint, each, shared)
+    refuse_nested(checkpoint.path, request.output)
+    check_output(plan, request.output)
     free = machine.disk_free(request.output)
-    return Preflight(request, plan, units, threads, peak, free, ways)
+    return Preflight(request, plan, units, threads, peak, free, ways, buffers)
 
 
 def quantize_cpu(
@@ -140,14 +143,6 @@ def quantize_cpu(
     """Convert; see `Request`. Raises KtconvError, or KeyboardInterrupt with all state kept."""
     preflight = preflight or prepare(request)
     return QuantizeCpu(preflight, observer or Observer()).run()
-
-
-def _buffers(plan: Plan, ways: Sequence[Way]) -> BufferSizes:
-    sizes = quantize_buffers(plan.moe_layers, FORMATS[plan.target.options.method])
-    for way in ways:
-        more = way.buffers(plan)
-        sizes = sizes if more is None else sizes.with_those_of(more)
-    return sizes
 
 
 class QuantizeCpu(Conversion):
@@ -161,22 +156,16 @@ class QuantizeCpu(Conversion):
         return self.preflight.ways
 
     def buffers(self) -> BufferSizes:
-        return _buffers(self.plan, self.ways)
+        return self.preflight.buffers
 
     def expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
-        """The rule for scales first, which every way starts from."""
+        """What the ways make of each expert, one after the other: first the rule for scales."""
         layer, verify, options = unit.layer, self.request.verify, self.plan.target.options
         given = (way.weights(layer.index) for way in self.ways)
         weights = next((one for one in given if one is not None), None)
         for number in unit.experts:
-            expert = Expert(reader, layer, number, verify, options)
-            tasks: list[Task] = [
-                QuantizeTask(
-                    reader, layer, number, proj, verify, options,
-                    weights.of(number, proj) if weights else None,
-                )
-                for proj in sorted(layer.projections, key=_DOWN_LAST.index)
-            ]  # fmt: skip
+            expert = Expert(reader, layer, number, verify, options, weights)
+            tasks: list[Task] = []
             for way in self.ways:
                 tasks = way.tasks(expert, tasks)
             yield from tasks

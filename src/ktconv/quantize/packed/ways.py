@@ -1,7 +1,8 @@
-"""Ways to choose codes beside the rule for scales: one object each, over which `run` loops.
+"""Ways to choose codes: one object each, over which `run` and the proofs of `verify` loop.
 
-A way is an option of quantize-cpu that changes the plan, the tasks of an expert, or what memory a
-run takes. A new one is a subclass of `Way` in a file of its own, and a row in `run.WAYS`.
+A way is a rule for scales, or an option of quantize-cpu that changes the plan, the tasks of an
+expert, or what memory a run takes. A new one is a subclass of `Way` in a file of its own, and a row
+in the table of `quantize/ways.py`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ktconv.conversion.pipeline import Task
+from ktconv.quantize.ways import WAYS
 from ktconv.source import Checkpoint, MoELayer, Projection
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.reading.reader import SourceReader
@@ -51,6 +54,7 @@ class Expert:
     number: int
     verify: bool
     options: Options
+    weights: LayerWeights | NormWeights | None  # of squared errors; None: all count the same
 
 
 LAYERS_KEPT = 2  # with weights in memory, while verify reads an output
@@ -75,12 +79,25 @@ class Converted:
     layers: Sequence[MoELayer]
 
 
+def ways_of_table() -> tuple[type[Way], ...]:
+    """The class of each row, in the table's order."""
+    found = []
+    for row in WAYS:
+        module, name = row.place.split(":")
+        way: type[Way] = getattr(import_module(f"ktconv.quantize.packed.{module}"), name)
+        way.option = row.option
+        found.append(way)
+    return tuple(found)
+
+
 class Way(ABC):
     """One way, as a conversion uses it. Methods that a subclass leaves out change nothing."""
 
-    option: ClassVar[str] = ""  # whose file verify needs, to prove what follows from it
+    option: ClassVar[str] = ""  # of its row; that of verify's with the file that proofs need
 
-    record: Mapping[str, Any] = MappingProxyType({})  # fields of Options that say what was used
+    # What the manifest records of it: fields of Options that are its own, or else `facts`.
+    record: Mapping[str, Any] = MappingProxyType({})
+    facts: Any = None  # a JSON value, under the name of its option
 
     @staticmethod
     @abstractmethod

@@ -6,24 +6,38 @@ the format share one in the source: a scale that is stored once is written as of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ktconv.formats import FORMATS, Format
+from ktconv.formats.specs import SPECS, FormatSpec
 from ktconv.native.layouts import INNER_COLS
 from ktconv.runtime.layers.ggml_blocks import CODED_BLOCKS, COLS
 from ktconv.source import BlockGrid, ExpertMatrix, MoELayer
 from ktconv.source.elements import BF16, F4_E0M3, F4_E2M1, F8_E4M3
 
-# kt_format of integers, the preferred ones first.
-_LEVELS = ("int4", "gint4", "int8", "gint8")
-_WIDE = ("int8", "gint8")
+_KERNELS = [one for one in SPECS if one.kernel]
+
+
+def _codes(specs: Iterable[FormatSpec]) -> tuple[str, ...]:
+    """Each kt_format of these once, in their order."""
+    return tuple(dict.fromkeys(FORMATS[one.kernel].code for one in specs))
+
+
+# kt_format of integers, the preferred ones first: of few bits, and with scales per row.
+_INTEGERS = sorted(
+    (one for one in _KERNELS if one.is_int), key=lambda one: (one.bits, one.group > 0)
+)
+_LEVELS = _codes(_INTEGERS)
+_WIDE = _codes(one for one in _INTEGERS if one.bits == 8)
 _CODES = {  # kt_format of numbers that are stored as they are
-    BF16.name: ("bf16",),
-    F8_E4M3.name: ("fp8", "bf16"),  # bf16: times a power of two
-    F4_E2M1.name: ("mxfp4", "nvfp4"),
-    F4_E0M3.name: ("gint4",),  # quarters
+    **{
+        number: _codes(one for one in _KERNELS if one.number == number)
+        for number in (BF16.name, F8_E4M3.name, F4_E2M1.name)
+    },
+    F4_E0M3.name: _codes(one for one in _KERNELS if one.kind == "int4" and one.group > 0),  # / 4
     **{name: (block.codes,) for name, block in CODED_BLOCKS.items()},
 }
+_CODES[F8_E4M3.name] += _CODES[BF16.name]  # times a power of two
 
 
 def formats_of_layer(layer: MoELayer, experts: Sequence[int] | None = None) -> list[Format]:

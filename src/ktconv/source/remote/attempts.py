@@ -97,12 +97,11 @@ def _tell(store: Store, state: Any) -> None:
 
 def fetch(store: Store, name: str, start: int, stop: int) -> bytes | bytearray:
     """Exactly these bytes of a file; what is here already is not asked for."""
-    missing = store.missing(name, start, stop)
-    if list(missing) == [(start, stop)]:
-        return _fetched(store, name, start, stop)
+    for first, last in store.missing(name, start, stop):
+        found = _fetched(store, name, first, last)  # and kept
+        if (first, last) == (start, stop):
+            return found
     data = bytearray(stop - start)
-    for first, last in missing:
-        _fetched(store, name, first, last)  # and kept
     store.fill(name, memoryview(data), start)
     return data
 

@@ -160,7 +160,7 @@ class RemoteDirectory(RemoteStore):
             if file.name in self._fetched:
                 return
             data = fetch(self.store, file.name, 0, file.nbytes)
-            temporary = path.with_name(f".{path.name}.part")
+            temporary = path.parent / f".{path.name}.part"
             with translated("write", path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 temporary.write_bytes(data)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from ktconv import __version__
 from ktconv.conversion.plan import Plan as AnyPlan
-from ktconv.conversion.plan import Selection, plan_checkpoint
+from ktconv.conversion.plan import plan_checkpoint
 from ktconv.conversion.target import BaseOptions, Target
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import (
@@ -29,7 +29,7 @@ from ktconv.source import Checkpoint, MoELayer, TensorRef
 from ktconv.source.side_files import find_side_files
 from ktconv.system.units import counted
 from ktconv.targets.consumers import Mismatch, mismatch_of, model_types
-from ktconv.targets.expert_sets import EXCLUDED, ExpertSet, check_expert_set, others, set_of_record
+from ktconv.targets.expert_sets import EXCLUDED, ExpertSet, remaining, set_of_record
 from ktconv.targets.renaming import rename_tensors
 from ktconv.writer.manifest import MANIFEST
 from ktconv.writer.shards import Tensor
@@ -90,6 +90,8 @@ class Options(BaseOptions):
     fold: Fold = ""  # what is moved between the matrices of an expert
     calibrate: CalibrationRecord | None = None  # codes make up for one another's errors
     save_backward: bool = False  # transposed matrices too, for backward passes of kt-kernel
+    # What other ways to choose codes record, by the names of their options: JSON values.
+    ways: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.scale:
@@ -123,6 +125,7 @@ class Options(BaseOptions):
             "fold",
             "calibrate",
             "save_backward",
+            "ways",
         ):
             if not record[name]:
                 del record[name]
@@ -140,6 +143,7 @@ def options_of_record(record: Mapping[str, Any]) -> Options | None:
         importance=BY_WEIGHTS,
         calibrate=CalibrationRecord("", "", "", "", ""),
         save_backward=True,
+        ways={"name": None},
     ).as_dict()
     usual["fold"] = ""
     values = {name: value for name, value in record.items() if name in usual}
@@ -148,18 +152,15 @@ def options_of_record(record: Mapping[str, Any]) -> Options | None:
     scale = values.setdefault("scale", "amax")  # the only rule before there was a choice
     if scale not in get_args(ScaleRule) or (scale != "amax" and values.get("compat")):
         return None
-    if values.get("fold", "up-down") != "up-down":
-        return None
+    for name in _RECORDED.keys() & values.keys():
+        values[name] = _RECORDED[name](values[name])
+        if values[name] is None:
+            return None
     if values.get("fold") and (values.get("compat") or values.get("save_backward")):
         return None
-    if "importance" in values:
-        values["importance"] = _importance(values["importance"])
-        if values["importance"] is None or scale != "search":
-            return None
-    if "calibrate" in values:
-        values["calibrate"] = _record(CalibrationRecord, values["calibrate"])
-        if values["calibrate"] is None or scale != "search" or "importance" in values:
-            return None
+    searched = [name for name in ("importance", "calibrate") if name in values]
+    if len(searched) > 1 or (searched and scale != "search"):
+        return None
     return Options(**values, exclude_experts=set_of_record(record.get(EXCLUDED, {}), MANIFEST))
 
 
@@ -182,6 +183,14 @@ def _record(kind: type[R], record: Mapping[str, Any]) -> R | None:
     return kind(**record)
 
 
+# Records of ways to choose codes, by fields of Options; None for what no conversion records.
+_RECORDED: Mapping[str, Callable[[Any], Any]] = {
+    "fold": lambda record: record if record == "up-down" else None,
+    "importance": _importance,
+    "calibrate": lambda record: _record(CalibrationRecord, record),
+}
+
+
 def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
     """Plan the conversion of `checkpoint`.
 
@@ -191,17 +200,14 @@ def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
     excluded = options.exclude_experts
     layers = [layer for layer in checkpoint.layers if options.mtp or not layer.is_mtp]
     target = target_for(checkpoint, layers, options)
-    options = target.options
-    if not excluded:
-        plan = plan_checkpoint(checkpoint, target)
-        return replace(plan, notes=[*plan.notes, *target.notes])
-    selection = _without(excluded, checkpoint, options)
+    selection = remaining(excluded, layers) if excluded else None
     plan = plan_checkpoint(checkpoint, target, selection)
-    experts, places = counted(excluded.count, "expert"), counted(len(excluded.layers), "layer")
-    left_out = f"{experts} of {places}: --exclude-experts"
+    notes = [*plan.notes, *target.notes]
+    if not excluded:
+        return replace(plan, notes=notes)
+    left_out = f"{excluded.in_words}: --exclude-experts"
     note = f"{NO_KTRANSFORMERS}: this one is for ktconv's own runtime (docs/hot-experts.md)"
-    notes = [*plan.notes, *target.notes, note]
-    return replace(plan, skipped=[*plan.skipped, left_out], notes=notes)
+    return replace(plan, skipped=[*plan.skipped, left_out], notes=[*notes, note])
 
 
 def target_for(
@@ -214,24 +220,6 @@ def target_for(
     if mismatch is None:
         options = replace(options, allow_activation_mismatch=False)
     return KTransformersTarget(options, backward, mismatch)
-
-
-def _without(excluded: ExpertSet, checkpoint: Checkpoint, options: Options) -> Selection:
-    """What remains of the layers that experts are excluded from."""
-    experts = {
-        layer.index: len(layer.experts)
-        for layer in checkpoint.layers
-        if options.mtp or not layer.is_mtp
-    }
-    check_expert_set(excluded, experts, "--exclude-experts")
-    remaining = others(excluded, {layer: experts[layer] for layer in excluded.layers})
-    for layer, ids in remaining.items():
-        if not ids:
-            raise UsageError(
-                f"--exclude-experts excludes all {experts[layer]} of the experts of layer {layer}",
-                "keep at least one expert of each layer for the CPU",
-            )
-    return remaining
 
 
 class KTransformersTarget(Target):

@@ -14,27 +14,23 @@ from ktconv.quantize.encoded.passing import kept_scales
 from ktconv.quantize.encoded.proof import audit
 from ktconv.quantize.encoded.stored import scale_values, second_scale, tensor_scale
 from ktconv.quantize.encoded.task import largest_of
-from ktconv.source import ExpertMatrix, MoELayer, Projection
+from ktconv.source import ExpertMatrix, Projection
 from ktconv.source.reading.buffers import Buffers
-from ktconv.source.reading.matrices import MatrixReader, spans_of
-from ktconv.source.reading.reader import Span
+from ktconv.source.reading.matrices import MatrixReader
 from ktconv.system.arrays import F32, U8, Bools
 from ktconv.targets.encoded.kept import is_kept
 from ktconv.targets.encoded.scheme import Scheme
 from ktconv.targets.encoded.target import weight_dtype
 from ktconv.targets.packed.matrix_check import ErrorStats, Violation
 from ktconv.verify.encoded import nearest
-from ktconv.verify.encoded.biases import compare_bias
-from ktconv.verify.encoded.output import Module
+from ktconv.verify.encoded.module_check import ModuleCheck
 from ktconv.verify.encoded.quantization import Group
 from ktconv.verify.encoded.rounding import RoundingCheck, Rules
 from ktconv.verify.encoded.stored import StoredParts, stored_parts
 from ktconv.verify.encoded.unpack import levels
 from ktconv.verify.encoded.weights import reading_of
-from ktconv.verify.reading import Context, TensorStream, check_claims
-from ktconv.verify.runner import OTHER, Advance, unit_of
+from ktconv.verify.reading import TensorStream
 from ktconv.verify.second_reader.numbers import E4M3
-from ktconv.verify.totals import ItemResult
 
 LEVEL = "weights"
 NAMED = 3  # wrong codes and scales of some rows
@@ -42,57 +38,17 @@ _SLOP = 1e-6  # relative, of values whose second scale is a reciprocal
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedCheck:
-    """The tensors of one projection of one expert, against their source if it is given."""
+class EncodedCheck(ModuleCheck):
+    """The tensors of one projection of one expert in a format that the C library encodes."""
 
-    context: Context
-    module: Module
     scheme: Scheme
     requantized: bool  # codes of the source were not kept
-    matrix: ExpertMatrix | None  # None: checksums only
-    source: MoELayer | None  # the layer of `matrix`
-
-    @property
-    def unit(self) -> str:
-        layer = self.module.layer
-        return OTHER if layer is None else unit_of(layer)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of progress: of the source if it is read, else encoded ones."""
-        if self.matrix is not None:
-            return self.matrix.nbytes(self.matrix.rows)
-        return self.module.nbytes
-
-    def spans(self) -> Sequence[Span]:
-        return [] if self.matrix is None else spans_of(self.matrix)
-
-    def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
-        streams = {
-            part: TensorStream(self.context, tensor) for part, tensor in self.module.parts.items()
-        }
-        sums = None
-        if self.matrix is not None and self._is_sound(self.matrix):
-            sums = self._compare(self.matrix, streams, buffers)
-            compare_bias(self.context, self.module, self.matrix, streams)
-        for stream in streams.values():
-            stream.read_rest(buffers.source)
-        checked = [stream.check() for stream in streams.values()]
-        if sums is not None and all(checked):  # of other bytes the manifest says nothing
-            check_claims(self.context, self._codes_name, sums)
-        checksums = sum(equal is not None for equal in checked)
-        advance(self.nbytes)
-        where, layer, nbytes = self.module.where, self.module.layer, self.module.nbytes
-        if where is None:
-            return ItemResult(nbytes, checksums)
-        return ItemResult(nbytes, checksums, 0, layer, where.expert, where.proj, sums)
 
     @property
     def _codes_name(self) -> str:
         return f"{self.module.name}.{self.scheme.layout.parts[0]}"
 
     def _is_sound(self, matrix: ExpertMatrix) -> bool:
-        """Whether all tensors have their dtypes and shapes; else level structure reports it."""
         half = weight_dtype(matrix) == "F16"
         planned = self.scheme.layout.tensors(
             self.module.name, self.scheme.sizes(matrix.rows, matrix.cols, half)

@@ -11,16 +11,16 @@ from ktconv.runtime.layers.output_norms import output_norm
 from ktconv.source import MoELayer, Projection
 from ktconv.source.reading.streamed import Streamed, Streams
 from ktconv.system.arrays import F32
-from ktconv.verify.encoded.output import GpuOutput
+from ktconv.verify.encoded.output import EncodedOutput
 from ktconv.verify.encoded.weights import dequantized
 from ktconv.verify.findings import Facts
 from ktconv.verify.hidden_states import Inputs
 from ktconv.verify.layers import LayerReference, LayersCheck, Outputs
 
 
-class GpuLayersCheck(LayersCheck):
+class EncodedLayersCheck(LayersCheck):
     compared = "dequantized experts against the source's"
-    _output: GpuOutput
+    _output: EncodedOutput
 
     def _compare(self, layer: MoELayer, inputs: Inputs, x: F32) -> Facts:
         modules, activation = self._output.experts, kernel_activation(layer.activation)

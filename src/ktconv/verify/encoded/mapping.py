@@ -25,7 +25,7 @@ from ktconv.plan.placement.parallel import (
 from ktconv.source import Projection, TensorRef
 from ktconv.source.config import CONFIG_NAME
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
-from ktconv.verify.encoded.output import GpuOutput, Module
+from ktconv.verify.encoded.output import EncodedOutput, Module
 from ktconv.verify.encoded.quantization import Group
 from ktconv.verify.findings import Facts, Findings
 from ktconv.verify.request import VerifyRequest
@@ -49,7 +49,7 @@ def check_sizes(option: str, sizes: Sequence[int] | None) -> None:
             )
 
 
-def check_mapping(output: GpuOutput, request: VerifyRequest, findings: Findings) -> Facts:
+def check_mapping(output: EncodedOutput, request: VerifyRequest, findings: Findings) -> Facts:
     """Checks slots, then sizes; those that were requested must be possible."""
     slots = _Slots(output, findings)
     slots.fill()
@@ -84,7 +84,7 @@ def _size(size: int, split: Split, demanded: bool, kind: str, findings: Findings
 class _Slots:
     """Assigns tensors to places in w13 and w2."""
 
-    def __init__(self, output: GpuOutput, findings: Findings) -> None:
+    def __init__(self, output: EncodedOutput, findings: Findings) -> None:
         self._output, self._findings = output, findings
         self.filled: dict[tuple[int, int, Projection, str], str] = {}
         self._projections = cache(output.projections)  # by layer
@@ -146,7 +146,7 @@ class _Slots:
 # ---- sizes -----------------------------------------------------------------------------
 
 
-def _shapes(output: GpuOutput) -> Iterator[LayerShape]:
+def _shapes(output: EncodedOutput) -> Iterator[LayerShape]:
     """Shapes of layers by the columns of down, without damaged layers."""
     layers, seen = output.layers, set()
     for module in output.modules.values():
@@ -163,7 +163,7 @@ def _shapes(output: GpuOutput) -> Iterator[LayerShape]:
         yield LayerShape(layers[module.layer], _columns(output, packed, group), grains)
 
 
-def _grains(output: GpuOutput, group: Group) -> list[Grain]:
+def _grains(output: EncodedOutput, group: Group) -> list[Grain]:
     """What the columns of a part must be a multiple of, but for groups."""
     if output.scheme is None or output.scheme.row.is_int:
         word = 32 // group.bits
@@ -171,7 +171,7 @@ def _grains(output: GpuOutput, group: Group) -> list[Grain]:
     return [Grain(2, "the 2 weights of a byte")] if group.bits == 4 else []
 
 
-def _columns(output: GpuOutput, packed: TensorRef, group: Group) -> int:
+def _columns(output: EncodedOutput, packed: TensorRef, group: Group) -> int:
     """Of down, by its codes."""
     if not output.layout.streamed:
         return packed.shape[0] * (32 // group.bits)

@@ -18,7 +18,7 @@ from ktconv.errors import CheckpointError
 from ktconv.families.family import Projection
 from ktconv.system.arrays import F32
 from ktconv.system.text import Notify
-from ktconv.verify.encoded.output import GpuOutput
+from ktconv.verify.encoded.output import EncodedOutput
 from ktconv.verify.encoded.weights import dequantized
 from ktconv.verify.findings import Facts
 from ktconv.verify.model import LEVEL, ModelCheck, require
@@ -39,8 +39,8 @@ _MODULES_WITH_BARS = (
 )
 
 
-class GpuModelCheck(ModelCheck):
-    _output: GpuOutput
+class EncodedModelCheck(ModelCheck):
+    _output: EncodedOutput
     models_loaded = 2  # experts are unpacked when they are loaded
 
     @property
@@ -160,7 +160,7 @@ class _Pair:
 class _Swapped(_Pair):
     """One model with dequantized experts in place of some of its own."""
 
-    def __init__(self, model: Any, output: GpuOutput) -> None:
+    def __init__(self, model: Any, output: EncodedOutput) -> None:
         super().__init__(model, model)
         self._kept: list[tuple[Tensor, Tensor]] = []  # view of a parameter, its other content
         self._put_all(model, output)
@@ -179,7 +179,7 @@ class _Swapped(_Pair):
             view.copy_(other)
             other.copy_(now)
 
-    def _put_all(self, model: Any, output: GpuOutput) -> None:
+    def _put_all(self, model: Any, output: EncodedOutput) -> None:
         import torch
 
         from ktconv.model.sites import find_experts

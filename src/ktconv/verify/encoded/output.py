@@ -76,7 +76,7 @@ class Module:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuOutput(OpenedOutput):
+class EncodedOutput(OpenedOutput):
     quantization: Quantization
     why_not: str | None  # the fault of config.json, if `quantization` is the manifest's
     modules: Mapping[str, Module]
@@ -248,7 +248,7 @@ def _fits(scheme: Scheme, found: Mapping[str, TensorRef]) -> bool:
     return False
 
 
-def open_gpu_output(output: Path, source: ModelSource | str | None) -> GpuOutput:
+def open_gpu_output(output: Path, source: ModelSource | str | None) -> EncodedOutput:
     """An output and the model that it was converted from, if given.
 
     Raises CheckpointError for an unsupported checkpoint, UsageError for one without packed
@@ -267,7 +267,7 @@ def open_gpu_output(output: Path, source: ModelSource | str | None) -> GpuOutput
     modules, others = _sort(packed, numbers, scheme, recipe)
     if not modules and not packed.damaged and manifest is None:
         raise UsageError(f"{output} contains no packed modules", "give an OUTPUT of quantize-gpu")
-    return GpuOutput(
+    return EncodedOutput(
         packed=packed,
         manifest=manifest,
         checkpoint=checkpoint,

@@ -18,7 +18,7 @@ from ktconv.targets.encoded.module_classes import class_of
 from ktconv.targets.encoded.names import patterns_of, target_pattern
 from ktconv.targets.encoded.scheme import CHANNEL
 from ktconv.targets.encoded.target import RENAMED, EncodedTarget, bias_tensors, weight_dtype
-from ktconv.verify.encoded.output import GpuOutput, Module, is_expert
+from ktconv.verify.encoded.output import EncodedOutput, Module, is_expert
 from ktconv.verify.encoded.quantization import Group, quantization_elsewhere, unlike_ours, unusual
 from ktconv.verify.encoded.unpack import SCALE_DTYPES
 from ktconv.verify.side_content import QUANTIZATION_KEYS, config_differences, differences, flat
@@ -28,8 +28,8 @@ from ktconv.writer.manifest import MANIFEST
 NOT_LINEAR = ("embeddings", "router gates", "norms")  # two-dimensional, yet no engine packs them
 
 
-class GpuStructureCheck(StructureCheck):
-    _output: GpuOutput
+class EncodedStructureCheck(StructureCheck):
+    _output: EncodedOutput
 
     def tensors(self) -> int:
         self._config()

@@ -18,7 +18,7 @@ from ktconv.system.arrays import U8
 from ktconv.targets.encoded.kept import is_kept
 from ktconv.targets.encoded.scheme import CHANNEL, SCHEMES, Scheme
 from ktconv.targets.encoded.target import weight_dtype
-from ktconv.verify.encoded.output import GpuOutput, Module
+from ktconv.verify.encoded.output import EncodedOutput, Module
 from ktconv.verify.encoded.quantization import Group
 from ktconv.verify.encoded.weights import PARTS, is_sound
 from ktconv.verify.reading import read_tensor
@@ -53,7 +53,7 @@ class _Tally:
         return self.codes >= _CODES * self.of_codes and self.scales >= _SCALES * self.of_scales
 
 
-def found_rule(output: GpuOutput, group: Group, reader: SourceReader) -> Rule | None:
+def found_rule(output: EncodedOutput, group: Group, reader: SourceReader) -> Rule | None:
     """The rule of the experts of `group`, None where none explains them. Raises KtconvError for a
     source that cannot be read."""
     tallies: dict[Rule, _Tally] = {}
@@ -69,12 +69,12 @@ def found_rule(output: GpuOutput, group: Group, reader: SourceReader) -> Rule | 
     )
 
 
-def can_be_told(output: GpuOutput, group: Group) -> bool:
+def can_be_told(output: EncodedOutput, group: Group) -> bool:
     """Whether some expert of `group` has scales that a rule can have made."""
     return any(_scheme(group, module, matrix) for module, matrix in _spread(output, group))
 
 
-def _spread(output: GpuOutput, group: Group) -> Iterator[tuple[Module, ExpertMatrix]]:
+def _spread(output: EncodedOutput, group: Group) -> Iterator[tuple[Module, ExpertMatrix]]:
     """Sound matrices of experts with their source, far apart first."""
     sources = output.source_layers
     found = []
@@ -145,7 +145,7 @@ def _different(one: U8, other: U8, bits: int) -> int:
     return int(np.count_nonzero(apart & 15)) + int(np.count_nonzero(apart >> 4))
 
 
-def rules_by_group(output: GpuOutput, reader: SourceReader) -> Mapping[str, Rule | None]:
+def rules_by_group(output: EncodedOutput, reader: SourceReader) -> Mapping[str, Rule | None]:
     """By the names of groups that have experts whose rule can be told."""
     return {
         group.name: found_rule(output, group, reader)

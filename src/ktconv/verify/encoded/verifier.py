@@ -16,15 +16,16 @@ from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.encoded.scheme import Scheme
 from ktconv.targets.encoded.target import weight_dtype
 from ktconv.verify.encoded.encoded import EncodedCheck
-from ktconv.verify.encoded.layers import GpuLayersCheck
+from ktconv.verify.encoded.layers import EncodedLayersCheck
 from ktconv.verify.encoded.mapping import LEVEL as MAPPING
 from ktconv.verify.encoded.mapping import check_mapping, check_sizes
-from ktconv.verify.encoded.model import GpuModelCheck
-from ktconv.verify.encoded.output import GpuOutput, open_gpu_output
+from ktconv.verify.encoded.model import EncodedModelCheck
+from ktconv.verify.encoded.module_check import ModuleCheck
+from ktconv.verify.encoded.output import EncodedOutput, open_gpu_output
 from ktconv.verify.encoded.rounding import rules_of
-from ktconv.verify.encoded.structure import GpuStructureCheck
+from ktconv.verify.encoded.structure import EncodedStructureCheck
 from ktconv.verify.encoded.unrecorded import Rule, rules_by_group
-from ktconv.verify.encoded.weights import DecodedCheck, ModuleCheck, largest_error
+from ktconv.verify.encoded.weights import DecodedCheck, IntegerCheck, largest_error
 from ktconv.verify.findings import Facts, Findings
 from ktconv.verify.reading import Context
 from ktconv.verify.runner import Check
@@ -37,11 +38,11 @@ _ROUNDING_BYTES = 8 << 20
 _SOME = 9  # matrices that tell how all were encoded; some of them can be damaged
 
 
-class GpuVerifier(OutputVerifier):
-    output: GpuOutput
-    structure_class = GpuStructureCheck
-    layers_class = GpuLayersCheck
-    model_class = GpuModelCheck
+class EncodedVerifier(OutputVerifier):
+    output: EncodedOutput
+    structure_class = EncodedStructureCheck
+    layers_class = EncodedLayersCheck
+    model_class = EncodedModelCheck
     open = staticmethod(open_gpu_output)
 
     def check_options(self) -> None:
@@ -89,7 +90,7 @@ class GpuVerifier(OutputVerifier):
 
     def expert_checks(
         self, context: Context, share: float, rng: random.Random
-    ) -> Iterator[ModuleCheck | EncodedCheck]:
+    ) -> Iterator[ModuleCheck]:
         """Also of packed modules that are not routed experts."""
         output = self.output
         chosen = {
@@ -114,17 +115,17 @@ class GpuVerifier(OutputVerifier):
             if (rule := found.get(group.name)) is not None:
                 if rule.kept or rule.scheme.search:
                     again = not rule.kept
-                    yield EncodedCheck(context, module, rule.scheme, again, matrix, layer)
+                    yield EncodedCheck(context, module, matrix, layer, rule.scheme, again)
                 else:
                     by_rule = rules_of("rtn", output.ours)
-                    yield ModuleCheck(context, module, group, by_rule, matrix, layer)
+                    yield IntegerCheck(context, module, matrix, layer, group, by_rule)
             elif self._is_encoded(matrix):
                 scheme, again = output.scheme_of(module), self.requantized
                 if unrecorded is not None:
                     scheme, again = unrecorded
-                yield EncodedCheck(context, module, scheme, again, matrix, layer)
+                yield EncodedCheck(context, module, matrix, layer, scheme, again)
             else:
-                yield ModuleCheck(context, module, group, rules, matrix, layer)
+                yield IntegerCheck(context, module, matrix, layer, group, rules)
 
     def _unrecorded(self, context: Context) -> Mapping[str, Rule | None]:
         """By group the rule of packed integers of which no manifest tells it: a recipe tells those
@@ -178,7 +179,7 @@ class GpuVerifier(OutputVerifier):
             count = 0
             for module, matrix, layer in some:
                 alone = replace(context, findings=Findings())
-                EncodedCheck(alone, module, *way, matrix, layer).run(buffers, lambda _: None)
+                EncodedCheck(alone, module, matrix, layer, *way).run(buffers, lambda _: None)
                 count += not alone.findings.count()
             return count
 

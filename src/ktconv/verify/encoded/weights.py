@@ -18,15 +18,16 @@ from ktconv.source.reading.reader import Span
 from ktconv.source.reading.streamed import Piece, Streamed, piece_rows
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.packed.matrix_check import ErrorStats, Violation
-from ktconv.verify.encoded.biases import bias_of, compare_bias
-from ktconv.verify.encoded.output import GpuOutput, Module
+from ktconv.verify.encoded.biases import bias_of
+from ktconv.verify.encoded.module_check import ModuleCheck
+from ktconv.verify.encoded.output import EncodedOutput, Module
 from ktconv.verify.encoded.quantization import Group
 from ktconv.verify.encoded.rounding import RoundingCheck, Rules, bound_steps, rules_of
 from ktconv.verify.encoded.stored import stored_parts
 from ktconv.verify.encoded.unpack import SCALE_DTYPES, levels, scales, values
-from ktconv.verify.reading import Context, TensorStream, check_claims, read_tensor
+from ktconv.verify.reading import Context, TensorStream, read_tensor
 from ktconv.verify.reading_check import ReadingCheck, expert_check, module_check
-from ktconv.verify.runner import OTHER, Advance, unit_of
+from ktconv.verify.runner import OTHER, Advance
 from ktconv.verify.totals import ItemResult
 
 PARTS = PACK_QUANTIZED.parts
@@ -35,53 +36,20 @@ WHOLE = 32  # rows, columns and groups that the C library compares are multiples
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleCheck:
-    """The three tensors of one projection of one expert, against their source if it is given."""
+class IntegerCheck(ModuleCheck):
+    """The three tensors of one projection of one expert in pack-quantized integers."""
 
-    context: Context
-    module: Module
     group: Group
     rules: Rules
-    matrix: ExpertMatrix | None  # None: checksums and shape only
-    source: MoELayer | None  # the layer of `matrix`
 
     @property
-    def unit(self) -> str:
-        layer = self.module.layer
-        return OTHER if layer is None else unit_of(layer)
+    def _codes_name(self) -> str:
+        return self.module.parts[PARTS[0]].name
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of progress: of the source if it is read, else packed ones."""
-        if self.matrix is not None:
-            return self.matrix.nbytes(self.matrix.rows)
-        return self.module.nbytes
+    def _is_sound(self, matrix: ExpertMatrix) -> bool:
+        return is_sound(self.module, self.group, matrix)
 
-    def spans(self) -> Sequence[Span]:
-        return [] if self.matrix is None else spans_of(self.matrix)
-
-    def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
-        streams = {
-            part: TensorStream(self.context, tensor) for part, tensor in self.module.parts.items()
-        }
-        self._shape(streams)
-        sums = None
-        if self.matrix is not None and is_sound(self.module, self.group, self.matrix):
-            sums = self._compare(self.matrix, streams, buffers)
-            compare_bias(self.context, self.module, self.matrix, streams)
-        for stream in streams.values():
-            stream.read_rest(buffers.source)
-        checked = [stream.check() for stream in streams.values()]
-        if sums is not None and all(checked):  # of other bytes the manifest says nothing
-            check_claims(self.context, self.module.parts[PARTS[0]].name, sums)
-        checksums = sum(equal is not None for equal in checked)
-        advance(self.nbytes)
-        where, layer, nbytes = self.module.where, self.module.layer, self.module.nbytes
-        if where is None:
-            return ItemResult(nbytes, checksums)
-        return ItemResult(nbytes, checksums, 0, layer, where.expert, where.proj, sums)
-
-    def _shape(self, streams: Mapping[str, TensorStream]) -> None:
+    def _check_alone(self, streams: Mapping[str, TensorStream]) -> None:
         """Checks that weight_shape is the shape of the matrix."""
         tensor, packed = self.module.parts.get(PARTS[2]), self.module.parts.get(PARTS[0])
         if tensor is None or packed is None or len(packed.shape) != 2:
@@ -211,7 +179,7 @@ def is_sound(module: Module, group: Group, matrix: ExpertMatrix) -> bool:
     )
 
 
-def dequantized(output: GpuOutput, module: Module, matrix: ExpertMatrix) -> Streamed:
+def dequantized(output: EncodedOutput, module: Module, matrix: ExpertMatrix) -> Streamed:
     """The values [rows, cols] of a packed module that passed level structure."""
     if output.layout is not PACK_QUANTIZED:
         stored = stored_parts(output.scheme_of(module), module, matrix)
@@ -234,7 +202,7 @@ def _pieces(module: Module, matrix: ExpertMatrix, group: Group) -> Iterator[Piec
         yield Piece(rows, slice(0, matrix.cols), values(level, scale_of[rows]))
 
 
-def largest_error(output: GpuOutput) -> float | None:
+def largest_error(output: EncodedOutput) -> float | None:
     """The largest error of rounding to nearest, in steps; None for other methods, and where a
     search chose scales: it may cut the largest weights of a group off."""
     if not rules_of(output.method, output.ours).elements or output.layout is not PACK_QUANTIZED:

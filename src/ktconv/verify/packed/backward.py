@@ -26,7 +26,7 @@ from ktconv.targets.packed.matrix_check import ErrorStats
 from ktconv.targets.packed.proof import Proof
 from ktconv.targets.packed.scale_rules import Allowed
 from ktconv.targets.packed.target import Options
-from ktconv.verify.packed.output import CpuOutput
+from ktconv.verify.packed.output import PackedOutput
 from ktconv.verify.packed.parts import PartCheck
 from ktconv.verify.packed.resharded import PartsBefore
 from ktconv.verify.reading import Context
@@ -40,7 +40,7 @@ class BackwardCheck:
     """All parts of the transpose of one projection of one expert."""
 
     context: Context
-    output: CpuOutput
+    output: PackedOutput
     options: Options  # how it was quantized
     layer: int
     expert: int

@@ -19,7 +19,7 @@ from ktconv.source.stacks import Stack, split_tensors
 from ktconv.system.units import listed
 from ktconv.targets.packed.weights import PackedWeights, open_packed
 from ktconv.verify.findings import Findings
-from ktconv.verify.packed.output import CpuOutput
+from ktconv.verify.packed.output import PackedOutput
 from ktconv.writer.journal import Journal, Record
 from ktconv.writer.manifest import Manifest, read_manifest
 
@@ -41,7 +41,7 @@ class Layer(NamedTuple):
 Layers = dict[int, Layer]
 
 
-def check_cover(output: CpuOutput, other: Path, findings: Findings) -> dict[str, Any]:
+def check_cover(output: PackedOutput, other: Path, findings: Findings) -> dict[str, Any]:
     """Compares both with the model; facts for the report.
 
     Raises UsageError where the experts of the model are not known or `other` has none,
@@ -86,7 +86,7 @@ def check_cover(output: CpuOutput, other: Path, findings: Findings) -> dict[str,
     }
 
 
-def _layers(output: CpuOutput) -> Layers:
+def _layers(output: PackedOutput) -> Layers:
     """Of the source if it is given, else of the manifest."""
     if output.checkpoint is not None:
         return {

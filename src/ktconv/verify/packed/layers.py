@@ -22,12 +22,12 @@ from ktconv.system.pool import Pool
 from ktconv.verify.findings import Facts
 from ktconv.verify.hidden_states import LEVEL, Inputs
 from ktconv.verify.layers import LayerReference, LayersCheck, Outputs, relative
-from ktconv.verify.packed.output import CpuOutput
+from ktconv.verify.packed.output import PackedOutput
 
 
-class CpuLayersCheck(LayersCheck):
+class PackedLayersCheck(LayersCheck):
     compared = "kernels against float32"
-    _output: CpuOutput
+    _output: PackedOutput
 
     def _kernels(self) -> Facts:
         formats = {one.format for one in self._output.packed.layers.values() if one.format}

@@ -11,15 +11,15 @@ from ktconv.formats import FORMATS
 from ktconv.system.text import Notify
 from ktconv.verify.findings import Facts, Progression
 from ktconv.verify.model import LEVEL, ModelCheck
-from ktconv.verify.packed.output import CpuOutput
+from ktconv.verify.packed.output import PackedOutput
 
 if TYPE_CHECKING:
     from ktconv.model.streamed.calls import ExpertLayer, ExpertRunner
     from ktconv.model.streamed.experts import SourceExperts
 
 
-class CpuModelCheck(ModelCheck):
-    _output: CpuOutput
+class PackedModelCheck(ModelCheck):
+    _output: PackedOutput
     models_loaded = 1
 
     @property

@@ -25,7 +25,7 @@ _HINT = "give an OUTPUT of ktconv quantize-cpu or quantize-gpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CpuOutput(OpenedOutput):
+class PackedOutput(OpenedOutput):
     options: Options
     contradiction: str | None  # between manifest and tensors; then `options` are the tensors'
     backward: Options | None  # how matrices of backward passes were quantized; None: without them
@@ -48,7 +48,7 @@ class CpuOutput(OpenedOutput):
         return geometry.here if geometry else ()
 
 
-def open_cpu_output(output: Path, source: ModelSource | str | None) -> CpuOutput:
+def open_cpu_output(output: Path, source: ModelSource | str | None) -> PackedOutput:
     """An output and the model that it was converted from, if given.
 
     Raises UsageError if there is nothing to verify, CheckpointError for an unusable source.
@@ -76,7 +76,7 @@ def open_cpu_output(output: Path, source: ModelSource | str | None) -> CpuOutput
     options = replace(options, save_backward=backward is not None)
     # A mismatch of activations was decided about when it was converted.
     options = replace(options, max_shard_size=NO_LIMIT, allow_activation_mismatch=True)
-    return CpuOutput(
+    return PackedOutput(
         packed=packed,
         manifest=manifest,
         checkpoint=checkpoint,

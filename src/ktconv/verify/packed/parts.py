@@ -21,7 +21,7 @@ from ktconv.targets.packed.matrix_check import (
 from ktconv.targets.packed.proof import ROW_ERROR_BOUND, Proof
 from ktconv.targets.packed.scale_rules import Allowed
 from ktconv.targets.packed.weights import name_of
-from ktconv.verify.packed.output import CpuOutput
+from ktconv.verify.packed.output import PackedOutput
 from ktconv.verify.packed.resharded import parts_before
 from ktconv.verify.reading import TOLERANCE, Context, TensorStream, check_claims
 from ktconv.verify.structure import where_of
@@ -34,7 +34,9 @@ class PartCheck:
     """One part's packed matrix, compared with its source a few rows at a time. A tensor of a wrong
     size is not read: level structure reports it."""
 
-    def __init__(self, context: Context, output: CpuOutput, weight: TensorId, proof: Proof) -> None:
+    def __init__(
+        self, context: Context, output: PackedOutput, weight: TensorId, proof: Proof
+    ) -> None:
         """`weight` names the codes."""
         self._context, self._packed, self.index = context, output.packed, weight.part
         geometry, options = self._packed.layers[weight.layer], output.options

@@ -15,13 +15,13 @@ from ktconv.errors import UsageError
 from ktconv.formats import Projection, TensorId
 from ktconv.formats.folding import FoldError, decode, folded_importance
 from ktconv.formats.multiples import MULTIPLES
-from ktconv.quantize.packed.ways import Converted, ErrorWeights
+from ktconv.quantize.packed.ways import Converted, ErrorWeights, ways_of_table
 from ktconv.system.arrays import I8
 from ktconv.targets.card import codes_in_words
 from ktconv.targets.packed.proof import CODES, COMPENSATED, ROW_ERROR_BOUND, Proof
 from ktconv.targets.packed.target import BY_WEIGHTS
 from ktconv.targets.packed.weights import name_of
-from ktconv.verify.packed.output import CpuOutput
+from ktconv.verify.packed.output import PackedOutput
 from ktconv.writer.journal import Record
 from ktconv.writer.manifest import MANIFEST
 
@@ -91,11 +91,10 @@ class Proofs:
         return {"codes_by": self.words, "rule": self.rule, "unproven": list(self.unproven)}
 
 
-def proofs_of(output: CpuOutput, importance: Path | None, calibrate: Path | None) -> Proofs:
+def proofs_of(output: PackedOutput, importance: Path | None, calibrate: Path | None) -> Proofs:
     """`importance`, `calibrate`: what is given of that. UsageError for anything that the output was
     not converted with."""
-    from ktconv.quantize.packed.run import WAYS
-
+    ways = ways_of_table()
     options, given = output.options, {"importance": importance, "calibrate": calibrate}
     for option, path in given.items():
         if path is not None and getattr(options, option) is None:
@@ -110,11 +109,11 @@ def proofs_of(output: CpuOutput, importance: Path | None, calibrate: Path | None
     known = None
     if output.checkpoint is not None and output.plan is not None:
         done = Converted(output.directory, options, output.checkpoint, output.plan.moe_layers)
-        found = (way.error_weights(done, given.get(way.option)) for way in WAYS)
+        found = (way.error_weights(done, given.get(way.option)) for way in ways)
         known = next((one for one in found if one is not None), None)
     records = output.records.values() if options.calibrate is not None else ()
     codes = [record[CODES] for record in records if CODES in record]
-    sentences = (way.unproven(options, codes, known is not None) for way in WAYS)
+    sentences = (way.unproven(options, codes, known is not None) for way in ways)
     return Proofs(
         rule=options.scale,
         words=codes_in_words(options),

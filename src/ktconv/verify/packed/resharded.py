@@ -19,10 +19,10 @@ from ktconv.source.reading.matrices import MatrixReader, Scales
 from ktconv.system.arrays import F32
 from ktconv.targets.packed.proof import Proof
 from ktconv.targets.packed.scale_rules import Allowed, scales_of
-from ktconv.verify.packed.output import CpuOutput
+from ktconv.verify.packed.output import PackedOutput
 
 
-def parts_before(output: CpuOutput) -> list[int]:
+def parts_before(output: PackedOutput) -> list[int]:
     """How many parts the weights had: when they were quantized, ..., before the last cut. Empty if
     they were never cut anew, or have a scale per group, which stay the same."""
     record = output.manifest.resharded_from if output.manifest else None
@@ -63,7 +63,7 @@ class PartsBefore:
     """The scales of a matrix's parts before it was cut anew, computed from the source once more;
     `shape` is that of the whole."""
 
-    def __init__(self, output: CpuOutput, shape: tuple[int, int], proof: Proof) -> None:
+    def __init__(self, output: PackedOutput, shape: tuple[int, int], proof: Proof) -> None:
         options = output.options
         self._counts = [*parts_before(output), options.numa]
         self._fmt, self._proof = FORMATS[options.method], proof

@@ -5,14 +5,14 @@ from __future__ import annotations
 from ktconv.formats import FORMATS, parse_kt_path
 from ktconv.system.units import counted
 from ktconv.targets.packed.weights import name_of
-from ktconv.verify.packed.output import CpuOutput
+from ktconv.verify.packed.output import PackedOutput
 from ktconv.verify.structure import StructureCheck, where_of
 from ktconv.writer.manifest import MANIFEST
 from ktconv.writer.shards import Tensor
 
 
-class CpuStructureCheck(StructureCheck):
-    _output: CpuOutput
+class PackedStructureCheck(StructureCheck):
+    _output: PackedOutput
 
     def tensors(self) -> int:
         output = self._output

@@ -20,12 +20,12 @@ from ktconv.verify.memory import LayerNeed
 from ktconv.verify.packed.backward import BackwardCheck
 from ktconv.verify.packed.cover import LEVEL as COVERAGE
 from ktconv.verify.packed.cover import check_cover
-from ktconv.verify.packed.layers import CpuLayersCheck
-from ktconv.verify.packed.model import CpuModelCheck
-from ktconv.verify.packed.output import CpuOutput, open_cpu_output
+from ktconv.verify.packed.layers import PackedLayersCheck
+from ktconv.verify.packed.model import PackedModelCheck
+from ktconv.verify.packed.output import PackedOutput, open_cpu_output
 from ktconv.verify.packed.proofs import Proofs, proofs_of
 from ktconv.verify.packed.resharded import parts_before
-from ktconv.verify.packed.structure import CpuStructureCheck
+from ktconv.verify.packed.structure import PackedStructureCheck
 from ktconv.verify.packed.weights import ExpertMatrixCheck
 from ktconv.verify.reading import Context
 from ktconv.verify.totals import Totals
@@ -34,12 +34,12 @@ from ktconv.verify.verifier import OutputVerifier
 _CHECK_BYTES = 2 << 20  # per thread: what the check of a matrix keeps for each of its rows
 
 
-class CpuVerifier(OutputVerifier):
-    output: CpuOutput
+class PackedVerifier(OutputVerifier):
+    output: PackedOutput
     _proofs: Proofs
-    structure_class = CpuStructureCheck
-    layers_class = CpuLayersCheck
-    model_class = CpuModelCheck
+    structure_class = PackedStructureCheck
+    layers_class = PackedLayersCheck
+    model_class = PackedModelCheck
     open = staticmethod(open_cpu_output)
 
     def check_options(self) -> None:

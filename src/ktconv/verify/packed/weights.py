@@ -27,7 +27,7 @@ from ktconv.system.arrays import I8
 from ktconv.targets.packed.matrix_check import ErrorStats
 from ktconv.targets.packed.proof import Proof
 from ktconv.targets.packed.scale_rules import Allowed
-from ktconv.verify.packed.output import CpuOutput
+from ktconv.verify.packed.output import PackedOutput
 from ktconv.verify.packed.parts import LEVEL, PartCheck
 from ktconv.verify.packed.proofs import Proofs
 from ktconv.verify.packed.resharded import PartsBefore, parts_before
@@ -43,7 +43,7 @@ class ExpertMatrixCheck:
     """All parts of one projection of one expert."""
 
     context: Context
-    output: CpuOutput
+    output: PackedOutput
     layer: int
     expert: int
     proj: Projection

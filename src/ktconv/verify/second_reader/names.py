@@ -107,7 +107,7 @@ class SecondReader:
         with self._lock, collector_paused():
             if self._by_module is None:
                 found: dict[str, Parts] = {}
-                for header in read_shards(select_shards(self._checkpoint.path)):
+                for header in read_shards(select_shards(self._checkpoint.path)).headers:
                     for tensor in header.tensors:
                         usual = self._map and self._map.usual(tensor.name)
                         module, _, part = (usual or tensor.name).rpartition(".")

@@ -21,7 +21,7 @@ from typing import Any
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.model import load
-from ktconv.system.files import refuse_device
+from ktconv.system.regular_files import refuse_device
 from ktconv.targets.encoded.target import Calibration
 
 _FILES = (".jsonl", ".txt")

@@ -36,8 +36,6 @@ class Compensation(Way):
     """The inputs that codes are calibrated on: all recorded, or of one layer after the other while
     a text passes the model."""
 
-    option = "calibrate"
-
     def __init__(self, found: Calibration | TextCalibration, text: TextCalibration | None) -> None:
         self.found, self.text = found, text
         self.record = {"calibrate": found.record}

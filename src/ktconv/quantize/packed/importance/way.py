@@ -24,8 +24,6 @@ from ktconv.targets.packed.target import BY_WEIGHTS, Options, Plan
 class Importance(Way):
     """Weights of squared errors, from a file or from the model's own matrices."""
 
-    option = "importance"
-
     def __init__(self, found: ExpertWeights | SourceWeights) -> None:
         self.found, self.record = found, {"importance": found.record}
 

@@ -1,0 +1,84 @@
+"""Levels structure and weights of one expert's matrix: its tensors are read once, for checksums and
+for the comparison with the source, which differs by format."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ktconv.source import ExpertMatrix, MoELayer
+from ktconv.source.reading.buffers import Buffers
+from ktconv.source.reading.matrices import spans_of
+from ktconv.source.reading.reader import Span
+from ktconv.targets.packed.matrix_check import ErrorStats
+from ktconv.verify.encoded.biases import compare_bias
+from ktconv.verify.encoded.output import Module
+from ktconv.verify.reading import Context, TensorStream, check_claims
+from ktconv.verify.runner import OTHER, Advance, unit_of
+from ktconv.verify.totals import ItemResult
+
+Streams = Mapping[str, TensorStream]  # by part of the layout
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCheck(ABC):
+    """The tensors of one projection of one expert, against their source if it is given."""
+
+    context: Context
+    module: Module
+    matrix: ExpertMatrix | None  # None: checksums, and what follows from the tensors alone
+    source: MoELayer | None  # the layer of `matrix`
+
+    @property
+    def unit(self) -> str:
+        layer = self.module.layer
+        return OTHER if layer is None else unit_of(layer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of progress: of the source if it is read, else encoded ones."""
+        if self.matrix is not None:
+            return self.matrix.nbytes(self.matrix.rows)
+        return self.module.nbytes
+
+    def spans(self) -> Sequence[Span]:
+        return [] if self.matrix is None else spans_of(self.matrix)
+
+    def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
+        streams = {
+            part: TensorStream(self.context, tensor) for part, tensor in self.module.parts.items()
+        }
+        self._check_alone(streams)
+        sums = None
+        if self.matrix is not None and self._is_sound(self.matrix):
+            sums = self._compare(self.matrix, streams, buffers)
+            compare_bias(self.context, self.module, self.matrix, streams)
+        for stream in streams.values():
+            stream.read_rest(buffers.source)
+        checked = [stream.check() for stream in streams.values()]
+        if sums is not None and all(checked):  # of other bytes the manifest says nothing
+            check_claims(self.context, self._codes_name, sums)
+        checksums = sum(equal is not None for equal in checked)
+        advance(self.nbytes)
+        where, layer, nbytes = self.module.where, self.module.layer, self.module.nbytes
+        if where is None:
+            return ItemResult(nbytes, checksums)
+        return ItemResult(nbytes, checksums, 0, layer, where.expert, where.proj, sums)
+
+    def _check_alone(self, streams: Streams) -> None:
+        """Reports what the tensors show without their source."""
+        return
+
+    @property
+    @abstractmethod
+    def _codes_name(self) -> str:
+        """Name of the tensor with the codes, under which the manifest records errors."""
+
+    @abstractmethod
+    def _is_sound(self, matrix: ExpertMatrix) -> bool:
+        """Whether all tensors have their dtypes and shapes; else level structure reports it."""
+
+    @abstractmethod
+    def _compare(self, matrix: ExpertMatrix, streams: Streams, buffers: Buffers) -> ErrorStats:
+        """Compares codes and scales with the source, and reports what is wrong."""
