@@ -15,8 +15,23 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
 ]
-# Modules whose docstrings begin with what they name; more can be added.
-MODULES = [*sorted((ROOT / "src/ktconv/cli").glob("*.py")), *sorted(DOCS.glob("*.py"))]
+SOURCE = ROOT / "src/ktconv"
+# Modules whose docstrings do not begin with what they name yet.
+LATER = {
+    SOURCE / name
+    for name in (
+        "families/activations.py", "families/config.py", "families/routers.py", "source/towers.py",
+    )
+}  # fmt: skip
+MODULES = [*sorted({*SOURCE.rglob("*.py")} - LATER), *sorted(DOCS.glob("*.py"))]
+# Rooms that still have phrases to avoid.
+UNREAD = ("bench", "conversion", "families", "quantize", "source", "train")
+READ = [
+    path
+    for path in MODULES
+    if not any(path.is_relative_to(SOURCE / room) for room in UNREAD)
+    or path.is_relative_to(SOURCE / "source/remote")
+]
 # A phrase, and what to write in its place.
 AVOID = {
     r"anew": "again, or re-quantize",
@@ -43,7 +58,7 @@ def prose(path: Path) -> str:
     return "\n".join(node.value for node in strings if isinstance(node.value, str))
 
 
-@pytest.mark.parametrize("path", [*PAGES, *MODULES], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*PAGES, *READ], ids=lambda path: str(path.relative_to(ROOT)))
 def test_phrases_to_avoid(path: Path) -> None:
     text = " ".join(prose(path).split())
     for phrase, better in AVOID.items():

@@ -144,7 +144,7 @@ static void check_barrier(kt_pool *pool) {
 
 typedef struct share_context {
   kt_share share;
-  int64_t items, grain;
+  int64_t begin, items, grain;
   int taken[ITEMS]; /* plain: two takers of one item would race */
   int wrong[THREADS];
 } share_context;
@@ -153,7 +153,7 @@ static void share_job(void *context, int32_t thread) {
   share_context *c = context;
   int64_t last = c->items + 1;
   for (int64_t first, count; kt_share_take(&c->share, &first, &count);) {
-    const int inside = first >= 0 && count > 0 && first + count <= c->items;
+    const int inside = first >= c->begin && count > 0 && first + count <= c->items;
     const int fair = count >= c->grain || first + count == c->items;
     if (!inside || !fair || count > last) c->wrong[thread]++;
     last = count > c->grain ? count : c->grain;
@@ -161,17 +161,22 @@ static void share_job(void *context, int32_t thread) {
   }
 }
 
-static void check_share(kt_pool *pool, int64_t items, int64_t grain) {
+/* Items begin .. items - 1. */
+static void check_share(kt_pool *pool, int64_t begin, int64_t items, int64_t grain) {
   static share_context c;
   memset(&c.taken, 0, sizeof c.taken);
   memset(&c.wrong, 0, sizeof c.wrong);
-  c.items = items;
+  c.begin = begin, c.items = items;
   c.grain = grain < 1 ? 1 : grain;
-  kt_share_init(&c.share, items, grain, kt_pool_threads(pool));
+  if (begin)
+    kt_share_init_range(&c.share, begin, items, grain, kt_pool_threads(pool));
+  else
+    kt_share_init(&c.share, items, grain, kt_pool_threads(pool));
   kt_pool_run(pool, share_job, &c);
   for (int32_t t = 0; t < kt_pool_threads(pool); t++)
     expect(c.wrong[t] == 0, "runs lie inside, are at least a grain and do not grow");
-  for (int64_t i = 0; i < items; i++) expect(c.taken[i] == 1, "every item is taken once");
+  for (int64_t i = 0; i < items; i++)
+    expect(c.taken[i] == (i >= begin), "every item is taken once");
 }
 
 /* ---- Members ----------------------------------------------------------------------- */
@@ -328,7 +333,7 @@ int main(int argc, char **argv) {
     check_barrier(pool);
     for (size_t i = 0; i < sizeof items / sizeof *items; i++)
       for (int64_t grain = 0; grain <= 64; grain = grain * 4 + 1)
-        check_share(pool, items[i], grain);
+        check_share(pool, 0, items[i], grain), check_share(pool, items[i] / 3, items[i], grain);
     kt_pool_destroy(pool);
   }
   check_callers();

@@ -510,6 +510,24 @@ static void transposed_strips(transposed_trial *t, int64_t first, int64_t end, i
   }
 }
 
+/* The same with sums in two parts. */
+static void transposed_in_parts(transposed_trial *t) {
+  kt_transposed_fn *const product = kt_format_transposed(kt_format_of(&t->w[0].packed.layout));
+  for (int64_t column = 0; column < t->cols; column += KT_STRIP) {
+    for (int part = 0; part < 2; part++) {
+      kt_transposed job = t->job;
+      job.column = column, job.end = column + KT_STRIP, job.tokens = t->tokens;
+      if (part == 0)
+        job.to = job.to / 2 / 64 * 64;
+      else
+        job.from = job.to / 2 / 64 * 64, job.adds = 1;
+      product(&job, t->out);
+    }
+    for (int64_t i = 0; i < t->tokens; i++)
+      memcpy(t->sum + i * t->cols + column, t->out + i * KT_STRIP, KT_STRIP * sizeof(float));
+  }
+}
+
 static void make_rows(transposed_trial *t) {
   const int64_t numbers = t->matrices * t->rows;
   float *const factor = guarded((size_t)numbers * sizeof *factor, 1);
@@ -561,7 +579,7 @@ static void check_transposed(const kt_layout *layout, int64_t matrices, int64_t 
   t.given = guarded((size_t)(tokens * stride), 1);
   t.out = guarded(KT_TRANSPOSED_ROWS * KT_STRIP * sizeof(float), 1);
   t.sum = guarded((size_t)(tokens * cols) * sizeof(float), 1);
-  t.job = (kt_transposed){.matrices = matrices, .rows = t.given, .stride = stride};
+  t.job = (kt_transposed){.matrices = matrices, .to = numbers, .rows = t.given, .stride = stride};
   for (int64_t m = 0; m < matrices; m++) t.job.w[m] = t.w[m].packed;
   t.job.ring = guarded(2 * KT_TRANSPOSED_CHUNK, 1);
   t.job.sums = guarded(KT_TRANSPOSED_ROWS * 2 * KT_STRIP * sizeof(int32_t), 1);
@@ -577,6 +595,10 @@ static void check_transposed(const kt_layout *layout, int64_t matrices, int64_t 
   expect_same("strips one by one", t.sum, whole, (size_t)(tokens * cols) * sizeof(float));
   transposed_strips(&t, 0, cols, 1);
   expect_same("one token", t.sum, whole, (size_t)(tokens * cols) * sizeof(float));
+  if (numbers >= 128) {
+    transposed_in_parts(&t);
+    check_sums_of(&t);
+  }
   release_all();
 }
 

@@ -24,6 +24,7 @@ static const trial trials[] = {
     {INT4, {KT_RELU2, 0, 0, INFINITY}, 0, 128, 128, 2, 5, 4, FOR_DOWN, 0, BFLOATS},
     {GINT4_32, SILU, 0, 64, 64, 3, 9, 0, 0, 0, MIXED},
     {FP8_ROWS, SILU, 0, 64, 64, 1, 7, 8, FOR_UP, 0, BFLOATS},
+    {BF16, SILU, 0, 32, 32, 1, 700, 4, FOR_ALL, 0, BFLOATS}, /* several blocks of an expert */
 };
 
 enum {

@@ -63,7 +63,9 @@ static const trial trials[] = {
     {GINT4_32, {KT_UNGATED_GELU_TANH, 0, 0, INFINITY}, 0, 96, 32, 1, 5, 1, FOR_UP, 0, MIXED},
     {GINT4_128, SILU, 0, 128, 128, 1, 35, 33, FOR_DOWN, 0, BFLOATS},
     {GINT4_128, {KT_SWIGLU, 1.702f, 1.0f, 7.0f}, 1, 256, 128, 2, 3, 0, 0, 0, OTHERS},
-    {INT8, SILU, 0, 128, 64, 1, 300, 0, 0, 0, BFLOATS}, /* several blocks of an expert */
+    {INT8, SILU, 0, 128, 64, 1, 300, 0, 0, 0, BFLOATS},        /* several blocks of an expert */
+    {INT8, SILU, 0, 2112, 1088, 1, 5, 5, FOR_ALL, 0, BFLOATS}, /* sums in parts */
+    {BF16, SILU, 0, 2080, 544, 1, 19, 5, FOR_ALL, 0, FLOATS},
     {BF16, SILU, 0, 128, 64, 1, 300, 5, FOR_ALL, 0, BFLOATS},
     {INT8, SILU, 0, 128, 64, 1, 700, 5, FOR_ALL, 0, BFLOATS}, /* streamed in several, too */
     {BF16, SILU, 0, 384, 64, 1, 40, 40, FOR_ALL, 0,

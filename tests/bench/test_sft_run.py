@@ -27,7 +27,7 @@ from ktconv.bench.peers.table import why_not
 from ktconv.bench.presets import Shape
 from ktconv.bench.sft import bout, cases
 from ktconv.bench.sft import run as sft_run
-from ktconv.bench.sft.peers.launch import PeerRunner
+from ktconv.bench.sft.bout import PeerRunner
 from ktconv.bench.sft.peers.request import Request
 from ktconv.bench.sft.peers.table import PEERS
 from ktconv.bench.sft.peers.worker import work

@@ -554,6 +554,8 @@ def test_a_router_wants_its_own_arrays() -> None:
         route(RouterSpec("softmax", 5), x, gate)
     with pytest.raises(CheckpointError, match="3 experts per token are more than the 2"):
         route(RouterSpec("sigmoid", 3, sinks=2), x, gate)
+    with pytest.raises(CheckpointError, match="1 expert per token is more than the 0 there"):
+        route(RouterSpec("sigmoid", 1, sinks=4), x, gate)
     by_token = RouterSpec("softmax", 2, by_token=True)
     with pytest.raises(CheckpointError, match="has no table of tokens"):
         route(by_token, x, gate)

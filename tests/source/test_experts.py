@@ -126,6 +126,7 @@ def test_many_missing_layers(
     message = refusal(tmp_path, tensors, num_hidden_layers=1_000_000, **rule)
     assert "layer 1 has no experts" in message
     assert "nor have 999,998 other layers" in message
+    assert "(nor has 1 other layer)" in refusal(tmp_path, tensors, num_hidden_layers=3, **rule)
 
 
 def test_expert_count_differs_between_layers(tmp_path: Path) -> None:

@@ -564,7 +564,7 @@ def test_recorded_importance_is_that_of_its_model(
     weights = open_weights(path, checkpoint, checkpoint.layers)
     assert weights.notes == []
     for layer in statistics.layers:
-        assert np.array_equal(weights.coverage[layer.layer].counts, layer.counts)
+        assert np.array_equal(weights.coverage[layer.layer], layer.counts)
     hidden = checkpoint.layers[0].hidden_size
     own = weights.of(0, int(statistics.layers[0].counts.argmax()), "up")
     assert own is not None and own.shape == (hidden,) and own.min() > 0

@@ -5,15 +5,14 @@ from __future__ import annotations
 import random
 import re
 import time
+from contextlib import suppress
 
 import pytest
-
-pytest.importorskip("torch")
 
 from ktconv.system import patterns as module
 from ktconv.system.patterns import PatternError, Patterns
 
-pytestmark = [pytest.mark.slow, pytest.mark.torch]
+pytestmark = pytest.mark.slow
 
 NAME = "model.layers.12.mlp.experts.7.gate_proj"
 NAMES = (
@@ -81,6 +80,8 @@ def test_drawn_patterns() -> None:
     compared = 0
     for _ in range(3000):
         pattern = drawn(draw)
+        if pattern.count("{2}") > 8:
+            continue  # too long, written out
         ours, theirs = Patterns([pattern]), re.compile(rf"(.*\.)?({pattern})$")
         for name in names:
             found = theirs.match(name) is not None
@@ -95,28 +96,34 @@ def test_drawn_patterns() -> None:
      "(x+){1000}y", "(x{1,1000}){1,1000}y", "(?=(x+x+)+y)x", "^(([a-z])+.)+[A-Z]([a-z])+$",
      "(" * 30 + "x" + ")*" * 30],
 )  # fmt: skip
-def test_bombs(bomb: str) -> None:
-    """A name of 200 characters in the steps that are allowed, far from the last."""
+def test_bombs(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer or a refusal in the time that is allowed."""
+    monkeypatch.setattr(module, "MAX_SECONDS", 0.2)
     patterns = Patterns([bomb])
-    assert patterns.first("model." + "x" * 200) in (None, bomb)
-    assert patterns._steps < module.MAX_STEPS
+    started = time.process_time()
+    with suppress(PatternError):
+        assert patterns.first("model." + "x" * 200) in (None, bomb)
+    assert time.process_time() - started < 10
 
 
-def test_two_hundred_thousand_patterns() -> None:
+def test_two_hundred_thousand_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names are looked up; others are refused, before any is tried and while they are."""
     names = [f"model.layers.{n}.experts.{n}.q_proj" for n in range(200_000)]
     patterns = Patterns(names)
     assert patterns.first("base.model.layers.199999.experts.199999.q_proj") == names[-1]
     assert patterns.first("base.model.layers.7.experts.8.q_proj") is None
-    assert patterns._steps < 2_000
+    assert patterns._seconds > 0
     with pytest.raises(PatternError, match="too many or too long"):
         Patterns(f"(x+x+)+{n}" for n in range(200_000))
-    many = Patterns(f"(x+x+)+{n:04}" for n in range(10_000))
-    started = time.process_time()
+    with pytest.raises(PatternError, match="too many or too long"):
+        Patterns(["((((a|b?){1000}){1000}){1000}){1000}y"])
+    monkeypatch.setattr(module, "MAX_SECONDS", 0.2)
+    many = Patterns(f"(x+x+)+{n:04}" for n in range(2_000))
     with pytest.raises(PatternError, match="take too long"):
         for n in range(100):
             many.first("x" * 200 + str(n))
-    assert time.process_time() - started < 60
+    with pytest.raises(PatternError, match="take too long"):
+        Patterns(["(x|xx)+y"]).first("x" * 200)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +137,14 @@ def test_what_is_no_regular_expression(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [r"(a)\1", "(?i)a", "a*+", "(?>a)", "(?P<n>a)(?P=n)", "(" * 50 + ")" * 50, r"\x41"]
+    "text", [r"(a|b)_\3", "a*?b", "(?P<n>a)(?P=n)", "(" * 50 + "a" + ")" * 50, r"\x61", "a{e<=1}"]
 )
-def test_what_is_not_read(text: str) -> None:
-    with pytest.raises(PatternError, match="are not read here"):
-        Patterns([text])
+def test_what_re_knows(text: str) -> None:
+    """References, characters by number, and braces that repeat nothing."""
+    for name in ("a", "x.aa", "a_a", "a_b", "aab", "b", ""):
+        assert Patterns([text]).first(name) == by_re([text], name), name
+
+
+def test_too_many_groups_in_one_another() -> None:
+    with pytest.raises(PatternError, match="too many groups in one"):
+        Patterns(["(" * 5000 + ")" * 5000])

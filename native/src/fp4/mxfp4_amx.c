@@ -9,7 +9,7 @@
 #include "../simd/target.h"
 
 KT_TARGET_BEGIN(AMX)
-#include "../gemm/amx_groups.h"
+#include "../gemm/amx_blocks.h"
 #include "fp4_scales_avx512.h"
 #include "mxfp4_tiles_avx512.h"
 
@@ -57,7 +57,7 @@ static void stream_groups(const kt_weight *w, int64_t strip, const uint8_t *x, i
                                   .scales = scales_of};
   const int64_t tiles = w->cols / KT_TILE_COLS;
   const kt_amx_groups s = {.w = w,
-                           .codes = w->codes + strip * tiles * KT_FP4_TILE,
+                           .first = {.at = w->codes + strip * tiles * KT_FP4_TILE},
                            .x = x,
                            .strip = strip,
                            .number = tiles,
@@ -75,7 +75,7 @@ void kt_mxfp4_stream_amx(const kt_weight *w, int64_t strip, const uint8_t *x, in
   *sums = kt_sums_of(out, tokens);
   if (w->layout.scale_dtype == KT_SCALE_UE8M0 &&
       are_exact((const uint8_t *)w->scale + strip * count, count)) {
-    kt_amx_stream(form, strip_of, w, strip, x, stride, tokens, NULL, beside, out);
+    kt_amx_stream_unpacked(form, strip_of, w, strip, x, stride, tokens, NULL, beside, out);
     return;
   }
   beside->ready = NULL;

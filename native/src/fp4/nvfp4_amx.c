@@ -6,7 +6,7 @@
 #include "../simd/target.h"
 
 KT_TARGET_BEGIN(AMX)
-#include "../gemm/amx_stream.h"
+#include "../gemm/amx_blocks.h"
 #include "nvfp4_tiles_avx512.h"
 
 KT_INLINE void unpack(kt_amx_codes codes, uint8_t *tiles, const int part) {
@@ -21,7 +21,7 @@ KT_INLINE kt_amx_strip strip_of(const kt_weight *w, int64_t strip) {
 void kt_nvfp4_stream_amx(const kt_weight *w, int64_t strip, const uint8_t *x, int64_t stride,
                          int64_t tokens, kt_beside *beside, void *out, kt_sums *sums) {
   const kt_amx_form form = {.steps = 1, .size = KT_NVFP4_TILE, .unpack = unpack};
-  kt_amx_stream(form, strip_of, w, strip, x, stride, tokens, NULL, beside, out);
+  kt_amx_stream_unpacked(form, strip_of, w, strip, x, stride, tokens, NULL, beside, out);
   *sums = kt_sums_of(out, tokens);
   sums->row_scale = (const float *)w->scale + strip * KT_STRIP;
 }

@@ -5,7 +5,7 @@
 #include "../simd/target.h"
 
 KT_TARGET_BEGIN(AMX)
-#include "../gemm/amx_groups.h"
+#include "../gemm/amx_blocks.h"
 #include "fp8_tables_avx512.h"
 
 /* Lines 4 part .. 4 part + 3 of tiles side by side; in the place of scales are tables. */
@@ -32,26 +32,31 @@ KT_INLINE kt_amx_strip strip_of(const kt_weight *w, int64_t strip) {
   return kt_amx_whole_strip(w->codes + strip * tiles * KT_FP8_TILE, NULL, tiles);
 }
 
-static void stream_blocks(const kt_line_tables *tables, const kt_weight *w, int64_t strip,
+static void stream_scaled(const kt_line_tables *tables, const kt_weight *w, int64_t strip,
                           const uint8_t *x, int64_t stride, int64_t tokens, kt_beside *beside,
                           float *out) {
   const kt_amx_group_form form = {.steps = KT_FP8_BLOCK / KT_TILE_COLS,
                                   .line = KT_AMX_LINE,
                                   .half = KT_BF16_HALF_TILE,
-                                  .size = KT_FP8_BLOCK / KT_TILE_COLS * KT_FP8_TILE,
+                                  .size = KT_FP8_TILE,
                                   .unpack = unpack,
                                   .scales = scales_of};
-  const int64_t size = w->cols / KT_TILE_COLS * KT_FP8_TILE;
+  const int64_t steps = w->cols / KT_TILE_COLS, size = steps * KT_FP8_TILE;
   const kt_amx_groups s = {.w = w,
-                           .codes = w->codes + strip * size,
-                           .tables = tables,
+                           .first = {w->codes + strip * size, (const uint8_t *)tables},
                            .x = x,
                            .strip = strip,
                            .number = w->cols / KT_FP8_BLOCK,
                            .stride = stride,
                            .out = out};
-  kt_amx_stream_groups(form, &s, size, tokens, beside);
+  const kt_amx_codes following = {kt_amx_following(&s, size, beside), (const uint8_t *)tables};
+  if (tokens > 2 * KT_AMX_ROWS)
+    kt_amx_stream_blocks(form, &s, steps, following, KT_AMX_BLOCK, tokens, beside);
+  else
+    kt_amx_stream_groups(form, &s, size, tokens, beside);
 }
+
+_Static_assert(KT_FP8_BLOCK / KT_TILE_COLS == KT_AMX_BLOCK, "a scale for each block of steps");
 
 /* Scales of rows are multiplied after the sum. */
 void kt_fp8_stream_amx(const kt_weight *w, int64_t strip, const uint8_t *x, int64_t stride,
@@ -60,10 +65,10 @@ void kt_fp8_stream_amx(const kt_weight *w, int64_t strip, const uint8_t *x, int6
   const kt_line_tables tables = kt_fp8_tables();
   *sums = kt_sums_of(out, tokens);
   if (w->layout.group) {
-    stream_blocks(&tables, w, strip, x, stride, tokens, beside, out);
+    stream_scaled(&tables, w, strip, x, stride, tokens, beside, out);
     return;
   }
-  kt_amx_stream(form, strip_of, w, strip, x, stride, tokens, &tables, beside, out);
+  kt_amx_stream_unpacked(form, strip_of, w, strip, x, stride, tokens, &tables, beside, out);
   sums->row_scale = (const float *)w->scale + strip * KT_STRIP;
 }
 

@@ -60,7 +60,7 @@ typedef kt_amx_strip kt_amx_strip_fn(const kt_weight *w, int64_t strip);
     BEFORE(0);                                                                                     \
     KT_AMX_LOAD(6, from, KT_AMX_LINE);                                                             \
     if (!form.unpack) KT_AMX_LOAD(7, (from) + (half), KT_AMX_LINE);                                \
-    KT_AMX_LOAD(4, x0, stride);                                                                    \
+    KT_AMX_LOAD_PASSING(4, x0, stride);                                                            \
     KT_AMX_PRODUCT(form.int8, 0, 4, 6);                                                            \
     PART(0);                                                                                       \
     BEFORE(1);                                                                                     \
@@ -68,7 +68,7 @@ typedef kt_amx_strip kt_amx_strip_fn(const kt_weight *w, int64_t strip);
     KT_AMX_PRODUCT(form.int8, 1, 4, 7);                                                            \
     PART(1);                                                                                       \
     if (both) BEFORE(2);                                                                           \
-    if (both) KT_AMX_LOAD(5, x1, stride);                                                          \
+    if (both) KT_AMX_LOAD_PASSING(5, x1, stride);                                                  \
     if (!form.unpack) kt_beside_step(beside);                                                      \
     if (both) KT_AMX_PRODUCT(form.int8, 2, 5, 6);                                                  \
     PART(2);                                                                                       \
@@ -162,7 +162,7 @@ KT_INLINE void kt_amx_stream(const kt_amx_form form, kt_amx_strip_fn *strip_of, 
     else
       kt_amx_pass(form, 0, &own, next, rows, stride, sums, beside);
   }
-  beside->ready = following.at;
+  beside->ready = following.at, beside->ready_steps = form.steps;
   beside->backward ^= 1;
 }
 

@@ -70,11 +70,14 @@ KT_INLINE void kt_amx_configure_halves(const kt_halves *h, int line) {
 }
 
 /* Instructions in the order in which they are written; GCC 12's intrinsics do not say that they
- * read or write memory. Tiles are constants. */
-#define KT_AMX_LOAD(tile, from, stride)                                                            \
-  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile::"r"((const void *)(from)),                  \
+ * read or write memory. Tiles are constants. PASSING: of what is not wanted again soon, and is not
+ * to take the place of other lines in L1. */
+#define KT_AMX_LOAD_BY(instruction, tile, from, stride)                                            \
+  __asm__ volatile(instruction " (%0,%1,1), %%tmm" #tile::"r"((const void *)(from)),               \
                    "r"((int64_t)(stride))                                                          \
                    : "memory")
+#define KT_AMX_LOAD(tile, from, stride) KT_AMX_LOAD_BY("tileloadd", tile, from, stride)
+#define KT_AMX_LOAD_PASSING(tile, from, stride) KT_AMX_LOAD_BY("tileloaddt1", tile, from, stride)
 #define KT_AMX_STORE(tile, to, stride)                                                             \
   __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"((void *)(to)),                     \
                    "r"((int64_t)(stride))                                                          \

@@ -49,8 +49,7 @@ KT_INLINE void kt_group_amx_scales(const kt_amx_groups *s, int64_t g, __m512 sca
 
 #define KT_GROUP_UNPACK(bits, group)                                                               \
   KT_INLINE void unpack_##group(kt_amx_codes codes, uint8_t *tiles, const int part) {              \
-    kt_group_unpack(bits, group == 128 ? 4 : group / 16, group == 32 ? 8 : 16, codes.at, tiles,    \
-                    part);                                                                         \
+    kt_group_unpack(bits, group == 32 ? 2 : 4, group == 32 ? 8 : 16, codes.at, tiles, part);       \
   }
 
 KT_INLINE void kt_group_stream(const int bits, const int group, kt_amx_unpack_fn *unpack,
@@ -60,12 +59,12 @@ KT_INLINE void kt_group_stream(const int bits, const int group, kt_amx_unpack_fn
                                   .steps = group == 128 ? 2 : 1,
                                   .line = group == 32 ? 32 : 64,
                                   .half = group == 32 ? 512 : 1024,
-                                  .size = KT_STRIP * group * bits / 8,
+                                  .size = KT_STRIP * (group == 32 ? 32 : 64) * bits / 8,
                                   .unpack = unpack,
                                   .scales = kt_group_amx_scales};
   const int64_t size = w->cols / KT_TILE_COLS * KT_GROUP_TILE(bits);
   const kt_amx_groups s = {.w = w,
-                           .codes = w->codes + strip * size,
+                           .first = {.at = w->codes + strip * size},
                            .x = x,
                            .x_scale = (const uint8_t *)kt_group_x_scale(x, w->cols),
                            .strip = strip,

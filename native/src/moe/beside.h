@@ -40,11 +40,11 @@ typedef struct kt_beside {
   const kt_weight *following;
   int64_t following_strip;
   /* A kernel's own, which lives from one product to the next: two slots of unpacked weights, of
-   * which `slot` holds those at `ready`; what the tiles are configured for, 0 if nothing; how they
-   * are given back. */
+   * which `slot` holds ready_steps steps of those at `ready`; what the tiles are configured for, 0
+   * if nothing; how they are given back. */
   uint8_t *ring, *spare;
   const uint8_t *ready;
-  int32_t slot, rows, line;
+  int32_t slot, ready_steps, rows, line;
   int32_t backward; /* whether the next strip begins with the last tokens, which are still in L1 */
   void (*leave)(void);
 } kt_beside;

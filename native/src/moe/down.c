@@ -149,13 +149,18 @@ static int64_t smallest(const kt_forward_run *f, int64_t active) {
 void kt_down_step(kt_forward_run *f, kt_team *t, kt_worker *w, kt_group *g, int64_t part,
                   kt_cursor *cursor, const kt_place *then) {
   const int64_t all = f->run.moe->hidden / KT_STRIP;
-  for (int64_t number; kt_cursor_take(cursor, &number);) {
+  int64_t number;
+  int more = kt_cursor_take(cursor, &number);
+  while (more) {
     const int64_t first = number * f->down_strips, items = cursor->count + 1;
     const int64_t end = kt_smaller(all, first + items * f->down_strips);
+    kt_place behind = *then;
     cursor->count = 0;
+    more = kt_cursor_take(cursor, &number);
+    if (more) behind = place_at(f, part, g->first, number * f->down_strips, all);
     for (int64_t a = g->first; a < g->end; a++) {
       const stretch s = {part, a, first, end};
-      const kt_place next = a + 1 < g->end ? place_at(f, part, a + 1, first, end) : *then;
+      const kt_place next = a + 1 < g->end ? place_at(f, part, a + 1, first, end) : behind;
       if (kt_streams(f, smallest(f, a)))
         stream_stretch(f, t, w, g, &s, &next);
       else

@@ -37,8 +37,6 @@ typedef struct kt_epilogue {
   kt_activate_fn *activate[KT_GATE_FUNCTIONS]; /* chosen once for a layer */
   /* y[token][r] = fma(weight, product[r] + bias[r], y[token][r]) of tokens first .. end. */
   void (*add_weighted)(const kt_weighted *weighted, int64_t first, int64_t end);
-  /* The same of 32 numbers; bias may be NULL. */
-  void (*accumulate)(float weight, const float *product, const float *bias, float *y);
   /* The numbers of tokens first .. end of one strip: out[t][32], which may be the sums. */
   void (*numbers)(const kt_sums *sums, int64_t first, int64_t end, float *out);
   /* y = (part 0 + add) + part 1 + ..., in that order; parts lie `stride` floats apart; add may be

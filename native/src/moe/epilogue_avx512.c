@@ -78,14 +78,6 @@ static void add_weighted(const kt_weighted *given, int64_t first, int64_t end) {
   for (int64_t s = 0; s < o.strips; s++) accumulate_strip(&o, s, first, end);
 }
 
-static void accumulate(float weight, const float *product, const float *bias, float *y) {
-  const __m512 w = _mm512_set1_ps(weight);
-  for (int r = 0; r < KT_STRIP; r += 16) {
-    const __m512 value = _mm512_add_ps(_mm512_loadu_ps(product + r), bias_of(bias, 0, r));
-    _mm512_storeu_ps(y + r, _mm512_fmadd_ps(w, value, _mm512_loadu_ps(y + r)));
-  }
-}
-
 static void numbers(const kt_sums *given, int64_t first, int64_t end, float *out) {
   const kt_sums sums = *given;
   for (int64_t r = 0; r < KT_STRIP; r += 16) {
@@ -107,7 +99,7 @@ static void sum(const float *part, int64_t parts, int64_t stride, const float *a
 }
 
 const kt_epilogue kt_epilogue_avx512 = {
-    {KT_FOR_GATE_FUNCTIONS(KT_ACTIVATE_CELL)}, add_weighted, accumulate, numbers, sum};
+    {KT_FOR_GATE_FUNCTIONS(KT_ACTIVATE_CELL)}, add_weighted, numbers, sum};
 
 KT_TARGET_END
 #endif

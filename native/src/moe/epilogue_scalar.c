@@ -40,11 +40,6 @@ static void add_weighted(const kt_weighted *o, int64_t first, int64_t end) {
     }
 }
 
-static void accumulate(float weight, const float *product, const float *bias, float *y) {
-  for (int r = 0; r < KT_STRIP; r++)
-    y[r] = fmaf(weight, bias ? product[r] + bias[r] : product[r], y[r]);
-}
-
 static void numbers(const kt_sums *sums, int64_t first, int64_t end, float *out) {
   for (int64_t t = first; t < end; t++)
     for (int64_t r = 0; r < KT_STRIP; r++) out[t * KT_STRIP + r] = number(sums, 0, t, r);
@@ -60,7 +55,7 @@ static void sum(const float *part, int64_t parts, int64_t stride, const float *a
 }
 
 const kt_epilogue kt_epilogue_scalar = {
-    {KT_FOR_GATE_FUNCTIONS(KT_ACTIVATE_CELL)}, add_weighted, accumulate, numbers, sum};
+    {KT_FOR_GATE_FUNCTIONS(KT_ACTIVATE_CELL)}, add_weighted, numbers, sum};
 
 const kt_epilogue *const kt_epilogues[KT_LEVELS] = {
     [KT_ISA_SCALAR] = &kt_epilogue_scalar,

@@ -22,10 +22,13 @@
 
 enum {
   LINE = 64,
-  GROUP_SLOTS = 32,            /* of a group, per thread: no more experts are added */
+  GROUP_SLOTS = 32,            /* of a group, per thread, at least */
+  GROUP_EXPERTS = 2,           /* per thread, of a group with so many slots ... */
+  GROUP_SIZE = 384 * 1024,     /* ... unless its middle has so many bytes, per thread */
   BLOCK_SIZE = 1024 * 1024,    /* bytes of activation rows of a streamed block, which stay in L2 */
   SUMS = 4 * KT_STREAM_TOKENS, /* of 32 rows, of a thread */
-  BLOCK_STEP = 32              /* tokens */
+  BLOCK_STEP = 32,             /* tokens */
+  DOWN_RUNS = 8                /* of a thread's share of the second step, about */
 };
 
 /* ---- Scratch -------------------------------------------------------------- */
@@ -61,12 +64,29 @@ static void lay_out_worker(kt_arena *a, const kt_forward_run *f, kt_worker *w) {
   kt_take_lora_worker(a, &f->run, &f->adapted.adapter, w ? &w->lora : NULL);
 }
 
+/* Threads of the smallest team, at least. */
+static int64_t team_size(const kt_run *r) {
+  return kt_larger(1, kt_pool_threads(r->pool) / r->team_count);
+}
+
+static int64_t most_groups(const kt_run *r, int64_t slots) {
+  const int64_t full = slots / (team_size(r) * GROUP_SLOTS);
+  return kt_smaller(kt_smaller(r->moe->experts, slots), full + 1);
+}
+
 static void lay_out_parts(kt_arena *a, kt_forward_run *f, int64_t slots, int there) {
   const kt_run *const r = &f->run;
+  int64_t threads = 1;
+  for (int64_t t = 0; t < r->team_count; t++) threads = kt_larger(threads, kt_team_threads(r, t));
   f->partial_size = r->tokens * r->moe->hidden;
   float *const partial = kt_take(a, r->moe->parts * f->partial_size, sizeof *partial);
-  const int64_t most = kt_smaller(r->moe->experts, slots);
+  const int64_t most = most_groups(r, slots);
   kt_group *const groups = kt_take(a, r->moe->parts * most, sizeof *groups);
+  kt_share *const shares = kt_take(a, r->moe->parts * most * 3 * threads, sizeof *shares);
+  for (int64_t i = 0; there && i < r->moe->parts * most; i++) {
+    kt_share *const own = shares + i * 3 * threads;
+    groups[i] = (kt_group){.inner = own, .middle = own + threads, .down = own + 2 * threads};
+  }
   for (int64_t p = 0; there && p < r->moe->parts; p++)
     f->parts[p] = (kt_part_work){groups + p * most, partial + p * f->partial_size};
 }
@@ -109,9 +129,9 @@ static void make_mid_row(const kt_forward_run *f, const kt_team *t, const kt_gro
   kt_adapted_middle(&f->adapted, &f->run, &t->adapted, part, slot, g->slot, middle, row);
 }
 
-static void make_mid_rows(kt_forward_run *f, kt_team *t, kt_group *g, int64_t part) {
-  for (int64_t first, count; kt_share_take(&g->middle, &first, &count);)
-    for (int64_t i = first; i < first + count; i++) make_mid_row(f, t, g, part, g->slot + i);
+static void make_mid_rows(kt_forward_run *f, kt_team *t, kt_worker *w, kt_group *g, int64_t part) {
+  kt_cursor cursor = kt_cursor_of(g->middle, t->threads, w->rank);
+  for (int64_t i; kt_cursor_take(&cursor, &i);) make_mid_row(f, t, g, part, g->slot + i);
 }
 
 /* With LoRA of down: also A h, of some slots of an expert. */
@@ -120,41 +140,40 @@ static void make_down_rows(kt_forward_run *f, kt_team *t, kt_worker *w, kt_group
   const kt_rows_view own = {
       .rows = t->mid_rows, .before = g->slot, .stride = f->mid_stride, .cols = f->run.width};
   kt_beside_leave(&w->beside); /* products of A have tiles of their own */
-  for (int64_t first, number; kt_share_take(&g->middle, &first, &number);)
-    for (int64_t i = first; i < first + number; i++) {
-      const int64_t active = g->first + i / g->pieces, piece = i % g->pieces;
-      const int64_t start = f->run.route.start[active];
-      const int64_t all = f->run.route.start[active + 1] - start;
-      const int64_t slot = start + all * piece / g->pieces;
-      const int64_t count = start + all * (piece + 1) / g->pieces - slot;
-      for (int64_t k = slot; k < slot + count; k++) make_mid_row(f, t, g, part, k);
-      if (count)
-        kt_adapted_down_rows(&f->adapted, &f->run, &t->adapted, &w->lora, &own, w->panel, part,
-                             active, slot, count);
-    }
+  kt_cursor cursor = kt_cursor_of(g->middle, t->threads, w->rank);
+  for (int64_t i; kt_cursor_take(&cursor, &i);) {
+    const int64_t active = g->first + i / g->pieces, piece = i % g->pieces;
+    const int64_t start = f->run.route.start[active];
+    const int64_t all = f->run.route.start[active + 1] - start;
+    const int64_t slot = start + all * piece / g->pieces;
+    const int64_t count = start + all * (piece + 1) / g->pieces - slot;
+    for (int64_t k = slot; k < slot + count; k++) make_mid_row(f, t, g, part, k);
+    if (count)
+      kt_adapted_down_rows(&f->adapted, &f->run, &t->adapted, &w->lora, &own, w->panel, part,
+                           active, slot, count);
+  }
 }
 
 /* Each step knows what the thread multiplies with after it. What a group's last step reads, the
  * next group's first does not write, and its second comes behind a barrier. */
 static void compute_part(kt_forward_run *f, kt_team *t, kt_worker *w, int64_t part) {
   kt_group *const groups = f->parts[part].groups;
-  kt_cursor inner = {.share = &groups->inner};
+  kt_cursor inner = kt_cursor_of(groups->inner, t->threads, w->rank);
   for (kt_group *g = groups; g < groups + f->groups; g++) {
-    kt_cursor down = {.share = &g->down}, later = {.share = NULL};
+    kt_cursor down = kt_cursor_of(g->down, t->threads, w->rank), later = {.number = 0};
     kt_place next = {.strips = 0};
-    if (kt_share_take(down.share, &down.next, &down.count)) next = kt_down_place(f, g, part, down);
+    if (kt_cursor_refill(&down)) next = kt_down_place(f, g, part, down);
     kt_inner_step(f, t, w, g, part, &inner, &next);
     kt_barrier_wait(&t->barrier);
     if (g->pieces)
       make_down_rows(f, t, w, g, part);
     else
-      make_mid_rows(f, t, g, part);
+      make_mid_rows(f, t, w, g, part);
     kt_barrier_wait(&t->barrier);
     next.strips = 0;
     if (g + 1 < groups + f->groups) {
-      later.share = &g[1].inner;
-      if (kt_share_take(later.share, &later.next, &later.count))
-        next = kt_inner_place(f, t, g + 1, part, later);
+      later = kt_cursor_of(g[1].inner, t->threads, w->rank);
+      if (kt_cursor_refill(&later)) next = kt_inner_place(f, t, g + 1, part, later);
     }
     kt_down_step(f, t, w, g, part, &down, &next);
     inner = later;
@@ -190,6 +209,7 @@ static void forward_job(void *context, int32_t thread) {
   const int64_t index = kt_team_of(&f->run, thread);
   kt_team *t = f->teams + index;
   kt_worker *w = f->workers + thread;
+  w->rank = kt_team_rank(&f->run, thread);
   make_x_rows(f, t, w);
   kt_barrier_wait(&t->barrier);
   const kt_rows_view own = x_rows(f, t);
@@ -203,35 +223,55 @@ static void forward_job(void *context, int32_t thread) {
   kt_float_mode_leave(mode);
 }
 
-/* Experts of the group that begins with active[first]. */
-static kt_group group_from(const kt_forward_run *f, int64_t first, int64_t threads) {
-  const kt_route *const route = &f->run.route;
-  const int64_t least = threads * GROUP_SLOTS;
-  int64_t end = first + 1;
-  while (end < route->active_count && route->start[end] - route->start[first] < least) end++;
-  const int64_t pieces = kt_larger(1, kt_ceil_div(threads, end - first));
-  return (kt_group){.first = first,
-                    .end = end,
-                    .slot = route->start[first],
-                    .pieces = kt_adapts(&f->adapted.adapter, KT_DOWN) ? pieces : 0};
+/* Pieces of each expert's slots, of which the largest is no more than a thread's even part. */
+static int64_t pieces_of(const kt_route *route, int64_t first, int64_t end, int64_t threads) {
+  const int64_t slots = route->start[end] - route->start[first];
+  int64_t largest = 0;
+  for (int64_t a = first; a < end; a++)
+    largest = kt_larger(largest, route->start[a + 1] - route->start[a]);
+  return kt_smaller(largest, kt_ceil_div(threads * largest, slots));
 }
 
-static void prepare_part(kt_forward_run *f, const kt_team *t, int64_t part, int64_t team_size) {
+/* Whether a group is not to have more experts. */
+static int is_full(const kt_run *r, int64_t experts, int64_t slots, int64_t threads) {
+  const int64_t size = slots * r->width * (int64_t)sizeof(float);
+  return slots >= threads * GROUP_SLOTS &&
+         (experts >= threads * GROUP_EXPERTS || size >= threads * GROUP_SIZE);
+}
+
+/* The group that begins with active[first]. */
+static void begin_group(const kt_forward_run *f, int64_t first, int64_t threads, kt_group *g) {
   const kt_route *const route = &f->run.route;
-  const int32_t threads = (int32_t)t->threads;
+  int64_t end = first + 1;
+  while (end < route->active_count &&
+         !is_full(&f->run, end - first, route->start[end] - route->start[first], threads))
+    end++;
+  g->first = first, g->end = end, g->slot = route->start[first];
+  g->pieces = kt_adapts(&f->adapted.adapter, KT_DOWN) ? pieces_of(route, first, end, threads) : 0;
+}
+
+/* Items of a step in equal shares; the runs of one have `grain` items at least. */
+static void share_out(kt_share *shares, int64_t threads, int64_t items, int64_t grain) {
+  for (int64_t i = 0; i < threads; i++)
+    kt_share_init_range(shares + i, items * i / threads, items * (i + 1) / threads, grain, 1);
+}
+
+static void prepare_part(kt_forward_run *f, const kt_team *t, int64_t part) {
+  const kt_route *const route = &f->run.route;
+  const int64_t threads = t->threads, down = kt_down_items(f);
   f->groups = 0;
   for (int64_t first = 0; first < route->active_count;) {
     kt_group *const g = f->parts[part].groups + f->groups++;
-    *g = group_from(f, first, team_size);
+    begin_group(f, first, team_size(&f->run), g);
     first = g->end;
-    kt_share_init(&g->inner, kt_inner_items(f, t, g), 1, threads);
     const int64_t slots = route->start[g->end] - g->slot;
-    kt_share_init(&g->middle, g->pieces ? (g->end - g->first) * g->pieces : slots, 1, threads);
-    kt_share_init(&g->down, kt_down_items(f), threads > 1 ? 1 : kt_down_items(f), threads);
+    share_out(g->inner, threads, kt_inner_items(f, t, g), 1);
+    share_out(g->middle, threads, g->pieces ? (g->end - g->first) * g->pieces : slots, 1);
+    share_out(g->down, threads, down, threads > 1 ? down / (DOWN_RUNS * threads) : down);
   }
 }
 
-static void prepare_team(kt_forward_run *f, int64_t index, int64_t team_size) {
+static void prepare_team(kt_forward_run *f, int64_t index) {
   const kt_run *const r = &f->run;
   kt_team *const t = f->teams + index;
   const int32_t threads = kt_team_threads(r, index);
@@ -239,20 +279,21 @@ static void prepare_team(kt_forward_run *f, int64_t index, int64_t team_size) {
   kt_barrier_init(&t->barrier, threads);
   kt_share_init(&t->rows, r->tokens, 1, threads);
   for (int64_t part = kt_first_part(r, index); part < kt_first_part(r, index + 1); part++)
-    prepare_part(f, t, part, team_size);
+    prepare_part(f, t, part);
 }
 
 static kt_status forward_batch(kt_forward_run *f) {
   kt_run *const r = &f->run;
   const int32_t threads = kt_pool_threads(r->pool);
-  const int64_t team_size = kt_larger(1, threads / r->team_count);
-  f->down_strips =
-      kt_strips_per_item(r->moe->hidden / KT_STRIP, team_size, kt_largest_block(&r->route));
+  const int64_t largest = kt_largest_block(&r->route);
+  f->down_strips = kt_streams(f, largest)
+                       ? 1
+                       : kt_strips_per_item(r->moe->hidden / KT_STRIP, team_size(r), largest);
   f->down_together = kt_down_together(r);
   kt_barrier_init(&r->all, threads);
   kt_share_init(&f->finish, r->tokens, 1, threads);
   kt_adapted_start(r, &f->adapted);
-  for (int64_t index = 0; index < r->team_count; index++) prepare_team(f, index, team_size);
+  for (int64_t index = 0; index < r->team_count; index++) prepare_team(f, index);
   return kt_pool_run(r->pool, forward_job, f);
 }
 

@@ -159,6 +159,12 @@ int32_t kt_team_threads(const kt_run *r, int64_t team) {
   return count;
 }
 
+int32_t kt_team_rank(const kt_run *r, int32_t thread) {
+  int32_t rank = 0;
+  for (int32_t t = 0; t < thread; t++) rank += kt_team_of(r, t) == kt_team_of(r, thread);
+  return rank;
+}
+
 int32_t kt_moe_part_node(int64_t parts, int64_t part, const kt_pool *pool) {
   if (!pool || part < 0 || part >= parts || parts > INT32_MAX) return -1;
   const int64_t nodes = kt_pool_nodes(pool), teams = kt_smaller(nodes, parts);

@@ -69,7 +69,20 @@ kt_matrix kt_run_values(const kt_moe *moe, const void *data, int64_t tokens, int
 
 int64_t kt_team_of(const kt_run *run, int32_t thread);
 int32_t kt_team_threads(const kt_run *run, int64_t team);
-int64_t kt_first_part(const kt_run *run, int64_t team); /* ... to that of the next team */
+int32_t kt_team_rank(const kt_run *run, int32_t thread); /* position of a thread in its team */
+int64_t kt_first_part(const kt_run *run, int64_t team);  /* ... to that of the next team */
+
+/* ---- Matrices of an expert in a part ---- */
+
+static inline kt_weight kt_gate_weight(const kt_run *r, const kt_expert *e) {
+  return (kt_weight){e->gate, e->gate_scale, r->width, r->moe->hidden, r->moe->layout};
+}
+static inline kt_weight kt_up_weight(const kt_run *r, const kt_expert *e) {
+  return (kt_weight){e->up, e->up_scale, r->width, r->moe->hidden, r->moe->layout};
+}
+static inline kt_weight kt_down_weight(const kt_run *r, const kt_expert *e) {
+  return (kt_weight){e->down, e->down_scale, r->moe->hidden, r->width, r->moe->layout};
+}
 
 /* ---- Slots of an expert in blocks of nearly equal size, at most `most` each ---- */
 

@@ -1,7 +1,8 @@
 /* steps.h - a forward in progress, and the two steps of it that multiply (inner.c, down.c).
  *
  * Experts are computed in groups, one after the other, so that what the second step reads is still
- * in the caches of those who wrote it: of many tokens each one is a group, of few all of them.
+ * in the caches of those who wrote it: of many tokens two for each thread, of few as many as have
+ * some tokens for each.
  * Products are streamed where the format can do it (beside.h): one strip at a time, whose sums are
  * worked on within the products of the next; else in calls of several strips. */
 #ifndef KT_STEPS_H
@@ -15,7 +16,7 @@
 typedef struct kt_group {
   int64_t first, end, slot;
   int64_t pieces; /* of an expert's slots, in which A h is computed; 0: there is none */
-  kt_share inner, middle, down;
+  kt_share *inner, *middle, *down; /* of each thread */
 } kt_group;
 
 typedef struct kt_part_work {
@@ -41,6 +42,7 @@ typedef struct kt_worker {
   float *values;    /* one row of x or y as binary32 */
   uint8_t *ring;    /* KT_BESIDE_RING + KT_BESIDE_SPARE */
   int64_t gathered; /* first slot, or -1 */
+  int64_t rank;     /* in the team */
   kt_lora_worker lora;
   /* Streams: what is beside a product, and the work on the sums of the strip before. */
   kt_beside beside;
@@ -79,14 +81,30 @@ typedef struct kt_forward_run {
   kt_adapted adapted;
 } kt_forward_run;
 
-/* Items of the step that a thread takes: runs of neighbours. It looks one item ahead. */
+/* Items of a step that a thread takes: runs of neighbours, of its own share first, then of what
+ * others have left. So one thread has an expert's first step and its rows, and not every thread
+ * copies its tokens; and in all groups it adds to the same columns, which are then in no other
+ * core's cache. It looks one item ahead. */
 typedef struct kt_cursor {
-  kt_share *share;
-  int64_t next, count;
+  kt_share *shares;
+  int64_t number, share, empty; /* of shares; which is in use; how many are known to be empty */
+  int64_t next, count;          /* of the run */
 } kt_cursor;
 
+static inline kt_cursor kt_cursor_of(kt_share *shares, int64_t number, int64_t own) {
+  return (kt_cursor){.shares = shares, .number = number, .share = own};
+}
+
+static inline int kt_cursor_refill(kt_cursor *c) {
+  for (; c->empty < c->number; c->empty++) {
+    if (kt_share_take(c->shares + c->share, &c->next, &c->count)) return 1;
+    c->share = c->share + 1 < c->number ? c->share + 1 : 0;
+  }
+  return 0;
+}
+
 static inline int kt_cursor_take(kt_cursor *c, int64_t *item) {
-  if (!c->count && !kt_share_take(c->share, &c->next, &c->count)) return 0;
+  if (!c->count && !kt_cursor_refill(c)) return 0;
   *item = c->next++;
   c->count--;
   return 1;
@@ -112,15 +130,6 @@ typedef struct kt_place {
 /* Beside the next `products` the strips of `next` are fetched. */
 void kt_fetch_place(kt_worker *w, const kt_place *next, int64_t products);
 
-static inline kt_weight kt_gate_weight(const kt_run *r, const kt_expert *e) {
-  return (kt_weight){e->gate, e->gate_scale, r->width, r->moe->hidden, r->moe->layout};
-}
-static inline kt_weight kt_up_weight(const kt_run *r, const kt_expert *e) {
-  return (kt_weight){e->up, e->up_scale, r->width, r->moe->hidden, r->moe->layout};
-}
-static inline kt_weight kt_down_weight(const kt_run *r, const kt_expert *e) {
-  return (kt_weight){e->down, e->down_scale, r->moe->hidden, r->width, r->moe->layout};
-}
 static inline const kt_expert *kt_expert_at(const kt_run *r, int64_t part, int64_t active) {
   return r->moe->expert + part * r->moe->experts + r->route.active[active];
 }

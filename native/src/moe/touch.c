@@ -9,13 +9,6 @@ static void touch_pages(const void *memory, size_t size) {
   for (size_t i = 0; i < size; i += PAGE) (void)bytes[i];
 }
 
-/* Position of a thread in its team. */
-static int32_t team_rank(const kt_run *r, int32_t thread) {
-  int32_t rank = 0;
-  for (int32_t t = 0; t < thread; t++) rank += kt_team_of(r, t) == kt_team_of(r, thread);
-  return rank;
-}
-
 static void touch_job(void *context, int32_t thread) {
   const kt_run *r = context;
   const kt_layout *layout = &r->moe->layout;
@@ -23,7 +16,7 @@ static void touch_job(void *context, int32_t thread) {
   const size_t tall = kt_packed_size(layout, r->moe->hidden, r->width);
   const int gated = kt_has_gate(r->moe->activation.function);
   const int64_t team = kt_team_of(r, thread), count = r->moe->experts;
-  const int64_t rank = team_rank(r, thread), threads = kt_team_threads(r, team);
+  const int64_t rank = kt_team_rank(r, thread), threads = kt_team_threads(r, team);
   for (int64_t part = kt_first_part(r, team); part < kt_first_part(r, team + 1); part++)
     for (int64_t e = count * rank / threads; e < count * (rank + 1) / threads; e++) {
       const kt_expert *x = r->moe->expert + part * count + e;

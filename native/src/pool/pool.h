@@ -36,15 +36,19 @@ typedef struct kt_barrier {
 void kt_barrier_init(kt_barrier *barrier, int32_t count);
 void kt_barrier_wait(kt_barrier *barrier);
 
-/* Items 0 .. items-1, handed out in runs of neighbours: long runs at first (so that each
+/* Items next .. end - 1, handed out in runs of neighbours: long runs at first (so that each
  * thread streams through memory), down to `grain` at the end (so that all finish together). */
 typedef struct kt_share {
   _Alignas(KT_CACHE_LINE) atomic_llong next;
-  int64_t items, grain;
+  int64_t end, grain;
   int32_t threads;
 } kt_share;
 
+/* Items 0 .. items - 1. */
 void kt_share_init(kt_share *share, int64_t items, int64_t grain, int32_t threads);
+/* Items first .. end - 1. */
+void kt_share_init_range(kt_share *share, int64_t first, int64_t end, int64_t grain,
+                         int32_t threads);
 
 /* The next run; 0 when nothing is left. Any number of threads at once. */
 int kt_share_take(kt_share *share, int64_t *first, int64_t *count);

@@ -8,7 +8,11 @@
 
 #include <string.h>
 
-enum { LINE = 64 };
+enum {
+  LINE = 64,
+  LEAST_BLOCK = 32, /* slots of a block, where an expert has as many */
+  GROUP_SLOTS = 96, /* of a group, per thread: no more blocks are added */
+};
 
 /* ---- Scratch ------------------------------------------------------------------ */
 
@@ -21,18 +25,25 @@ static int has_scales(const kt_back *b, int groups) {
 
 /* A team's rows with scales folded in are others only where gate or up has scales per row. */
 static void lay_out_team(kt_arena *a, const kt_back *b, kt_back_team *t) {
-  const int64_t slots = b->slots, row = 2 * b->run.width;
+  const int64_t slots = b->group_slots, row = 2 * b->run.width;
   const int64_t gate = kt_has_gate(b->run.moe->activation.function) ? row : 0;
   const int64_t pairs = kt_adapts_x(&b->adapter) ? slots * b->adapter.pair_cols : 0;
+  uint8_t *const dy = kt_take(a, slots, (size_t)kt_folded_stride(b->run.moe->hidden));
   uint8_t *const rows = kt_take(a, slots, (size_t)b->w_stride);
   uint8_t *folded = kt_take(a, has_scales(b, 0) ? slots : 0, (size_t)b->w_stride);
   uint16_t *const pair_rows = kt_take(a, pairs, sizeof(uint16_t));
   if (!t) return;
   if (b->folding != KT_FOLD_ROWS) t->split = folded, folded = rows;
-  t->d_gate = rows, t->d_up = rows + gate;
+  t->dy = dy, t->d_gate = rows, t->d_up = rows + gate;
   t->folded_gate = folded, t->folded_up = folded + gate;
   t->middle = kt_back_needs_middle(b) ? rows + gate + row : NULL;
   t->pairs = pair_rows;
+}
+
+/* Rows of weights that a product with columns of them adds up. */
+static int64_t longest_sum(const kt_back *b) {
+  const int gated = kt_has_gate(b->run.moe->activation.function);
+  return kt_larger(b->run.moe->hidden, (1 + gated) * b->run.width);
 }
 
 static void lay_out_worker(kt_arena *a, const kt_back *b, kt_back_worker *w) {
@@ -50,13 +61,15 @@ static void lay_out_worker(kt_arena *a, const kt_back *b, kt_back_worker *w) {
       .small = kt_take(a, pair, strip),
       .folded_gate = kt_take(a, groups ? KT_CHUNK : 0, (size_t)kt_folded_stride(width)),
       .folded_up = kt_take(a, groups ? KT_CHUNK : 0, (size_t)kt_folded_stride(longest)),
-      .base = kt_take(a, KT_TRANSPOSED_ROWS * KT_STRIP, sizeof(float)),
+      .base = kt_take(a, longest_sum(b) > KT_TRANSPOSED_SUM ? KT_BACK_SUMS : 1,
+                      KT_BACK_STRIP * sizeof(float)),
       .added = kt_take(a, 1, block),
       .fold = kt_take(a, kt_larger(longest, 2 * width), sizeof(float)),
       .fold_gate = kt_take(a, longest, sizeof(float)),
       .fold_up = kt_take(a, longest, sizeof(float)),
       .a = kt_take(a, KT_CHUNK * KT_OUTER_ROWS, sizeof(float)),
       .values = kt_take(a, hidden, sizeof(float)),
+      .ones = kt_take(a, KT_CHUNK, sizeof(float)),
       .outer = kt_take(a, 1, KT_OUTER_SCRATCH),
       .panel = kt_take(a, 1, KT_PANEL_SIZE),
       .ring = kt_take(a, 2, KT_TRANSPOSED_CHUNK),
@@ -79,16 +92,36 @@ static void lay_out_shared(kt_arena *a, kt_back *b) {
   b->dot = kt_take(a, strips * b->slots, sizeof(float));
 }
 
+/* As many blocks as there can be of any level: one of an expert is not filled. */
+static void lay_out_groups(kt_arena *a, kt_back *b, int there) {
+  const int64_t parts = b->run.moe->parts, experts = kt_smaller(b->run.moe->experts, b->slots);
+  const int64_t most = experts + b->slots / LEAST_BLOCK;
+  b->blocks = kt_take(a, most, sizeof *b->blocks);
+  b->first_block = kt_take(a, experts + 1, sizeof *b->first_block);
+  kt_back_group *const groups = kt_take(a, parts * most, sizeof *groups);
+  for (int64_t p = 0; there && p < parts; p++) b->parts[p].groups = groups + p * most;
+}
+
+/* Threads of the largest team: groups are those of all. */
+static int64_t team_size(const kt_run *r) {
+  int64_t most = 1;
+  for (int64_t index = 0; index < r->team_count; index++)
+    most = kt_larger(most, kt_team_threads(r, index));
+  return most;
+}
+
 /* All pointers for batches of up to b->run.tokens. Returns the bytes used. */
 static size_t lay_out(kt_back *b, uint8_t *memory) {
   kt_arena a = {memory, 0};
   kt_run *const r = &b->run;
   const int64_t threads = kt_pool_threads(r->pool);
   b->slots = r->tokens * r->top_k;
+  b->group_slots = kt_smaller(b->slots, (GROUP_SLOTS + KT_CHUNK) * team_size(r));
   kt_take_route(&a, &r->route, r->moe->experts, b->slots);
   b->teams = kt_take(&a, r->team_count, sizeof *b->teams);
   b->parts = kt_take(&a, r->moe->parts, sizeof *b->parts);
   b->workers = kt_take(&a, threads, sizeof *b->workers);
+  lay_out_groups(&a, b, memory != NULL);
   lay_out_shared(&a, b);
   for (int64_t t = 0; t < r->team_count; t++) lay_out_team(&a, b, memory ? b->teams + t : NULL);
   for (int64_t t = 0; t < threads; t++) lay_out_worker(&a, b, memory ? b->workers + t : NULL);
@@ -105,6 +138,9 @@ static size_t lay_out(kt_back *b, uint8_t *memory) {
   for (int64_t first_, count_; kt_share_take(share, &first_, &count_);)                            \
     for (int64_t i = first_; i < first_ + count_; i++)
 
+#define EACH_RUN(share, first, count)                                                              \
+  for (int64_t first, count; kt_share_take(share, &first, &count);)
+
 static void make_rows(const kt_back *b, const kt_back_worker *w, int64_t token) {
   const kt_run *const r = &b->run;
   const int64_t hidden = r->moe->hidden, at = r->first_token + token;
@@ -116,21 +152,57 @@ static void make_rows(const kt_back *b, const kt_back_worker *w, int64_t token) 
   kt_rows_quantize(KT_ROWS_BF16, hidden, 0, w->values, b->x_rows + token * b->h_stride);
 }
 
+/* Rows of dy are other memory than those that the step before it reads. */
+static void make_dy_rows(kt_back *b, kt_back_team *t, const kt_back_worker *w, kt_back_group *g,
+                         int64_t part) {
+  EACH_RUN(&g->rows, first, count) kt_back_rows(b, t, w, g, part, first, count);
+}
+
+/* Steps 3 to 5 of the group's block number i. */
+static void whole_block(kt_back *b, kt_back_team *t, const kt_back_worker *w, kt_back_group *g,
+                        int64_t part, int64_t i) {
+  const kt_back_block *const block = b->blocks + g->first + i;
+  const int64_t strips = b->run.width / KT_STRIP, at = block->slot - g->slot;
+  const kt_back_group alone = {.first = g->first + i, .end = g->first + i + 1, .slot = g->slot};
+  kt_back_rows(b, t, w, g, part, at, block->count);
+  kt_back_middle(b, t, w, g, part, i * strips, strips);
+  if (g->pairs.items) kt_back_pairs(b, t, w, g, part, i);
+  for (int64_t k = 0; !g->outer.items && k < kt_back_outer_items(b, &alone); k++)
+    kt_back_outer(b, t, w, &alone, part, k);
+  if (g->split.items) kt_back_split(b, t, w, g, part, at, block->count);
+}
+
+static void step_by_step(kt_back *b, kt_back_team *t, const kt_back_worker *w, kt_back_group *g,
+                         int64_t part) {
+  EACH_RUN(&g->middle, first, count) kt_back_middle(b, t, w, g, part, first, count);
+  kt_barrier_wait(&t->barrier);
+  EACH_ITEM(&g->pairs, i) kt_back_pairs(b, t, w, g, part, i);
+  EACH_ITEM(&g->outer, i) kt_back_outer(b, t, w, g, part, i);
+  EACH_RUN(&g->split, first, count) kt_back_split(b, t, w, g, part, first, count);
+}
+
 static void compute_part(kt_back *b, kt_back_team *t, const kt_back_worker *w, int64_t part) {
-  kt_back_part *const p = b->parts + part;
-  EACH_ITEM(&p->middle, i) kt_back_middle(b, t, w, part, i);
+  kt_back_group *const groups = b->parts[part].groups, *const end = groups + b->groups;
+  make_dy_rows(b, t, w, groups, part);
   kt_barrier_wait(&t->barrier);
-  EACH_ITEM(&p->pairs, i) kt_back_pairs(b, t, w, part, i);
-  EACH_ITEM(&p->outer, i) kt_back_outer(b, t, w, 1, part, i);
-  EACH_ITEM(&p->split, i) kt_back_split(b, t, w, part, i);
-  kt_barrier_wait(&t->barrier);
-  EACH_ITEM(&p->dx, i) kt_back_inputs(b, t, w, part, i);
-  kt_barrier_wait(&t->barrier);
+  for (kt_back_group *g = groups; g < end; g++) {
+    if (g->whole)
+      EACH_ITEM(&g->blocks, i) whole_block(b, t, w, g, part, i);
+    else
+      step_by_step(b, t, w, g, part);
+    kt_barrier_wait(&t->barrier);
+    EACH_RUN(&g->dx, first, count) kt_back_inputs(b, t, w, g, part, first, count);
+    EACH_ITEM(&g->outer, i) kt_back_outer(b, t, w, g, part, i);
+    if (g + 1 < end) make_dy_rows(b, t, w, g + 1, part);
+    kt_barrier_wait(&t->barrier);
+  }
 }
 
 static void finish_token(const kt_back *b, const kt_back_worker *w, int64_t i) {
   const int64_t hidden = b->run.moe->hidden, token = b->run.first_token + i;
   const size_t size = (size_t)hidden * kt_value_size(b->want.dx_dtype);
+  for (int64_t p = 0; !b->run.route.used[i] && p < b->run.moe->parts; p++)
+    memset(b->parts[p].partial + i * hidden, 0, (size_t)hidden * sizeof(float));
   b->epilogue->sum(b->parts[0].partial + i * hidden, b->run.moe->parts, b->partial_size, NULL,
                    hidden, w->values);
   kt_rows_store(b->want.dx_dtype, w->values, hidden, (uint8_t *)b->want.dx + (size_t)token * size);
@@ -142,7 +214,7 @@ static void finish(kt_back *b, const kt_back_worker *w) {
   EACH_ITEM(&b->slot_weights, a)
   for (int64_t slot = route->start[a]; slot < route->start[a + 1]; slot++)
     kt_back_slot_weight(b, slot, route->active[a]);
-  EACH_ITEM(&b->outer, i) kt_back_outer(b, b->teams, w, 0, 0, i);
+  EACH_ITEM(&b->last, i) kt_back_outer(b, b->teams, w, NULL, 0, i);
 }
 
 static void backward_job(void *context, int32_t thread) {
@@ -150,56 +222,100 @@ static void backward_job(void *context, int32_t thread) {
   const uint64_t mode = kt_float_mode_enter();
   const int64_t index = kt_team_of(&b->run, thread);
   const kt_back_worker *w = b->workers + thread;
+  for (int i = 0; i < KT_CHUNK; i++) w->ones[i] = 1.0f;
   EACH_ITEM(&b->zeros, e) kt_back_zero(b, e);
   EACH_ITEM(&b->rows, i) make_rows(b, w, i);
   kt_barrier_wait(&b->run.all);
   EACH_ITEM(&b->down, i) kt_back_down_products(b, w, i);
   kt_barrier_wait(&b->run.all);
-  for (int64_t part = kt_first_part(&b->run, index); part < kt_first_part(&b->run, index + 1);
-       part++)
+  for (int64_t part = kt_first_part(&b->run, index);
+       b->groups && part < kt_first_part(&b->run, index + 1); part++)
     compute_part(b, b->teams + index, w, part);
   kt_barrier_wait(&b->run.all);
   finish(b, w);
   kt_float_mode_leave(mode);
 }
 
+/* Blocks do not depend on threads, so that sums over them do not. */
+static void make_blocks(kt_back *b) {
+  const kt_route *const route = &b->run.route;
+  kt_back_block *next = b->blocks;
+  for (int64_t a = 0; a < route->active_count; a++) {
+    const kt_blocks all = kt_expert_blocks(route, a, b->most_slots);
+    b->first_block[a] = (int32_t)(next - b->blocks);
+    for (int64_t i = 0; i < all.number; i++) {
+      const int64_t slot = kt_block_start(&all, i);
+      *next++ = (kt_back_block){a, slot, kt_block_start(&all, i + 1) - slot};
+    }
+  }
+  b->first_block[route->active_count] = (int32_t)(next - b->blocks);
+}
+
+/* Whether each thread has as much to do as the others if each does whole blocks. */
+static int is_even(const kt_back *b, int64_t first, int64_t end, int64_t slots, int64_t threads) {
+  int64_t most = 0;
+  for (int64_t i = first; i < end; i++) most = kt_larger(most, b->blocks[i].count);
+  return threads == 1 || ((end - first) % threads == 0 && 7 * most * (end - first) <= 8 * slots);
+}
+
+/* As many blocks for each thread, if there are as many. */
+static kt_back_group group_from(const kt_back *b, int64_t first, int64_t *slots) {
+  const int64_t threads = team_size(&b->run), all = b->first_block[b->run.route.active_count];
+  int64_t end = first;
+  for (*slots = 0; end < all && *slots < GROUP_SLOTS * threads;)
+    for (int64_t i = 0; i < threads && end < all; i++) *slots += b->blocks[end++].count;
+  return (kt_back_group){.first = first,
+                         .end = end,
+                         .slot = b->blocks[first].slot,
+                         .whole = is_even(b, first, end, *slots, threads)};
+}
+
+/* Threads that do whole blocks leave gradients to which several blocks belong for later; one thread
+ * takes them in their order. One thread takes all strips at once: each beginning costs the decoding
+ * of a chunk. */
+static void prepare_group(const kt_back *b, kt_back_group *g, int64_t slots, int32_t threads) {
+  const kt_run *const r = &b->run;
+  const int64_t blocks = g->end - g->first, middle = blocks * (r->width / KT_STRIP);
+  const int64_t dx = b->want.dx ? r->moe->hidden / KT_STRIP : 0;
+  const int64_t experts = b->blocks[g->end - 1].active + 1 - b->blocks[g->first].active;
+  const int own = g->whole && (threads == 1 || experts == blocks);
+  kt_share_init(&g->blocks, g->whole ? blocks : 0, 1, threads);
+  kt_share_init(&g->rows, g->whole ? 0 : slots, 1, threads);
+  kt_share_init(&g->middle, middle, threads > 1 ? 1 : middle, threads);
+  kt_share_init(&g->pairs, kt_adapts_x(&b->adapter) ? blocks : 0, 1, threads);
+  kt_share_init(&g->outer, own ? 0 : kt_back_outer_items(b, g), 1, threads);
+  kt_share_init(&g->split, dx && b->folding == KT_FOLD_SPLIT ? slots : 0, 1, threads);
+  kt_share_init(&g->dx, dx, threads > 1 ? dx / (2 * threads) : dx, threads);
+}
+
 static void prepare_team(kt_back *b, int64_t index) {
   const kt_run *const r = &b->run;
   const int32_t threads = kt_team_threads(r, index);
-  const int64_t active = r->route.active_count, per_expert = r->width / KT_STRIP;
-  const int64_t dx = kt_ceil_div(r->moe->hidden / KT_STRIP, b->dx_strips);
+  const int64_t blocks = b->first_block[r->route.active_count];
   kt_barrier_init(&b->teams[index].barrier, threads);
   for (int64_t part = kt_first_part(r, index); part < kt_first_part(r, index + 1); part++) {
-    kt_back_part *p = b->parts + part;
-    kt_share_init(&p->middle, active * kt_ceil_div(per_expert, b->middle_strips), 1, threads);
-    kt_share_init(&p->pairs, kt_adapts_x(&b->adapter) ? active : 0, 1, threads);
-    kt_share_init(&p->outer, kt_back_outer_items(b, 1), 1, threads);
-    kt_share_init(&p->split, b->want.dx && b->folding == KT_FOLD_SPLIT ? active : 0, 1, threads);
-    kt_share_init(&p->dx, b->want.dx ? dx : 0, 1, threads);
+    b->groups = 0;
+    for (int64_t first = 0, slots; first < blocks;) {
+      kt_back_group *const g = b->parts[part].groups + b->groups++;
+      *g = group_from(b, first, &slots);
+      prepare_group(b, g, slots, threads);
+      first = g->end;
+    }
   }
-}
-
-/* Of an expert with few slots, gathering their rows costs as much as a strip or two: long items. */
-static void size_items(kt_back *b, int64_t team_size) {
-  const kt_run *const r = &b->run;
-  const int64_t strips = r->width / KT_STRIP, enough = 4 * team_size;
-  const int64_t cuts = kt_ceil_div(enough, kt_larger(1, r->route.active_count));
-  b->middle_strips = kt_larger(1, kt_ceil_div(strips, kt_smaller(cuts, strips)));
-  b->dx_strips = kt_strips_per_item(r->moe->hidden / KT_STRIP, team_size, 1);
 }
 
 static kt_status backward_batch(kt_back *b) {
   const kt_run *const r = &b->run;
   const int32_t threads = kt_pool_threads(r->pool);
   const int64_t active = r->route.active_count;
-  size_items(b, kt_larger(1, threads / r->team_count));
+  make_blocks(b);
   kt_barrier_init(&b->run.all, threads);
   kt_share_init(&b->zeros, r->first_token ? 0 : r->moe->experts, 1, threads);
   kt_share_init(&b->rows, r->tokens, 1, threads);
   kt_share_init(&b->down, kt_adapts(&b->adapter, KT_DOWN) ? active : 0, 1, threads);
   kt_share_init(&b->finish, b->want.dx ? r->tokens : 0, 1, threads);
   kt_share_init(&b->slot_weights, b->want.dweights ? active : 0, 1, threads);
-  kt_share_init(&b->outer, kt_back_outer_items(b, 0), 1, threads);
+  kt_share_init(&b->last, kt_back_outer_items(b, NULL), 1, threads);
   for (int64_t index = 0; index < r->team_count; index++) prepare_team(b, index);
   return kt_pool_run(r->pool, backward_job, b);
 }
@@ -210,6 +326,14 @@ static kt_folding folding_of(const kt_back *b) {
   if (b->transposed && b->run.format->splits) return KT_FOLD_SPLIT;
   if (has_scales(b, 0)) return KT_FOLD_ROWS;
   return has_scales(b, 1) && !b->transposed ? KT_FOLD_GROUPS : KT_FOLD_NONE;
+}
+
+/* Slots of a block. With AMX, its rows are read from L2 for every strip. */
+static int64_t most_slots(const kt_back *b) {
+  enum { IN_L2 = 15 << 17 }; /* 1.9 MB of 2 */
+  const int64_t cols = kt_smaller(longest_sum(b), KT_TRANSPOSED_SUM);
+  if (!b->transposed) return KT_CHUNK;
+  return kt_larger(LEAST_BLOCK, kt_smaller(KT_CHUNK, IN_L2 / (2 * cols)));
 }
 
 /* Of rows [gate | up | h]: no gate, or no h, where there is none. Strides of 4096 bytes would meet
@@ -234,6 +358,7 @@ static kt_back start(const kt_moe *moe, const kt_lora *lora, const kt_pool *pool
   b.outer_product = kt_outer_best();
   b.folding = folding_of(&b);
   b.w_stride = row_stride(&b);
+  b.most_slots = most_slots(&b);
   return b;
 }
 

@@ -39,25 +39,133 @@ void kt_back_down_products(const kt_back *b, const kt_back_worker *w, int64_t ac
     kt_scaled_row(b->v_down + i * rank, rank, b->adapter.factor, cols, b->down_rows + i * cols);
 }
 
-/* Slots that are multiplied at a time. With AMX, rows of `cols` numbers are read from L2 for every
- * strip (7168 x 2048, INT8, products with down's columns: 128 slots 810 GFLOPS, 192 620). */
-static int64_t most_slots(const kt_back *b, int64_t cols) {
-  enum { IN_L2 = 15 << 17 }; /* 1.9 MB of 2 */
-  if (!b->transposed) return KT_CHUNK;
-  return kt_larger(32, kt_smaller(KT_CHUNK, IN_L2 / (2 * cols)));
+/* ---- 3: rows of dy ------------------------------------------------------------ */
+
+static kt_weight down_of(const kt_back *b, int64_t part, int64_t active) {
+  return kt_down_weight(&b->run, kt_back_expert(b, part, b->run.route.active[active]));
 }
 
-/* ---- 3: through down and the function ---------------------------------------- */
+static kt_weight gate_of(const kt_back *b, int64_t part, int64_t active) {
+  return kt_gate_weight(&b->run, kt_back_expert(b, part, b->run.route.active[active]));
+}
 
-/* One item: some strips of an expert's middle. */
+static kt_weight up_of(const kt_back *b, int64_t part, int64_t active) {
+  return kt_up_weight(&b->run, kt_back_expert(b, part, b->run.route.active[active]));
+}
+
+/* A row of n numbers times `fold`, split. */
+static void split_row(const kt_back *b, const uint8_t *row, const float *fold, int64_t n,
+                      uint8_t *out) {
+  *kt_split_scale(out, n) = b->adapter.strips->split((const uint16_t *)(const void *)row, fold, n,
+                                                     (int8_t *)out, (int8_t *)out + n);
+}
+
+static void dy_row(const kt_back *b, const float *fold, const uint8_t *row, uint8_t *out) {
+  const int64_t hidden = b->run.moe->hidden;
+  const uint16_t *const numbers = (const uint16_t *)(const void *)row;
+  if (b->folding == KT_FOLD_SPLIT)
+    split_row(b, row, fold, hidden, out);
+  else if (b->folding == KT_FOLD_ROWS)
+    b->adapter.strips->fold(numbers, fold, hidden, (uint16_t *)(void *)out);
+  else
+    memcpy(out, row, 2 * (size_t)hidden);
+}
+
+static int folds_rows(const kt_back *b) {
+  return b->folding == KT_FOLD_ROWS || b->folding == KT_FOLD_SPLIT;
+}
+
+/* The block of a group that has its slot number i. */
+static const kt_back_block *block_of(const kt_back *b, const kt_back_group *g, int64_t i) {
+  const kt_back_block *block = b->blocks + g->first;
+  while (g->slot + i >= block->slot + block->count) block++;
+  return block;
+}
+
+void kt_back_rows(const kt_back *b, const kt_back_team *t, const kt_back_worker *w,
+                  const kt_back_group *g, int64_t part, int64_t first, int64_t count) {
+  const int64_t stride = kt_folded_stride(b->run.moe->hidden);
+  int64_t active = -1;
+  for (int64_t i = first; i < first + count; i++) {
+    const kt_back_block *const block = block_of(b, g, i);
+    if (folds_rows(b) && block->active != active) {
+      const kt_weight down = down_of(b, part, block->active);
+      kt_fold_scales(&down, 0, w->fold);
+    }
+    active = block->active;
+    const int64_t token = b->run.route.token[g->slot + i];
+    dy_row(b, w->fold, b->dy_rows + token * b->h_stride, t->dy + i * stride);
+  }
+}
+
+/* ---- Products with columns of weights, where a level has them -------------------- */
+
+/* Strips one after the other. Sums over many rows of w are added up part by part, so that the
+ * activations of a part stay in L2: for some strips the first parts, then strip by strip the last.
+ */
+typedef struct columns {
+  kt_transposed all, now; /* all: of which the other is a part */
+  int64_t parts;
+} columns;
+
+static columns columns_of(const kt_back_worker *w, const uint8_t *rows, int64_t stride,
+                          int64_t count, int64_t first, int64_t last) {
+  return (columns){.all = {.column = first * KT_STRIP,
+                           .end = last * KT_STRIP,
+                           .rows = rows,
+                           .stride = stride,
+                           .tokens = count,
+                           .ring = w->ring,
+                           .sums = w->sums,
+                           .squares = w->squares}};
+}
+
+static void of_weights(columns *c, const kt_weight *first, const kt_weight *second) {
+  c->all.w[0] = *first, c->all.matrices = 1 + (second != NULL);
+  if (second) c->all.w[1] = *second;
+  c->parts = kt_ceil_div(c->all.matrices * first->rows, KT_TRANSPOSED_SUM);
+}
+
+/* Part number i of the sums of columns column .. end - 1. */
+static void start_part(columns *c, int64_t column, int64_t end, int64_t i) {
+  enum { STEP = 64 };
+  const int64_t rows = c->all.matrices * c->all.w[0].rows, last = i + 1 == c->parts;
+  c->now = c->all;
+  c->now.column = column, c->now.end = end;
+  c->now.from = rows * i / c->parts / STEP * STEP;
+  c->now.to = last ? rows : rows * (i + 1) / c->parts / STEP * STEP;
+  c->now.adds = i > 0;
+}
+
+/* The sums of the strip from `column` on. */
+static float *next_strip(const kt_back *b, const kt_back_worker *w, columns *c, int64_t column) {
+  const int64_t all = c->all.end - c->all.column;
+  const int64_t together = c->parts > 1 ? KT_BACK_SUMS * KT_STRIP : all;
+  const int64_t at = (column - c->all.column) % together;
+  const int64_t end = kt_smaller(c->all.end, column + together);
+  for (int64_t i = 0; at == 0 && i < c->parts; i++) {
+    start_part(c, column, end, i);
+    for (int64_t k = column; i + 1 < c->parts && k < end; k += KT_STRIP)
+      b->transposed(&c->now, w->base + (k - column) * KT_TRANSPOSED_ROWS);
+  }
+  float *const sums = w->base + (c->parts > 1 ? at : 0) * KT_TRANSPOSED_ROWS;
+  b->transposed(&c->now, sums);
+  return sums;
+}
+
+/* ---- 4: through down and the function ---------------------------------------- */
+
+/* Some strips of the middle, of a block. */
 typedef struct middle_item {
   const kt_back *b;
   const kt_back_team *t;
   const kt_back_worker *w;
   kt_weight down, gate, up;
-  int64_t part, expert, slot, column; /* slot: the block's first */
-  kt_transposed product;
-  const float *base; /* of the block */
+  int64_t part, expert, column;
+  int64_t slot, before; /* the first of the block; of the group */
+  columns columns;
+  float *sums;       /* of the strip */
+  const float *base; /* of some of its slots */
 } middle_item;
 
 /* Whether a strip has other scales than the one before it: those of a new group, or the first. */
@@ -89,7 +197,7 @@ static void add_down_lora(const middle_item *m, int64_t count) {
 }
 
 static uint16_t *row_at(const kt_back *b, uint8_t *rows, const middle_item *m) {
-  return rows ? (uint16_t *)(void *)(rows + m->slot * b->w_stride) + m->column : NULL;
+  return rows ? (uint16_t *)(void *)(rows + (m->slot - m->before) * b->w_stride) + m->column : NULL;
 }
 
 /* Gradients of gate and up with the scales of their rows. */
@@ -142,7 +250,7 @@ static void prefetch_function(const middle_item *m, int64_t count) {
   const int codes = b->saved.groups && m->column % (2 * KT_STRIP) == 0;
   const int folded = t->folded_up != t->d_up;
   for (int64_t i = 0; i < count; i++) {
-    const int64_t row = (m->slot + i) * b->w_stride + 2 * m->column;
+    const int64_t row = (m->slot - m->before + i) * b->w_stride + 2 * m->column;
     if (gated) __builtin_prefetch(kt_saved_gate(&b->saved, m->part, at + i) + m->column, 0, 2);
     __builtin_prefetch(kt_saved_up(&b->saved, m->part, at + i, width) + m->column, 0, 2);
     if (codes)
@@ -155,7 +263,7 @@ static void prefetch_function(const middle_item *m, int64_t count) {
   }
 }
 
-/* Products of one strip of a matrix with rows of a chunk, into w->base or added to it. */
+/* Products of one strip of a matrix with rows of a block, into w->base or added to it. */
 static void strip_products(const kt_back_worker *w, kt_product_fn *product, const uint8_t *codes,
                            int64_t cols, const uint8_t *rows, int64_t stride, int64_t count) {
   const kt_weight strip = kt_strip_weight(codes, 1, cols);
@@ -167,7 +275,7 @@ static void strip_products(const kt_back_worker *w, kt_product_fn *product, cons
   }
 }
 
-/* One strip for the slots of a chunk, whose rows are given. */
+/* One strip for the slots of a block, whose rows are given. */
 static void middle_strip(middle_item *m, const uint8_t *rows, int64_t stride, int64_t slot,
                          int64_t count) {
   const kt_back *const b = m->b;
@@ -180,7 +288,7 @@ static void middle_strip(middle_item *m, const uint8_t *rows, int64_t stride, in
   m->slot = slot;
   prefetch_function(m, count);
   if (b->transposed) {
-    b->transposed(&m->product, m->w->base);
+    m->sums = next_strip(b, m->w, &m->columns, m->column);
   } else {
     b->transpose(&m->down, m->column, m->w->lora.strips);
     strip_products(m->w, b->adapter.product, m->w->lora.strips, b->run.moe->hidden, rows, stride,
@@ -190,91 +298,57 @@ static void middle_strip(middle_item *m, const uint8_t *rows, int64_t stride, in
   for (int64_t i = 0; i < blocks.number; i++) {
     const int64_t first = kt_block_start(&blocks, i);
     const int64_t some = kt_block_start(&blocks, i + 1) - first;
-    m->slot = slot + first, m->base = m->w->base + first * KT_STRIP;
+    m->slot = slot + first, m->base = m->sums + first * KT_STRIP;
     if (lora) add_down_lora(m, some);
     through_function(m, some);
   }
 }
 
 static void fold_rows_of(const middle_item *m) {
-  if (m->b->folding != KT_FOLD_ROWS && m->b->folding != KT_FOLD_SPLIT) return;
-  kt_fold_scales(&m->down, 0, m->w->fold);
-  if (m->t->folded_up == m->t->d_up) return;
+  if (m->b->folding != KT_FOLD_ROWS || m->t->folded_up == m->t->d_up) return;
   if (kt_has_gate(m->b->run.moe->activation.function)) kt_fold_scales(&m->gate, 0, m->w->fold_gate);
   kt_fold_scales(&m->up, 0, m->w->fold_up);
 }
 
-/* A row of n numbers times `fold`, split. */
-static void split_row(const kt_back *b, const uint8_t *row, const float *fold, int64_t n,
-                      uint8_t *out) {
-  *kt_split_scale(out, n) = b->adapter.strips->split((const uint16_t *)(const void *)row, fold, n,
-                                                     (int8_t *)out, (int8_t *)out + n);
-}
-
-/* Rows of dy of a chunk as products want them. */
-static const uint8_t *dy_rows(const middle_item *m, const kt_rows_view *dy, int64_t slot,
-                              int64_t count, int64_t *stride) {
-  if (m->b->folding != KT_FOLD_SPLIT)
-    return kt_view_rows(dy, slot, count, m->w->lora.gather, stride);
-  *stride = kt_folded_stride(dy->cols);
-  for (int64_t i = 0; i < count; i++)
-    split_row(m->b, dy->rows + dy->index[slot + i] * dy->stride, m->w->fold, dy->cols,
-              m->w->lora.gather + i * *stride);
-  return m->w->lora.gather;
-}
-
-/* A product of a chunk's rows with columns first .. end - 1 of w. */
-static kt_transposed transposed_of(const kt_back_worker *w, const uint8_t *rows, int64_t stride,
-                                   int64_t count, int64_t first, int64_t end) {
-  return (kt_transposed){.column = first,
-                         .end = end,
-                         .rows = rows,
-                         .stride = stride,
-                         .tokens = count,
-                         .ring = w->ring,
-                         .sums = w->sums,
-                         .squares = w->squares};
-}
-
-void kt_back_middle(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, int64_t part,
-                    int64_t item) {
-  const kt_run *const r = &b->run;
-  const int64_t all = r->width / KT_STRIP, items = kt_ceil_div(all, b->middle_strips);
-  const int64_t active = item / items, first = item % items * b->middle_strips;
-  const int64_t last = kt_smaller(first + b->middle_strips, all);
-  const kt_expert *e = kt_back_expert(b, part, r->route.active[active]);
+/* Strips first .. last - 1 of a block. */
+static void block_middle(const kt_back *b, const kt_back_team *t, const kt_back_worker *w,
+                         const kt_back_group *g, int64_t part, const kt_back_block *block,
+                         int64_t first, int64_t last) {
+  const int64_t hidden = b->run.moe->hidden, stride = kt_folded_stride(hidden);
+  const uint8_t *const rows = t->dy + (block->slot - g->slot) * stride;
+  const int groups = b->folding == KT_FOLD_GROUPS;
   middle_item m = {.b = b,
                    .t = t,
                    .w = w,
-                   .down = {e->down, e->down_scale, r->moe->hidden, r->width, r->moe->layout},
-                   .gate = {e->gate, e->gate_scale, r->width, r->moe->hidden, r->moe->layout},
-                   .up = {e->up, e->up_scale, r->width, r->moe->hidden, r->moe->layout},
+                   .down = down_of(b, part, block->active),
+                   .gate = gate_of(b, part, block->active),
+                   .up = up_of(b, part, block->active),
                    .part = part,
-                   .expert = r->route.active[active]};
-  kt_rows_view dy = kt_back_view(b, b->dy_rows, b->h_stride, r->moe->hidden, r->route.token);
+                   .expert = b->run.route.active[block->active],
+                   .sums = w->base,
+                   .before = g->slot};
   fold_rows_of(&m);
-  if (b->folding == KT_FOLD_ROWS) dy.fold = w->fold;
-  const kt_blocks chunks = kt_expert_blocks(&r->route, active, most_slots(b, r->moe->hidden));
-  for (int64_t i = 0; i < chunks.number; i++) {
-    const int64_t slot = kt_block_start(&chunks, i);
-    const int64_t count = kt_block_start(&chunks, i + 1) - slot;
-    int64_t stride;
-    const uint8_t *const rows = dy_rows(&m, &dy, slot, count, &stride);
-    m.product = transposed_of(w, rows, stride, count, first * KT_STRIP, last * KT_STRIP);
-    m.product.w[0] = m.down, m.product.matrices = 1;
-    const int groups = b->folding == KT_FOLD_GROUPS;
-    for (m.column = first * KT_STRIP; m.column < last * KT_STRIP; m.column += KT_STRIP) {
-      if (new_group(b, m.column, first * KT_STRIP)) {
-        kt_fold_scales(&m.down, m.column, w->fold);
-        fold_rows(b, w->fold, rows, stride, r->moe->hidden, count, w->folded_up);
-      }
-      middle_strip(&m, groups ? w->folded_up : rows,
-                   groups ? kt_folded_stride(r->moe->hidden) : stride, slot, count);
+  m.columns = columns_of(w, rows, stride, block->count, first, last);
+  of_weights(&m.columns, &m.down, NULL);
+  for (m.column = first * KT_STRIP; m.column < last * KT_STRIP; m.column += KT_STRIP) {
+    if (new_group(b, m.column, first * KT_STRIP)) {
+      kt_fold_scales(&m.down, m.column, w->fold);
+      fold_rows(b, w->fold, rows, stride, hidden, block->count, w->folded_up);
     }
+    middle_strip(&m, groups ? w->folded_up : rows, stride, block->slot, block->count);
   }
 }
 
-/* ---- 4: B^T of the gradients of gate and up ----------------------------------- */
+void kt_back_middle(const kt_back *b, const kt_back_team *t, const kt_back_worker *w,
+                    const kt_back_group *g, int64_t part, int64_t first, int64_t count) {
+  const int64_t all = b->run.width / KT_STRIP, end = first + count;
+  for (int64_t i = first, strips; i < end; i += strips) {
+    strips = kt_smaller(end - i, all - i % all);
+    block_middle(b, t, w, g, part, b->blocks + g->first + i / all, i % all, i % all + strips);
+  }
+}
+
+/* ---- 5: B^T of the gradients of gate and up ----------------------------------- */
 
 static void make_inner_b(const kt_narrow *n, int64_t strip, uint8_t *out, uint8_t *spare) {
   (void)spare;
@@ -283,50 +357,74 @@ static void make_inner_b(const kt_narrow *n, int64_t strip, uint8_t *out, uint8_
 }
 
 /* Rows [gate | up]; zeros for the one that has no LoRA. */
-void kt_back_pairs(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, int64_t part,
-                   int64_t active) {
-  const kt_route *const route = &b->run.route;
-  const int64_t slot = route->start[active], count = route->start[active + 1] - slot;
+void kt_back_pairs(const kt_back *b, const kt_back_team *t, const kt_back_worker *w,
+                   const kt_back_group *g, int64_t part, int64_t item) {
+  const kt_back_block *const block = b->blocks + g->first + item;
+  const int64_t slot = block->slot, count = block->count;
   const int64_t rank = b->adapter.rank, cols = b->adapter.pair_cols;
   float *const values = b->v_pair + part * b->slots * 2 * rank;
   memset(values + slot * 2 * rank, 0, (size_t)(count * 2 * rank) * sizeof *values);
   for (kt_projection p = KT_GATE; p <= KT_UP; p++) {
     if (!kt_adapts(&b->adapter, p)) continue;
-    const kt_narrow n = {
+    kt_narrow n = {
         .in = kt_back_view(b, p == KT_GATE ? t->d_gate : t->d_up, b->w_stride, b->run.width, NULL),
         .make = make_inner_b,
         .projection = p,
-        .expert = route->active[active],
+        .expert = b->run.route.active[block->active],
         .part = part,
         .width = b->run.width,
         .outputs = rank,
         .values = values + (p == KT_UP ? rank : 0),
         .value_stride = 2 * rank};
+    n.in.before = g->slot;
     kt_narrow_products(&n, &w->lora, w->panel, slot, count);
   }
   for (int64_t i = slot; i < slot + count; i++)
-    kt_scaled_row(values + i * 2 * rank, 2 * rank, b->adapter.factor, cols, t->pairs + i * cols);
+    kt_scaled_row(values + i * 2 * rank, 2 * rank, b->adapter.factor, cols,
+                  t->pairs + (i - g->slot) * cols);
 }
 
-/* ---- 5: through gate and up to x ------------------------------------------------ */
+/* Rows [gate | up], split for the products to come. */
+void kt_back_split(const kt_back *b, const kt_back_team *t, const kt_back_worker *w,
+                   const kt_back_group *g, int64_t part, int64_t first, int64_t count) {
+  const int64_t width = b->run.width;
+  const int64_t before = kt_has_gate(b->run.moe->activation.function) ? width : 0;
+  int64_t active = -1;
+  for (int64_t i = first; i < first + count; i++) {
+    const kt_back_block *const block = block_of(b, g, i);
+    if (block->active != active) {
+      const kt_weight gate = gate_of(b, part, block->active), up = up_of(b, part, block->active);
+      if (before) kt_fold_scales(&gate, 0, w->fold);
+      kt_fold_scales(&up, 0, w->fold + before);
+    }
+    active = block->active;
+    split_row(b, t->d_gate + i * b->w_stride, w->fold, before + width, t->split + i * b->w_stride);
+  }
+}
 
-/* An expert's gate and up in a part, some of its slots, and their rows of gradients. */
+/* ---- 6: through gate and up to x ------------------------------------------------ */
+
+/* An expert's gate and up in a part, a block of its slots, and their rows of gradients. */
 typedef struct input_item {
   const kt_back *b;
   const kt_back_team *t;
   const kt_back_worker *w;
   kt_weight gate, up;
   int64_t part, expert, slot, count, stride;
+  int64_t before; /* the first slot of the group */
   const uint8_t *gate_rows, *up_rows;
-  kt_transposed product;
+  columns columns;
+  float *sums; /* of the strip */
 } input_item;
 
-static void add_x_lora(const kt_back *b, const kt_back_team *t, const kt_back_worker *w,
-                       int64_t column, int64_t slot, int64_t count, float *to) {
+/* Slots from number `at` of the block on. */
+static void add_x_lora(const input_item *m, int64_t column, int64_t at, int64_t count, float *to) {
+  const kt_back *const b = m->b;
+  const kt_back_worker *const w = m->w;
   const kt_adapter *const a = &b->adapter;
-  const int64_t stride = kt_pair_stride(a);
+  const int64_t stride = kt_pair_stride(a), slot = m->slot + at;
   const kt_weight lora = kt_strip_weight(w->small, 1, a->pair_cols);
-  const uint8_t *const rows = (const uint8_t *)t->pairs + slot * stride;
+  const uint8_t *const rows = (const uint8_t *)m->t->pairs + (slot - m->before) * stride;
   if (!a->drop_x.below) {
     a->add(&lora, 0, 1, rows, stride, count, to, w->panel);
     return;
@@ -340,11 +438,16 @@ static void add_x_lora(const kt_back *b, const kt_back_team *t, const kt_back_wo
   }
 }
 
-static void add_to_tokens(const kt_back *b, const float *base, float *partial, int64_t column,
-                          int64_t slot, int64_t count) {
-  for (int64_t i = 0; i < count; i++)
-    b->epilogue->accumulate(1.0f, base + i * KT_STRIP, NULL,
-                            partial + b->run.route.token[slot + i] * b->run.moe->hidden + column);
+static void add_to_tokens(const input_item *m, int64_t column) {
+  const kt_back *const b = m->b;
+  const kt_weighted sums = {.down = kt_sums_of(m->sums, m->count),
+                            .strips = 1,
+                            .weight = m->w->ones,
+                            .token = b->run.route.token + m->slot,
+                            .fresh = b->run.route.fresh + m->slot,
+                            .y = b->parts[m->part].partial + column,
+                            .stride = b->run.moe->hidden};
+  b->epilogue->add_weighted(&sums, 0, m->count);
 }
 
 /* Products of a strip by strips of up and gate. */
@@ -359,30 +462,29 @@ static void input_products(const input_item *m, int64_t column) {
   strip_products(m->w, b->adapter.add, strip, width, m->gate_rows, m->stride, m->count);
 }
 
-/* The strip of columns from `column` on, for the slots of the item. */
+/* The strip of columns from `column` on, for the slots of the block. */
 static void input_strip(input_item *m, int64_t column) {
   const kt_back *const b = m->b;
   const kt_back_worker *const w = m->w;
   const int lora = kt_adapts_x(&b->adapter);
   if (lora) kt_pair_a_columns(&b->adapter, m->expert, column / KT_STRIP, w->small, w->lora.spare);
   if (b->transposed)
-    b->transposed(&m->product, w->base);
+    m->sums = next_strip(b, w, &m->columns, column);
   else
     input_products(m, column);
   const kt_blocks blocks = kt_blocks_of(0, m->count, KT_MAX_TOKENS);
-  for (int64_t i = 0; i < blocks.number; i++) {
-    const int64_t at = kt_block_start(&blocks, i), count = kt_block_start(&blocks, i + 1) - at;
-    float *const base = w->base + at * KT_STRIP;
-    if (lora) add_x_lora(b, m->t, w, column, m->slot + at, count, base);
-    add_to_tokens(b, base, b->parts[m->part].partial, column, m->slot + at, count);
+  for (int64_t i = 0; lora && i < blocks.number; i++) {
+    const int64_t at = kt_block_start(&blocks, i);
+    add_x_lora(m, column, at, kt_block_start(&blocks, i + 1) - at, m->sums + at * KT_STRIP);
   }
+  add_to_tokens(m, column);
 }
 
 /* Rows of the item with the scales of the group of `column`. */
 static void fold_input(input_item *m, int64_t column) {
   const kt_back *const b = m->b;
   const kt_back_worker *const w = m->w;
-  const int64_t width = b->run.width, at = m->slot * b->w_stride;
+  const int64_t width = b->run.width, at = (m->slot - m->before) * b->w_stride;
   m->stride = kt_folded_stride(width);
   kt_fold_scales(&m->up, column, w->fold_up);
   m->up_rows =
@@ -393,75 +495,50 @@ static void fold_input(input_item *m, int64_t column) {
       fold_rows(b, w->fold_gate, m->t->d_gate + at, b->w_stride, width, m->count, w->folded_gate);
 }
 
-/* The product of the item's rows [gate | up]. */
-static void start_product(input_item *m, int64_t first, int64_t last) {
+/* Products of the item's rows [gate | up]. */
+static columns input_columns(const input_item *m, int64_t first, int64_t last) {
   const kt_back *const b = m->b;
   const uint8_t *const rows = b->folding == KT_FOLD_SPLIT ? m->t->split : m->t->folded_gate;
-  m->product = transposed_of(m->w, rows + m->slot * m->stride, m->stride, m->count,
-                             first * KT_STRIP, last * KT_STRIP);
-  m->product.matrices = m->gate_rows ? 2 : 1;
-  m->product.w[0] = m->gate_rows ? m->gate : m->up;
-  m->product.w[1] = m->up;
+  columns c =
+      columns_of(m->w, rows + (m->slot - m->before) * m->stride, m->stride, m->count, first, last);
+  of_weights(&c, m->gate_rows ? &m->gate : &m->up, m->gate_rows ? &m->up : NULL);
+  return c;
 }
 
-/* An expert's strips first .. last - 1. */
-static void expert_inputs(input_item *m, int64_t active, int64_t first, int64_t last) {
+/* Strips first .. last - 1 of a block. */
+static void block_inputs(input_item *m, int64_t first, int64_t last) {
   const kt_back *const b = m->b;
   const int gated = kt_has_gate(b->run.moe->activation.function);
-  const int64_t most = most_slots(b, (1 + gated) * b->run.width);
-  const kt_blocks chunks = kt_expert_blocks(&b->run.route, active, most);
-  for (int64_t i = 0; i < chunks.number; i++) {
-    m->slot = kt_block_start(&chunks, i), m->count = kt_block_start(&chunks, i + 1) - m->slot;
-    m->stride = b->w_stride;
-    m->gate_rows = gated ? m->t->folded_gate + m->slot * m->stride : NULL;
-    m->up_rows = m->t->folded_up + m->slot * m->stride;
-    if (b->transposed) start_product(m, first, last);
-    for (int64_t column = first * KT_STRIP; column < last * KT_STRIP; column += KT_STRIP) {
-      if (new_group(b, column, first * KT_STRIP)) fold_input(m, column);
-      input_strip(m, column);
-    }
+  const int64_t at = (m->slot - m->before) * b->w_stride;
+  m->stride = b->w_stride;
+  m->gate_rows = gated ? m->t->folded_gate + at : NULL;
+  m->up_rows = m->t->folded_up + at;
+  m->sums = m->w->base;
+  if (b->transposed) m->columns = input_columns(m, first, last);
+  for (int64_t column = first * KT_STRIP; column < last * KT_STRIP; column += KT_STRIP) {
+    if (new_group(b, column, first * KT_STRIP)) fold_input(m, column);
+    input_strip(m, column);
   }
 }
 
-/* Rows [gate | up] of an expert, split for the products to come. */
-void kt_back_split(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, int64_t part,
-                   int64_t active) {
-  const kt_run *const r = &b->run;
-  const kt_expert *const e = kt_back_expert(b, part, r->route.active[active]);
-  const kt_weight gate = {e->gate, e->gate_scale, r->width, r->moe->hidden, r->moe->layout};
-  const kt_weight up = {e->up, e->up_scale, r->width, r->moe->hidden, r->moe->layout};
-  const int64_t before = kt_has_gate(r->moe->activation.function) ? r->width : 0;
-  if (before) kt_fold_scales(&gate, 0, w->fold);
-  kt_fold_scales(&up, 0, w->fold + before);
-  for (int64_t slot = r->route.start[active]; slot < r->route.start[active + 1]; slot++)
-    split_row(b, t->d_gate + slot * b->w_stride, w->fold, before + r->width,
-              t->split + slot * b->w_stride);
-}
-
-void kt_back_inputs(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, int64_t part,
-                    int64_t item) {
-  const kt_run *const r = &b->run;
-  const int64_t hidden = r->moe->hidden, first = item * b->dx_strips;
-  const int64_t last = kt_smaller(first + b->dx_strips, hidden / KT_STRIP);
-  float *const partial = b->parts[part].partial;
-  for (int64_t token = 0; token < r->tokens; token++)
-    memset(partial + token * hidden + first * KT_STRIP, 0,
-           (size_t)((last - first) * KT_STRIP) * sizeof *partial);
-  for (int64_t active = 0; active < r->route.active_count; active++) {
-    const int64_t expert = r->route.active[active];
-    const kt_expert *e = kt_back_expert(b, part, expert);
+void kt_back_inputs(const kt_back *b, const kt_back_team *t, const kt_back_worker *w,
+                    const kt_back_group *g, int64_t part, int64_t first, int64_t count) {
+  for (const kt_back_block *i = b->blocks + g->first; i < b->blocks + g->end; i++) {
     input_item m = {.b = b,
                     .t = t,
                     .w = w,
-                    .gate = {e->gate, e->gate_scale, r->width, hidden, r->moe->layout},
-                    .up = {e->up, e->up_scale, r->width, hidden, r->moe->layout},
+                    .gate = gate_of(b, part, i->active),
+                    .up = up_of(b, part, i->active),
                     .part = part,
-                    .expert = expert};
-    expert_inputs(&m, active, first, last);
+                    .expert = b->run.route.active[i->active],
+                    .slot = i->slot,
+                    .count = i->count,
+                    .before = g->slot};
+    block_inputs(&m, first, first + count);
   }
 }
 
-/* ---- 6: gradients of routing weights ---------------------------------------------- */
+/* ---- 7: gradients of routing weights ---------------------------------------------- */
 
 static double lora_dot(const kt_back *b, int64_t slot) {
   const int64_t rank = b->adapter.rank;

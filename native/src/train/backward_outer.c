@@ -22,6 +22,7 @@ typedef enum kind {
 typedef struct gradient {
   float *out;
   int64_t rows, cols, row, col;
+  int64_t before; /* the first slot of the group */
   kt_rows_view view;
 } gradient;
 
@@ -74,17 +75,19 @@ void kt_back_zero(const kt_back *b, int64_t expert) {
       memset(wanted(b, k) + expert * elements(b, k), 0, (size_t)elements(b, k) * sizeof(float));
 }
 
-static kt_rows_view view_of(const kt_back *b, const kt_back_team *t, int64_t part, kind k) {
+/* before: the first slot of rows in the team's memory. */
+static kt_rows_view view_of(const kt_back *b, const kt_back_team *t, int64_t part, kind k,
+                            int64_t before) {
   const int32_t *const token = b->run.route.token;
   const int64_t width = b->run.width, hidden = b->run.moe->hidden;
-  if (k == GATE_B) return kt_back_view(b, t->d_gate, b->w_stride, width, NULL);
-  if (k == UP_B) return kt_back_view(b, t->d_up, b->w_stride, width, NULL);
   if (k == DOWN_B) return kt_back_view(b, b->dy_rows, b->h_stride, hidden, token);
-  if (k == DOWN_A || k == DOWN) {
-    kt_rows_view middle = kt_back_view(b, t->middle, b->w_stride, width, NULL);
-    if (k == DOWN_A && b->adapter.drop_middle.below) middle.drop = &b->adapter.drop_middle;
-    middle.first_column = part * width;
-    return middle;
+  if (k == GATE_B || k == UP_B || k == DOWN_A || k == DOWN) {
+    const uint8_t *const rows = k == GATE_B ? t->d_gate : k == UP_B ? t->d_up : t->middle;
+    kt_rows_view own = kt_back_view(b, rows, b->w_stride, width, NULL);
+    if (k == DOWN_A && b->adapter.drop_middle.below) own.drop = &b->adapter.drop_middle;
+    own.before = before;
+    own.first_column = part * width;
+    return own;
   }
   kt_rows_view x = kt_back_view(b, b->x_rows, b->h_stride, hidden, token);
   if ((k == GATE_A || k == UP_A) && b->adapter.drop_x.below) x.drop = &b->adapter.drop_x;
@@ -92,10 +95,10 @@ static kt_rows_view view_of(const kt_back *b, const kt_back_team *t, int64_t par
 }
 
 static gradient gradient_of(const kt_back *b, const kt_back_team *t, int64_t part, kind k,
-                            int64_t expert) {
+                            int64_t expert, int64_t before) {
   const int64_t rows = rows_of(b, k), cols = cols_of(b, k), parts = b->run.moe->parts;
   float *const out = wanted(b, k) + expert * elements(b, k);
-  gradient g = {out, rows, cols, cols, 1, view_of(b, t, part, k)};
+  gradient g = {out, rows, cols, cols, 1, before, view_of(b, t, part, k, before)};
   if (k == GATE_B || k == UP_B) { /* [I, rank] */
     g.out += part * cols * rows, g.row = 1, g.col = rows;
   } else if (k == DOWN_B) { /* [H, rank] */
@@ -127,8 +130,8 @@ static void scaled(const float *row, int64_t parts, int64_t step, float factor, 
 }
 
 /* Factors j .. j + count - 1 of a slot. */
-static void factors(const kt_back *b, const kt_back_team *t, kind k, int64_t slot, int64_t j,
-                    int64_t count, float *a) {
+static void factors(const kt_back *b, const kt_back_team *t, kind k, int64_t slot, int64_t before,
+                    int64_t j, int64_t count, float *a) {
   const int64_t rank = b->adapter.rank, pair = b->slots * 2 * rank, parts = b->run.moe->parts;
   const int64_t at = kt_back_first_slot(b) + slot;
   const float factor = b->adapter.factor, weight = b->run.route.weight[slot];
@@ -144,8 +147,8 @@ static void factors(const kt_back *b, const kt_back_team *t, kind k, int64_t slo
     scaled(kt_saved_product(&b->saved, 0, at, rank) + j, parts, b->saved.pairs * rank,
            factor * weight, count, a);
     break;
-  case GATE: widen(t->d_gate + slot * b->w_stride, j, count, 1.0f, a); break;
-  case UP: widen(t->d_up + slot * b->w_stride, j, count, 1.0f, a); break;
+  case GATE: widen(t->d_gate + (slot - before) * b->w_stride, j, count, 1.0f, a); break;
+  case UP: widen(t->d_up + (slot - before) * b->w_stride, j, count, 1.0f, a); break;
   default: widen(b->dy_rows + b->run.route.token[slot] * b->h_stride, j, count, weight, a);
   }
 }
@@ -176,9 +179,9 @@ static block block_at(const gradient *g, int64_t item) {
                  kt_smaller(most, g->cols - col)};
 }
 
-/* Slots of a chunk. */
-static void add_chunk(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, kind k,
-                      const gradient *g, const block *at, int64_t slot, int64_t count, int fresh) {
+static void add_block(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, kind k,
+                      const gradient *g, const block *at, const kt_back_block *slots, int fresh) {
+  const int64_t slot = slots->slot, count = slots->count;
   kt_rows_view view = g->view;
   view.rows += 2 * at->col, view.first_column += at->col, view.cols = at->cols;
   int64_t stride = view.stride;
@@ -187,9 +190,9 @@ static void add_chunk(const kt_back *b, const kt_back_team *t, const kt_back_wor
   if (view.drop)
     rows = kt_view_rows(&view, slot, count, w->lora.gather, &stride), index = NULL;
   else if (!index)
-    rows += slot * stride;
+    rows += (slot - view.before) * stride;
   for (int64_t i = 0; i < count; i++)
-    factors(b, t, k, slot + i, at->row, at->rows, w->a + i * KT_OUTER_ROWS);
+    factors(b, t, k, slot + i, g->before, at->row, at->rows, w->a + i * KT_OUTER_ROWS);
   const kt_outer outer = {.a = w->a,
                           .b = rows,
                           .index = index,
@@ -206,29 +209,34 @@ static void add_chunk(const kt_back *b, const kt_back_team *t, const kt_back_wor
   b->outer_product(&outer);
 }
 
-static int64_t items_of_expert(const kt_back *b, int of_part) {
+/* Of a part where a group is given, else of all. */
+static int64_t items_of_expert(const kt_back *b, const kt_back_group *g) {
   int64_t items = 0;
-  for (kind k = of_part ? GATE_B : DOWN_B; k < (of_part ? DOWN_B : KINDS); k++)
-    items += blocks_of(b, k);
+  for (kind k = g ? GATE_B : DOWN_B; k < (g ? DOWN_B : KINDS); k++) items += blocks_of(b, k);
   return items;
 }
 
-int64_t kt_back_outer_items(const kt_back *b, int of_part) {
-  return b->run.route.active_count * items_of_expert(b, of_part);
+static int64_t experts_of(const kt_back *b, const kt_back_group *g) {
+  const int64_t active = b->run.route.active_count;
+  if (!active) return 0;
+  return g ? b->blocks[g->end - 1].active + 1 - b->blocks[g->first].active : active;
 }
 
-void kt_back_outer(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, int of_part,
-                   int64_t part, int64_t item) {
-  const int64_t each = items_of_expert(b, of_part), active = item / each;
+int64_t kt_back_outer_items(const kt_back *b, const kt_back_group *g) {
+  return experts_of(b, g) * items_of_expert(b, g);
+}
+
+void kt_back_outer(const kt_back *b, const kt_back_team *t, const kt_back_worker *w,
+                   const kt_back_group *g, int64_t part, int64_t item) {
+  const int64_t each = items_of_expert(b, g);
+  const int64_t active = (g ? b->blocks[g->first].active : 0) + item / each;
+  const int64_t first = b->first_block[active], end = b->first_block[active + 1];
   int64_t left = item % each;
-  kind k = of_part ? GATE_B : DOWN_B;
+  kind k = g ? GATE_B : DOWN_B;
   for (; left >= blocks_of(b, k); k++) left -= blocks_of(b, k);
-  const gradient g = gradient_of(b, t, part, k, b->run.route.active[active]);
-  const block at = block_at(&g, left);
-  const kt_blocks chunks = kt_expert_blocks(&b->run.route, active, KT_CHUNK);
-  for (int64_t i = 0; i < chunks.number; i++) {
-    const int64_t slot = kt_block_start(&chunks, i);
-    add_chunk(b, t, w, k, &g, &at, slot, kt_block_start(&chunks, i + 1) - slot,
-              i == 0 && b->run.first_token == 0);
-  }
+  const gradient d = gradient_of(b, t, part, k, b->run.route.active[active], g ? g->slot : 0);
+  const block at = block_at(&d, left);
+  for (int64_t i = g ? kt_larger(first, g->first) : first; i < (g ? kt_smaller(end, g->end) : end);
+       i++)
+    add_block(b, t, w, k, &d, &at, b->blocks + i, i == first && b->run.first_token == 0);
 }

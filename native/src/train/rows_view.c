@@ -12,15 +12,6 @@ static int64_t row_of(const kt_rows_view *v, int64_t slot) {
   return v->index ? v->index[slot] : slot - v->before;
 }
 
-static void gather_row(const kt_rows_view *v, int64_t slot, uint16_t *out) {
-  const int64_t row = row_of(v, slot);
-  const uint8_t *const from = v->rows + row * v->stride;
-  if (v->fold)
-    v->adapter->strips->fold((const uint16_t *)(const void *)from, v->fold, v->cols, out);
-  else
-    memcpy(out, from, (size_t)v->cols * sizeof *out);
-}
-
 static void drop_row(const kt_rows_view *v, int64_t slot, uint16_t *row) {
   v->adapter->math->drop_bf16(v->drop, v->first_pair + v->pair[slot], v->first_column, v->cols,
                               row);
@@ -28,7 +19,7 @@ static void drop_row(const kt_rows_view *v, int64_t slot, uint16_t *row) {
 
 const uint8_t *kt_view_rows(const kt_rows_view *v, int64_t slot, int64_t count, uint8_t *gather,
                             int64_t *stride) {
-  const int as_is = !v->fold && !v->drop && (!v->index || kt_in_a_row(v->index + slot, count));
+  const int as_is = !v->drop && (!v->index || kt_in_a_row(v->index + slot, count));
   if (as_is) {
     *stride = v->stride;
     return v->rows + row_of(v, slot) * v->stride;
@@ -36,7 +27,7 @@ const uint8_t *kt_view_rows(const kt_rows_view *v, int64_t slot, int64_t count, 
   *stride = gather_stride(v->cols);
   for (int64_t i = 0; i < count; i++) {
     uint16_t *const row = (uint16_t *)(void *)(gather + i * *stride);
-    gather_row(v, slot + i, row);
+    memcpy(row, v->rows + row_of(v, slot + i) * v->stride, (size_t)v->cols * sizeof *row);
     if (v->drop) drop_row(v, slot + i, row);
   }
   return gather;

@@ -16,7 +16,6 @@ typedef struct kt_rows_view {
   const int32_t *pair;       /* of a slot in the batch, for drop */
   int64_t first_pair;        /* of the batch, in the call */
   int64_t first_column;      /* of the rows, in what is dropped from */
-  const float *fold;         /* NULL, or [cols] factors */
   const kt_adapter *adapter; /* its loops */
 } kt_rows_view;
 

@@ -18,7 +18,8 @@ enum {
   KT_TRANSPOSED_STEPS = 8,                                  /* of a chunk, at most */
   KT_TRANSPOSED_CHUNK = KT_TRANSPOSED_STEPS * KT_BF16_TILE, /* bytes */
   KT_TRANSPOSED_TOKENS = 192,                               /* of one product, at most */
-  KT_TRANSPOSED_ROWS = KT_TRANSPOSED_TOKENS + 16            /* of its sums */
+  KT_TRANSPOSED_SUM = 2048, /* rows of w that are summed at a time: activations stay in L2 */
+  KT_TRANSPOSED_ROWS = KT_TRANSPOSED_TOKENS + 16 /* of its sums */
 };
 
 /* Where 32 columns of 32 rows of a matrix are: the meaning is the format's. */
@@ -35,6 +36,8 @@ typedef struct kt_packed_square {
 struct kt_transposed {
   kt_weight w[2];
   int64_t matrices;    /* of w */
+  int64_t from, to;    /* rows of w that are summed, of all matrices; % 64 == 0, or the last */
+  int adds;            /* the sums are added to out */
   int64_t column, end; /* the next strip's first column, and behind the last strip; % 32 == 0 */
   const uint8_t *rows; /* 64-byte aligned, `stride` bytes apart, % 64 == 0 */
   int64_t stride, tokens;

@@ -208,8 +208,9 @@ static inline int64_t kt_chunk_start(int64_t steps, int64_t chunks, int64_t i) {
 KT_INLINE void kt_find_squares(const kt_unpack_form f, const kt_transposed *t, int64_t column,
                                kt_packed_square *squares) {
   const int64_t inside = column < t->end ? column : t->end - KT_STRIP; /* nothing to prefetch */
-  for (int64_t m = 0; m < t->matrices; m++)
-    for (int64_t n = 0; n < t->w[m].rows; n += KT_STRIP) *squares++ = f.square(t->w + m, n, inside);
+  for (int64_t m = 0, start = 0; m < t->matrices; start += t->w[m++].rows)
+    for (int64_t n = 0; n < t->w[m].rows; n += KT_STRIP)
+      if (start + n >= t->from && start + n < t->to) *squares++ = f.square(t->w + m, n, inside);
 }
 
 /* What all loops of a strip need. unit: what a code of an integer format is worth, in scales. */
@@ -221,7 +222,7 @@ typedef struct kt_strip_job {
   float unit, *out;
 } kt_strip_job;
 
-/* out[t] = scale * (256 * high + low) for the new tokens of a half. */
+/* out[t] = scale * (256 * high + low), or out[t] + that, for the new tokens of a half. */
 KT_INLINE void kt_join_sums(const kt_strip_job *s, int64_t half) {
   const kt_transposed *const job = s->job;
   const int64_t start = kt_half_start(&s->halves, half), fresh = kt_half_new(&s->halves, half);
@@ -236,8 +237,10 @@ KT_INLINE void kt_join_sums(const kt_strip_job *s, int64_t half) {
     for (int v = 0; v < KT_STRIP; v += 16) {
       const __m512 h = _mm512_cvtepi32_ps(_mm512_loadu_si512(high + v));
       const __m512 l = _mm512_cvtepi32_ps(_mm512_loadu_si512(high + block + v));
-      _mm512_storeu_ps(s->out + i * KT_STRIP + v,
-                       _mm512_mul_ps(_mm512_fmadd_ps(h, step, l), scale));
+      float *const to = s->out + i * KT_STRIP + v;
+      const __m512 before = job->adds ? _mm512_loadu_ps(to) : _mm512_set1_ps(-0.0f);
+      const __m512 sum = _mm512_mul_ps(_mm512_fmadd_ps(h, step, l), scale);
+      _mm512_storeu_ps(to, _mm512_add_ps(sum, before));
     }
   }
 }
@@ -257,7 +260,7 @@ KT_INLINE void kt_multiply_all(const kt_unpack_form f, const int parts, const kt
     for (int k = 0; k < 2; k++) {
       const int64_t half = f.int8 ? i / 2 : i + k < blocks ? i + k : i;
       x[k] = job->rows + kt_half_start(&h, half) * job->stride + (f.int8 ? k * cols : 0) +
-             at * KT_AMX_LINE;
+             (f.int8 ? 1 : 2) * job->from + at * KT_AMX_LINE;
       to[k] = s->sums + (i + k) * h.rows * KT_STRIP;
     }
     if (f.int8 || i + 1 < blocks)
@@ -291,6 +294,11 @@ static inline void kt_close_gap(const kt_halves *h, float *out) {
                     (size_t)((h->tokens - fresh) * KT_STRIP) * sizeof *out);
 }
 
+static inline void kt_add_sums(const kt_halves *h, const float *sums, float *out) {
+  for (int64_t i = 0; i < h->tokens * KT_STRIP; i += 16)
+    _mm512_storeu_ps(out + i, _mm512_add_ps(_mm512_loadu_ps(out + i), _mm512_loadu_ps(sums + i)));
+}
+
 /* Decoding `steps` steps from `first` on, of the strip that job->squares begin with. */
 KT_INLINE kt_unpacking kt_unpacking_of(const kt_unpack_form f, const kt_transposed *job,
                                        const kt_unit_place *places, float *scale, int64_t first,
@@ -306,7 +314,7 @@ KT_INLINE kt_unpacking kt_unpacking_of(const kt_unpack_form f, const kt_transpos
 
 KT_INLINE void kt_transposed_strip(const kt_unpack_form f, const kt_unpack_tables *t, float unit,
                                    kt_transposed *job, float *out) {
-  const int64_t squares = job->matrices * job->w[0].rows / KT_STRIP;
+  const int64_t squares = (job->to - job->from) / KT_STRIP;
   const int64_t steps = f.int8 ? squares / 2 : squares;
   const int64_t chunks = (steps + KT_TRANSPOSED_STEPS - 1) / KT_TRANSPOSED_STEPS;
   const int64_t most = (steps + chunks - 1) / chunks;
@@ -315,7 +323,7 @@ KT_INLINE void kt_transposed_strip(const kt_unpack_form f, const kt_unpack_table
   const kt_strip_job strip = {.tables = t,
                               .job = job,
                               .halves = h,
-                              .sums = f.int8 ? job->sums : (void *)out,
+                              .sums = f.int8 || job->adds ? job->sums : (void *)out,
                               .unit = unit,
                               .out = out};
   _Alignas(64) float scale[KT_STRIP];
@@ -349,7 +357,8 @@ KT_INLINE void kt_transposed_strip(const kt_unpack_form f, const kt_unpack_table
     kt_multiply_some(f, parts, &strip, &d, &chunk, first);
   }
   _tile_release();
-  if (!f.int8) kt_close_gap(&h, out);
+  if (!f.int8) kt_close_gap(&h, (float *)(void *)strip.sums);
+  if (!f.int8 && job->adds) kt_add_sums(&h, job->sums, out);
   job->column += KT_STRIP;
 }
 

@@ -92,7 +92,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be measured, in order. Rows of peers come after it."""
+    """Rows that will be measured, in order. Those of peers come after them."""
 
     request: Request
     layers: list[Layer]
@@ -104,7 +104,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Session:
-    """What the rows of a run share."""
+    """State that the rows of a run share."""
 
     request: Request
     pools: dict[int, Pool]  # by their number of threads
@@ -152,7 +152,7 @@ def from_cache(expert_bytes: int, shape: Shape) -> bool:
 
 
 def different_experts(shape: Shape) -> int:
-    """How many experts have weights of their own."""
+    """Number of experts with weights of their own."""
     large = shape.hidden * shape.intermediate > _LARGE
     return min(shape.experts, _DIFFERENT_IF_LARGE if large else _DIFFERENT)
 

@@ -1,4 +1,4 @@
-"""What the machine can do at best: measured with the same threads, before and after each row.
+"""Limits of the machine: measured with the same threads, before and after each row.
 
 A machine that others share can have half the bandwidth a minute later; a share of a limit
 means something only if both were measured together.
@@ -30,7 +30,7 @@ _IDLE = 0.05  # of one core's time
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """With all threads of a pool, at one level."""
+    """Limits with all threads of a pool, at one level."""
 
     threads: int
     isa: str

@@ -34,7 +34,7 @@ _TICKS = 2  # of /proc/stat: less is rounding
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long a row is measured: `iterations` if given, else about `seconds`."""
+    """Time that a row is measured: `iterations` if given, else about `seconds`."""
 
     seconds: float = 0.5
     iterations: int | None = None
@@ -65,7 +65,7 @@ def make_batch(
 
 
 def kept_routings(tokens: int, top_k: int, effort: Effort) -> int:
-    """How many are drawn before timing starts; iterations beyond them repeat."""
+    """Number of routings that are drawn before timing starts; iterations beyond them repeat."""
     count = max(1, min(_MOST_ROUTINGS, _KEPT_IDS // (tokens * top_k)))
     return min(count, WARM_UP + effort.iterations) if effort.iterations else count
 
@@ -91,7 +91,7 @@ class Reference:
 
     @property
     def rounded(self) -> Array:
-        """With activations rounded as by the kernels, which leaves almost no difference."""
+        """Result with activations rounded as by the kernels, which leaves almost no difference."""
         return self._both[0]
 
     @property
@@ -281,8 +281,8 @@ def _clocks() -> tuple[float, float, float]:
 
 
 def share_of_others(before: tuple[float, ...], after: tuple[float, ...]) -> float:
-    """What other processes and virtual machines used of the time of all CPUs between two readings
-    of `_clocks`; 0 if the system does not report it, or it is too short."""
+    """Share of the time of all CPUs that other processes and virtual machines used between two
+    readings of `_clocks`; 0 if the system does not report it, or it is too short."""
     elapsed, busy, own = (b - a for a, b in zip(before, after, strict=True))
     if busy - own <= _TICKS / os.sysconf("SC_CLK_TCK"):
         return 0.0
@@ -290,7 +290,7 @@ def share_of_others(before: tuple[float, ...], after: tuple[float, ...]) -> floa
 
 
 def _busy_seconds() -> float:
-    """Of all CPUs, including what the hypervisor gave to other machines."""
+    """Busy seconds of all CPUs, including what the hypervisor gave to other machines."""
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
         user, nice, system, _, _, irq, soft, steal = (int(field) for field in fields[1:9])

@@ -97,7 +97,7 @@ def _check(method: str, shapes: Sequence[Shape], working_set: int) -> None:
 
 
 def _count(nbytes: int, working_set: int) -> int:
-    """How many matrices are packed in turn."""
+    """Number of matrices that are packed in turn."""
     return max(_SLOW_SHARE, working_set // nbytes)
 
 
@@ -205,7 +205,7 @@ _COLUMNS: dict[str, Callable[[PackRow], str]] = {
 
 
 def render_packing(rows: Sequence[PackRow], form: str) -> str:
-    """In one of render.FORMATS."""
+    """Render rows in one of render.FORMATS."""
     facts = [asdict(row) for row in rows]
     report = {"schema": SCHEMA, "stage": "pack", "machine": fingerprint(), "rows": facts}
     cells = [[text(row) for text in _COLUMNS.values()] for row in rows]

@@ -97,7 +97,7 @@ def _wanted(rows: Sequence[Row]) -> list[str]:
 
 
 def _flat(facts: dict[str, Any]) -> dict[str, Any]:
-    """With {"shape_hidden": 8} in place of {"shape": {"hidden": 8}}, after what is plain."""
+    """Facts with {"shape_hidden": 8} in place of {"shape": {"hidden": 8}}, after what is plain."""
     inner = {name: value for name, value in facts.items() if isinstance(value, dict)}
     plain = {name: value for name, value in facts.items() if name not in inner}
     return plain | {

@@ -1,4 +1,4 @@
-"""Which experts the tokens go to.
+"""Routings: the experts that tokens go to.
 
 balanced      each token has top-k experts of its own, drawn without replacement, fresh every
               iteration, so that weights come from memory and not from a cache
@@ -25,7 +25,7 @@ KINDS = "balanced, concentrated, zipf:S, trace:FILE"
 
 @dataclass(frozen=True)
 class Routing:
-    """How ids are made; `text` is what the user wrote."""
+    """The way to draw ids; `text` is what the user wrote."""
 
     text: str
     kind: str

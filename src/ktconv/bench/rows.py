@@ -31,7 +31,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Of y, relative in the 2-norm, against float32 arithmetic."""
+    """Errors of y, relative in the 2-norm, against float32 arithmetic."""
 
     relative: float  # on the same packed weights
     source: float | None = None  # on the weights before quantization, where they are known

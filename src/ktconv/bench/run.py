@@ -1,4 +1,4 @@
-"""From a request to a report: what `ktconv bench` does, callable without the command."""
+"""Runs `ktconv bench`, from a request to a report, callable without the command."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class RandomWeights:
         return gate, up, down
 
     def ungated(self, index: int) -> Matrices:
-        """The same of an expert without gate."""
+        """Matrices of an expert without gate."""
         return None, *self.expert(index)[1:]
 
     def _matrix(self, number: int, rows: int, cols: int) -> F32:

@@ -109,7 +109,7 @@ class OutputState:
         return [path.name for path in self._output.iterdir()] == [STATE_DIRECTORY]
 
     def pending(self, units: Sequence[Unit]) -> list[Unit]:
-        """Those of `units` that are not here as planned."""
+        """The units among `units` that are not here as planned."""
         manifest = read_manifest(self._output)
         finished = manifest.units if manifest else {}
         return [

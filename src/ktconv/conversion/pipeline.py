@@ -34,7 +34,7 @@ class Task(Protocol):
     def source_bytes(self) -> int: ...
 
     def spans(self) -> Sequence[Span]:
-        """What it will read."""
+        """Spans that it will read."""
 
     def run(
         self, staging: Staging, buffers: Buffers, advance: Callable[[int], None]
@@ -43,10 +43,10 @@ class Task(Protocol):
 
 
 class Work(Protocol):
-    """What is to be done with each unit."""
+    """Work on each unit."""
 
     def stage(self, unit: Unit) -> Staging:
-        """Where its tensors are written until they are final."""
+        """Staging of a unit, to which its tensors are written until they are final."""
 
     def tasks(self, unit: Unit) -> Sequence[Task]: ...
 
@@ -54,7 +54,7 @@ class Work(Protocol):
         """Raise what speaks against making its files final."""
 
     def finished(self, unit: Unit, files: list[dict[str, object]], tensors: dict[str, Any]) -> None:
-        """Its files are final; `tensors` are the results of its tasks."""
+        """Record a unit whose files are final; `tensors` are the results of its tasks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +71,7 @@ class Observer:
     """Receives progress; this base does nothing. Called from several threads, one at a time."""
 
     def begin(self, keys: list[str]) -> None:
-        """Which units will be converted now."""
+        """Begin with the units that will be converted now."""
 
     def advanced(self, source_bytes: int) -> None:
         """So many more bytes of the source are done."""
@@ -231,7 +231,7 @@ class Pipeline:
                     return
 
     def _waiting(self) -> Task | None:
-        """What is to be prefetched next, if that is known; the end stays for who waits for it."""
+        """The next task to prefetch, if it is known; the end stays for who waits for it."""
         try:
             task = self._prefetch.get_nowait()
         except queue.Empty:

@@ -1,4 +1,4 @@
-"""What a conversion will write: every file, tensor and byte, from headers and options.
+"""Plans the output of a conversion: every file, tensor and byte, from headers and options.
 
 Nothing is read or written here. Dry run, disk check, ETA, streaming writes, resume and
 index all follow from one `Plan`; the `Target` defines what an expert becomes.
@@ -58,7 +58,7 @@ class Unit:
         ]
 
     def tensors(self) -> Iterator[Tensor]:
-        """What is written, shard after shard."""
+        """Tensors in the order in which they are written, shard after shard."""
         return (self.target.copied(*copy) for copy in self.copies)
 
     @property
@@ -76,7 +76,7 @@ class LayerUnit(Unit):
 
     @property
     def omitted(self) -> int:
-        """How many experts of the layer are not converted."""
+        """Number of experts of the layer that are not converted."""
         return len(self.layer.experts) - len(self.experts)
 
     def tensors(self) -> Iterator[Tensor]:
@@ -246,7 +246,7 @@ def _mtp_prefix(checkpoint: Checkpoint, layer: MoELayer) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _ShardSize:
-    """What the plan keeps of a shard."""
+    """Size of a shard, as the plan keeps it."""
 
     tensors: int
     nbytes: int
@@ -262,7 +262,7 @@ class _Sizes:
         self._known: dict[tuple[object, ...], list[_ShardSize]] = {}
 
     def of(self, chosen: LayerContent) -> list[_ShardSize]:
-        """By shard, in order; empty where the layer goes to a folder."""
+        """Sizes by shard, in order; empty where the layer goes to a folder."""
         layer, experts = chosen.layer, chosen.experts
         if self._target.folder(layer) is not None:
             return []
@@ -280,7 +280,8 @@ class _Sizes:
 
 
 def _shard_sizes(tensors: Iterable[Tensor], target: Target) -> list[_ShardSize]:
-    """Of the shards that these tensors fill, in order; refuses a tensor larger than a shard."""
+    """Sizes of the shards that these tensors fill, in order; refuses a tensor larger than a
+    shard."""
     sizes, limit = [], target.options.max_shard_size
     for members in group(tensors, limit):
         shard = plan_shard("", members, target.metadata())

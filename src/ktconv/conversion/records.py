@@ -1,4 +1,4 @@
-"""What run.json and the manifest record about a conversion."""
+"""Records of a conversion in run.json and in the manifest."""
 
 from __future__ import annotations
 

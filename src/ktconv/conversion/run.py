@@ -69,7 +69,7 @@ MEMORY_MARGIN = 96 << 20  # interpreter objects that grow while running
 
 @dataclass(frozen=True)
 class BaseRequest:
-    """What to convert and how; every conversion has these fields."""
+    """A request of a conversion: every conversion has these fields."""
 
     model: ModelSource | str  # a str: as it is read by default
     output: Path  # a directory, made if it is missing
@@ -113,7 +113,7 @@ class Preflight(Generic[T_co]):
         return sum(scan_scales(chosen, reader, self.threads).values())
 
     def pending(self) -> list[Unit]:
-        """What this run would write: units that are not there as planned."""
+        """Units that this run would write: those that are not there as planned."""
         if self.request.finalize:
             return []
         units = [*self.units, *self.plan.others]
@@ -137,7 +137,7 @@ def disk_needed(units: Sequence[Unit]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a run did, and how large the errors of what it wrote are."""
+    """Result of a run, and the errors of what it wrote."""
 
     preflight: Preflight[Target]  # the plan that it followed
     converted: Sequence[str]  # keys of units written now
@@ -216,7 +216,7 @@ def manifest_memory(output: Path) -> int:
 def staging_of(
     unit: Unit, staging: Path, output: Path, attempt: str = ""
 ) -> ShardStaging | FolderStaging:
-    """What writes the files of a unit into `staging`, and moves them to `output`."""
+    """Staging that writes the files of a unit into `staging`, and moves them to `output`."""
     if unit.folder is not None:
         return FolderStaging(unit.folder, unit.folder_files, staging, output, attempt)
     return ShardStaging(unit.shards, staging, output, attempt)
@@ -227,23 +227,23 @@ class Conversion(ABC):
 
     @abstractmethod
     def buffers(self) -> BufferSizes:
-        """What a worker needs."""
+        """Buffers that a worker needs."""
 
     @abstractmethod
     def expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
-        """What writes the experts of a unit."""
+        """Tasks that write the experts of a unit."""
 
     @abstractmethod
     def card(self) -> str:
         """README.md of the output."""
 
     def reader(self) -> SourceReader:
-        """What reads the source."""
+        """Reader of the source."""
         checkpoint = self.plan.checkpoint
         return SourceReader(checkpoint.files, checkpoint.sources)
 
     def copy_task(self, reader: SourceReader, tensor: TensorRef, name: str) -> Task:
-        """What writes a tensor that is no expert's."""
+        """Task that writes a tensor that is no expert's."""
         return CopyTask(reader, tensor, name, self.request.verify)
 
     def origin(self) -> Record:
@@ -252,15 +252,15 @@ class Conversion(ABC):
         return {}
 
     def about_made_files(self) -> Record:
-        """What `made_files` contain that does not follow from the rest of the manifest."""
+        """Content of `made_files` that does not follow from the rest of the manifest."""
         return {}
 
     def more(self) -> Record:
-        """What the report has in addition to that of all conversions; JSON-ready."""
+        """Facts of the report besides those of all conversions; JSON-ready."""
         return {}
 
     def unit_facts(self, unit: Unit) -> Record:
-        """What the journal records of a unit in addition to its files and tensors."""
+        """Facts of a unit in the journal besides its files and tensors."""
         zeros = self._zero_scales.get(unit.key)
         return {ZERO_SCALES: zeros} if zeros else {}
 
@@ -497,7 +497,7 @@ class Conversion(ABC):
         self._mark_done(unit.key, record)
 
     def stage(self, unit: Unit) -> Staging:
-        """Where the tensors of a unit are written until they are final."""
+        """Staging of a unit, to which its tensors are written until they are final."""
         return staging_of(unit, self.journal.directory, self.output)
 
     def tasks(self, unit: Unit) -> list[Task]:

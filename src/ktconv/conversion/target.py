@@ -24,7 +24,7 @@ class BaseOptions(ABC):
 
 
 class Target(ABC):
-    """How the experts of a layer and all other tensors are written."""
+    """Writing of the experts of a layer and of all other tensors."""
 
     made_files: Sequence[str] = ()  # names of files written beside shards, see Conversion
     has_index = True
@@ -74,7 +74,7 @@ class Target(ABC):
         """The `__metadata__` of every shard."""
 
     def left_out(self) -> str | None:
-        """Why non-expert tensors are left out; None: they are copied."""
+        """Reason why non-expert tensors are left out; None: they are copied."""
         return None
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What the tasks of all conversions share: writing, reading back, copying unchanged."""
+"""Steps that the tasks of all conversions share: writing, reading back, copying unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ktconv.writer.staging import Staging
 
 
 def spans_of_unit(unit: Unit) -> Iterator[Span]:
-    """What converting a unit reads of the source."""
+    """Spans of the source that converting a unit reads."""
     for tensor, _ in unit.copies:
         yield Span(tensor.file, tensor.offset, tensor.nbytes)
     if isinstance(unit, LayerUnit):

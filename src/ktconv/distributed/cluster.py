@@ -37,7 +37,7 @@ class Node:
         self.cpus, self.memory = int(resources.get("CPU", 0)), int(resources.get("memory", 0))
 
     def fits(self, job: Job) -> int:
-        """How many such jobs it runs at once."""
+        """Number of such jobs that it runs at once."""
         rooms = [self.cpus // job.cpus] if job.cpus else [1]
         rooms += [self.memory // job.memory] if job.memory else []
         rooms += [int(self.resources.get(name, 0) // n) for name, n in job.resources.items() if n]
@@ -134,7 +134,7 @@ def _lost(message: str) -> Message:
 
 
 def _in_words(error: Exception) -> str:
-    """Why Ray has no result."""
+    """Reason, in words, why Ray has no result."""
     name = type(error).__name__
     known = {
         "NodeDiedError": "its node died",

@@ -46,7 +46,7 @@ from ktconv.writer.staging import publish_folder, publish_shards, shard_record, 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Where units are converted."""
+    """The cluster on which units are converted."""
 
     cluster: Cluster
     scratch: Path | None = None  # on each node, for outputs that are not shared
@@ -275,7 +275,7 @@ def quantize_packed_on(
     observer: Observer | None = None,
     preflight: Preflight | None = None,
 ) -> Report:
-    """As `quantize_cpu`, with the units converted by the nodes of a cluster."""
+    """Convert like `quantize_cpu`, with the units converted by the nodes of a cluster."""
     from ktconv.quantize.packed.run import prepare
 
     refuse_on_cluster(request)
@@ -302,7 +302,7 @@ def quantize_encoded_on(
     preflight: EncodedPreflight | None = None,
     notify: Notify = silent,
 ) -> Report:
-    """As `quantize_gpu` with rtn, with the units converted by the nodes of a cluster."""
+    """Convert like `quantize_gpu` with rtn, with the units converted by the nodes of a cluster."""
     from ktconv.quantize.llm_compressor.run import prepare
 
     refuse_on_cluster(request)

@@ -39,7 +39,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def capacity(self, job: Job) -> int:
-        """How many jobs like this one fit into all nodes at once."""
+        """Number of jobs like this one that fit into all nodes at once."""
 
 
 class Listener:
@@ -49,7 +49,7 @@ class Listener:
     def started(self, job: Job, attempt: str, node: str) -> None: ...
 
     def advanced(self, job: Job, nbytes: int) -> None:
-        """So many more bytes than before; repeated ones do not count."""
+        """Add bytes to those before; repeated ones do not count."""
 
     def piece(self, job: Job, attempt: str, file: str, offset: int, data: bytes) -> None: ...
 
@@ -63,7 +63,7 @@ class Listener:
 
 @dataclass(eq=False)
 class _Progress:
-    """What is known of one job."""
+    """State of one job, as the driver knows it."""
 
     job: Job
     attempts: int = 0

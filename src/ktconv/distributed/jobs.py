@@ -34,7 +34,7 @@ KINDS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Job:
-    """What one node does at a time. `arguments` and the result are JSON values."""
+    """Work that one node does at a time. `arguments` and the result are JSON values."""
 
     key: str  # names it for users, as layer-00003
     kind: str  # of KINDS
@@ -47,7 +47,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a job, or one attempt at it, ended without a result."""
+    """Reason why a job, or one attempt at it, ended without a result."""
 
     key: str
     message: str
@@ -62,7 +62,8 @@ class Cancelled(Exception):
 
 
 class Reporter:
-    """How a running job tells the driver what it does. Safe to use from several threads."""
+    """Channel by which a running job tells the driver what it does. Safe to use from several
+    threads."""
 
     def __init__(self) -> None:
         self._messages: queue.Queue[Message] = queue.Queue(PIECES)
@@ -71,7 +72,7 @@ class Reporter:
         self._cancelled = False
 
     def advanced(self, nbytes: int) -> None:
-        """So many more bytes of the source are done. Cancelled where that is of no use."""
+        """Add bytes of the source that are done. Cancelled where that is of no use."""
         with self._lock:
             self._nbytes += nbytes
             if self._cancelled:
@@ -117,7 +118,7 @@ class Reporter:
             self._end(failed(error))
 
     def messages(self) -> Iterator[Message]:
-        """What happens, up to the last message."""
+        """Messages of a job, up to the last one."""
         before = 0
         while True:
             try:

@@ -20,7 +20,8 @@ _PATH = "path"  # key of a path's absolute form
 
 
 def request_record(request: BaseRequest) -> Record:
-    """What `request_of` reads. TypeError for options that are no plain values."""
+    """Record of a request, which `request_of` reads. TypeError for options that are no plain
+    values."""
     given = {name.name: getattr(request, name.name) for name in fields(request)}
     options, _ = given.pop("options"), given.pop("model")
     chosen = {one.name: getattr(options, one.name) for one in fields(options)}
@@ -92,6 +93,6 @@ def job_memory(peak: int) -> int:
 
 
 def digest(conversion: Conversion) -> str:
-    """Of everything that the bytes of an output follow from: driver and nodes must agree."""
+    """Checksum of every input that determines the output bytes; driver and workers compare it."""
     record = run_record(conversion.plan) | conversion.origin()
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()

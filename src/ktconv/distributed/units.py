@@ -36,7 +36,7 @@ COMMANDS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Command:
-    """What a node needs of a command."""
+    """A command as a node needs it."""
 
     request: type[Any]
     options: type[Any]

@@ -120,7 +120,7 @@ def _portions(checks: Sequence[Check[ItemResult]]) -> Iterator[tuple[str, int, i
 
 
 def _digest(checks: Sequence[Check[ItemResult]]) -> str:
-    """Of what will be read."""
+    """Checksum of what will be read."""
     text = json.dumps([(check.unit, check.nbytes) for check in checks])
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -1,1 +1,1 @@
-"""What a model family is, as data: names of its blocks, its config keys, its router."""
+"""Model families as data: names of their blocks, config keys, routers."""

@@ -39,7 +39,7 @@ def _is_number(value: object) -> bool:
 
 
 def _each(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """For keys that can have one value for all layers, or a list with one for each.
+    """Test for keys that can have one value for all layers, or a list with one for each.
 
     An empty list has a value for no layer.
     """
@@ -178,7 +178,7 @@ def check_values(sections: Iterable[Mapping[str, Any]]) -> None:
 
 
 def contradiction(first: str, value: object, other: str, another: object) -> CheckpointError:
-    """For two keys of one setting whose values differ."""
+    """Error for two keys of one setting whose values differ."""
     values = f"{first} is {value!r:.80} but {other} is {another!r:.80}"
     return CheckpointError(f"{CONFIG_NAME} contradicts itself: {values}", CONFIG_HINT)
 

@@ -46,7 +46,7 @@ INPUT_OUTPUT = Matrices("", "", "output_linear", "input_linear")
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """How one layer routes; the order of the fields is the order of the steps.
+    """Routing of one layer; the order of the fields is the order of the steps.
 
     Scores choose experts: the best `topk_group` of `n_group` groups first where there are
     several, then the best `top_k` experts in them. `correction` is added to the scores for that
@@ -100,7 +100,7 @@ UNGATED_FUNCTIONS = ("relu2", "relu", "gelu", "gelu_tanh")
 
 @dataclass(frozen=True, slots=True)
 class ExpertActivation:
-    """What an expert computes around its products: g are the outputs of gate, u those of up, s is
+    """Computation of an expert around its products: g are the outputs of gate, u those of up, s is
     the logistic function, f what `function` names, and h meets the down projection.
 
         silu, gelu, gelu_tanh    h = f(g) * u, f(g) = g * s(alpha * g), or GELU by erf or tanh
@@ -139,7 +139,7 @@ class ExpertActivation:
         return self.function in functions and factors <= (self.function == "silu")
 
     def __str__(self) -> str:
-        """In words: SiLU, gate and up clamped to 10."""
+        """Description in words: SiLU, gate and up clamped to 10."""
         return ", ".join([self._function, *self._bounds, *self._around])
 
     @property
@@ -175,7 +175,7 @@ class ExpertActivation:
             yield "RMS norm of each expert's output"
 
     def as_record(self) -> dict[str, object]:
-        """For JSON: in words, and every number; what is not there is left out."""
+        """Record for JSON: in words, and every number; what is not there is left out."""
         usual = ExpertActivation()
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         own = {name: one for name, one in values.items() if one != getattr(usual, name)}
@@ -292,7 +292,7 @@ class Family:
         return tuple(one.gate_up for one in spelt if one is not None and one.gate_up)
 
     def activation_of(self, released: Released) -> ExpertActivation:
-        """What the experts compute with the released config.json."""
+        """Activation of the experts with the released config.json."""
         on_input = isinstance(self.routing, Router) and self.routing.spec.weight_on_input
         return replace(
             released.activation or self.activation,

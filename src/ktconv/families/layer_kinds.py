@@ -1,4 +1,4 @@
-"""Which layers config.json makes dense, by the first of these ways that it has keys of."""
+"""Layers that config.json makes dense, by the first of these ways that it has keys of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ktconv.families import table
 
 @dataclass(frozen=True, slots=True)
 class DenseLayers:
-    """Which layers config.json makes dense, by each key that does; all others are MoE."""
+    """Layers that config.json makes dense, by each key that does; all others are MoE."""
 
     by_key: Mapping[str, Callable[[int], bool]]
 
@@ -21,7 +21,8 @@ class DenseLayers:
 
 
 def dense_layers(text: Mapping[str, Any]) -> DenseLayers | None:
-    """By the first rule whose keys the text section has; None where it has none of them."""
+    """Dense layers by the first rule whose keys the text section has; None where it has none of
+    them."""
     for rule in (
         _by_kinds,
         _by_blocks,

@@ -243,5 +243,7 @@ def check_experts(spec: RouterSpec, experts: int) -> None:
     usable = choosable // spec.n_group * spec.topk_group
     if not spec.top_k <= usable:
         raise CheckpointError(
-            f"{counted(spec.top_k, 'expert')} per token are more than the {usable} there", _BELONGS
+            f"{counted(spec.top_k, 'expert')} per token {'is' if spec.top_k == 1 else 'are'} more "
+            f"than the {usable} there",
+            _BELONGS,
         )

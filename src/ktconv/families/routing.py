@@ -25,7 +25,7 @@ from ktconv.system.arrays import F32, I64
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a router has in addition to its gate; None for what its spec does not have."""
+    """Arrays of a router in addition to its gate; None for those that its spec does not have."""
 
     bias: F32 | None = None  # [rows of the gate]
     correction: F32 | None = None  # [E]
@@ -36,7 +36,7 @@ class Stored:
 
 
 def wanted(spec: RouterSpec) -> Mapping[str, bool]:
-    """For each field of `Stored`, whether `spec` has it."""
+    """Whether `spec` has it, for each field of `Stored`."""
     return {
         "bias": spec.bias,
         "correction": spec.correction,
@@ -207,7 +207,7 @@ def _check_table(spec: RouterSpec, table: I64, tokens: I64 | None, count: int) -
 
 
 def _check_ids(ids: I64, experts: int) -> None:
-    """Of all tokens of a table, or of those that are looked up."""
+    """Check ids of all tokens of a table, or of those that are looked up."""
     if ids.size and not 0 <= ids.min() <= ids.max() < experts:
         raise CheckpointError(
             f"the table of tokens has experts from {ids.min()} to {ids.max()}, but there are "

@@ -32,7 +32,8 @@ def _router(spec: RouterSpec, *reads: str) -> Router:
 
 
 def _noaux(**changes: Any) -> Router:
-    """As DeepSeek-V3 and those that took it over: sigmoid, correction bias, groups, factor."""
+    """Router of DeepSeek-V3 and those that took it over: sigmoid, correction bias, groups,
+    factor."""
     return _router(replace(_CORRECTED, **changes), "renormalise", "groups", "scale")
 
 

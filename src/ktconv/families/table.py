@@ -169,7 +169,7 @@ class Families:
 
     @cached_property
     def beside(self) -> tuple[str, ...]:
-        """What the experts' name is followed by in tensors that belong to none of them."""
+        """Words that follow the experts' name in tensors that belong to none of them."""
         norms = (f"{name}.weight" for name in self.names("post_norm"))
         return _distinct((*chain.from_iterable(row.beside for row in self.rows), *norms))
 
@@ -196,12 +196,12 @@ class Families:
 
     @cached_property
     def containers(self) -> tuple[str, ...]:
-        """What comes before an expert's number: experts."""
+        """Words before an expert's number: experts."""
         return self.names("experts")
 
     @cached_property
     def own_containers(self) -> frozenset[str]:
-        """Those that families have, and not tools which save them."""
+        """Containers that families have, and not tools which save them."""
         return frozenset(row.experts for row in self.rows if row.types and row.experts)
 
     @cached_property
@@ -249,8 +249,8 @@ class Families:
 
     @cached_property
     def bare_expert(self) -> re.Pattern[str]:
-        """What follows blk.3 and a dot: ffn_gate_exps.weight, whole, or ffn_gate.5.weight, with
-        `matrix`, `expert` and `part`."""
+        """Pattern of what follows blk.3 and a dot: ffn_gate_exps.weight, whole, or
+        ffn_gate.5.weight, with `matrix`, `expert` and `part`."""
         whole = {name for row in self._bare for name in row.matrices.projections}
         whole |= self.bare_gate_up
         return re.compile(

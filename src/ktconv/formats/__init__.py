@@ -1,4 +1,4 @@
-"""What codes and scales of weights mean: arrays only, no files.
+"""Meaning of codes and scales of weights: arrays only, no files.
 
 Importing this package is cheap: it has the table of formats, names and the split into parts, and
 does not import NumPy.  The readable reference of the formats is in the other modules: one per

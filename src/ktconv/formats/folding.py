@@ -35,8 +35,8 @@ def factors(exponents: Array) -> F32:
 
 
 def folded_importance(importance: F32 | None, exponents: I8) -> F32:
-    """What squared errors of down's folded columns [I] count, if those of its own columns count
-    `importance` (None: all 1): an error of a folded column is one of s_i times that size."""
+    """Importance of down's folded columns [I], if that of its own columns is `importance` (None:
+    all 1): an error of a folded column is one of s_i times that size."""
     squares = factors(2 * exponents.astype(np.int64))
     return squares if importance is None else importance * squares
 
@@ -49,7 +49,7 @@ def nearest_exponents(values: F32) -> I64:
 
 
 def encode(exponents: I8) -> str:
-    """As manifests record them."""
+    """Text of exponents, as manifests record them."""
     return base64.b64encode(exponents.astype(np.int8).tobytes()).decode()
 
 
@@ -82,7 +82,7 @@ def _middles() -> npt.NDArray[np.float64]:
 
 
 def _root(numerator: int, denominator: int, bits: int) -> float:
-    """2^(numerator / denominator) with so many significant bits; of a denominator 2, 4, 8 .."""
+    """2^(numerator / denominator) with `bits` significant bits; of a denominator 2, 4, 8 .."""
     value = 1 << (numerator + bits * denominator)
     for _ in range(denominator.bit_length() - 1):
         value = isqrt(value)

@@ -47,7 +47,7 @@ def quantized_groups(
 
 
 def _grouped_again(choice: Choice, fmt: Format, rows: int) -> F32:
-    """Importance [K] as [N * groups, group], beside the groups of a matrix."""
+    """Importance [K] as [N * groups, group], next to the groups of a matrix."""
     assert choice.importance is not None
     repeated: F32 = np.tile(choice.importance.reshape(-1, fmt.group), (rows, 1))
     return repeated

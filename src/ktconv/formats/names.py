@@ -47,7 +47,7 @@ class TensorId:
 
 @dataclass(frozen=True, slots=True)
 class KtFile:
-    """What the path of a `.kt` file says."""
+    """Facts in the path of a `.kt` file."""
 
     method: str  # an output format's name, or MOE_ and that name for another layout of it
     tensor: TensorId

@@ -25,7 +25,7 @@ def quantize(fmt: Format, matrix: F32, choice: Choice = AMAX) -> tuple[Array, An
 
 
 def scale_of(fmt: Format, amax: F32) -> F32:
-    """What "amax" makes of the largest weights of rows or groups; any shape."""
+    """Scales by "amax" of the largest weights of rows or groups; any shape."""
     scale: F32 = _arithmetic(fmt).scale_of(amax)
     return bf16_to_f32(f32_to_bf16(scale)) if fmt.scale_dtype == "bf16" else scale
 
@@ -46,5 +46,5 @@ def quantize_pack(fmt: Format, matrix: F32, choice: Choice = AMAX) -> tuple[U8, 
 
 
 def _arithmetic(fmt: Format) -> Any:
-    """The module beside this one with the rules of a format."""
+    """The module next to this one with the rules of a format."""
     return import_module(f"ktconv.formats.{fmt.code}")

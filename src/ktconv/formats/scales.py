@@ -42,6 +42,6 @@ def error_bound(fmt: Format, scale: Array, slack: float = 0.0, rule: str = "amax
 
 
 def step_bound(fmt: Format, scale: Array, slack: float, rule: str) -> Array:
-    """What `error_bound` is of scales that are not small; never more than that."""
+    """Bound as `error_bound`, for scales that are not small; never more than that."""
     steps = (fmt.error_steps(rule) + slack) * fmt.traits.scale_units
     return np.multiply(scale, steps, dtype=np.float64)

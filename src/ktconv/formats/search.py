@@ -28,7 +28,7 @@ _SMALLEST, _LARGEST = 2.0**-60, 2.0**60  # of the largest weight in a row that i
 
 @dataclass(frozen=True)
 class Choice:
-    """How scales follow from weights, and what squared errors of each column [K] count."""
+    """Rule for scales, and importance of the squared errors of each column [K]."""
 
     rule: Literal["amax", "search"] = "amax"
     importance: F32 | None = field(default=None, compare=False)

@@ -1,4 +1,4 @@
-"""How the matrices of an expert are cut into NUMA parts (SPEC 1), as index ranges."""
+"""Division of an expert's matrices into NUMA parts (SPEC 1), as index ranges."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Slice:
 
     @property
     def index(self) -> tuple[slice, slice]:
-        """For `matrix[part.index]`."""
+        """Index for `matrix[part.index]`."""
         return slice(self.row_start, self.row_stop), slice(self.col_start, self.col_stop)
 
 
@@ -47,7 +47,7 @@ def matrix_shape(proj: Matrix, hidden: int, intermediate: int) -> tuple[int, int
 
 
 def split(proj: Matrix, hidden: int, intermediate: int, part: int, parts: int) -> Slice:
-    """What `part` of `parts` owns: rows of gate and up, columns of down.
+    """Slice that `part` of `parts` owns: rows of gate and up, columns of down.
 
     A backward matrix is the transpose of this same slice.
     """

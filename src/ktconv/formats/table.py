@@ -1,7 +1,7 @@
 """The table of weight formats: one row each, pure Python, no NumPy.
 
 Everything else about a format follows from its row: sizes from the C library (`layout`), how
-numbers are chosen and what codes mean from the module of its C format beside this one
+numbers are chosen and what codes mean from the module of its C format next to this one
 (`reference`), whether quantize-cpu writes it from `output`.
 """
 
@@ -142,7 +142,7 @@ class Format:
         return parts * sum(sizes)
 
     def check_matrix(self, rows: int, cols: int) -> str | None:
-        """Why a lone [rows, cols] matrix cannot be packed, or None if it can."""
+        """Reason why a lone [rows, cols] matrix cannot be packed, or None if it can."""
         row_step, col_step = self.traits.row_multiple, self.traits.col_multiple
         if rows < 1 or rows % row_step:
             return f"{rows} rows: {self.name} needs a positive multiple of {row_step}"
@@ -151,7 +151,7 @@ class Format:
         return None
 
     def check(self, hidden: int, intermediate: int, parts: int) -> str | None:
-        """Why a layer cannot be split into `parts` parts, or None if it can (SPEC 4.1).
+        """Reason why a layer cannot be split into `parts` parts, or None if it can (SPEC 4.1).
 
         What columns must be a multiple of is itself a multiple of that for rows.
         """
@@ -178,7 +178,7 @@ class Format:
         return [parts for parts in range(1, tiles + 1) if tiles % parts == 0]
 
     def multiplies(self, hidden: int, intermediate: int, parts: int) -> bool:
-        """Whether the kernels compute layers of that shape, cut into so many parts."""
+        """Whether the kernels compute layers of that shape, cut into `parts` parts."""
         if intermediate % parts:
             return False
         width = intermediate // parts

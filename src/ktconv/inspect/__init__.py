@@ -1,4 +1,4 @@
-"""What a path contains, how its experts were found, and what this machine is."""
+"""Descriptions of a path's contents, of how experts were found, and of this machine."""
 
 from ktconv import callable_module
 

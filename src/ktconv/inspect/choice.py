@@ -1,5 +1,5 @@
-"""What each method makes of a checkpoint, by its headers: bytes, what becomes of numbers, and which
-engines read the output."""
+"""Methods for a checkpoint, by its headers: bytes, what becomes of numbers, and which engines read
+the output."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _INTEGER_BITS = {"int4": 4, "int8": 8}
 
 
 def methods(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """By method: bytes of all experts, and in words what it does to the source's numbers. Of those
-    that write a checkpoint also the engines that load the whole of it."""
+    """Methods with the bytes of all experts, and in words what each does to the source's numbers.
+    Of those that write a checkpoint also the engines that load the whole of it."""
     bits = 8 * _source_bytes(checkpoint) / _weights(checkpoint)
     packed: dict[str, Any] = {
         method: {
@@ -40,7 +40,8 @@ def methods(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def _encoded(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The same of methods that write a checkpoint; why not, where the model cannot have them."""
+    """Methods that write a checkpoint, with their bytes and effects; why not, where the model
+    cannot have them."""
     found: dict[str, Any] = {}
     for name in names_of("quantize-cpu"):
         size = awq_group(checkpoint.layers) if name == "awq" else None
@@ -96,7 +97,7 @@ def _numbers(checkpoint: Checkpoint, method: str, bits: float) -> str:
 
 
 def _kept_bits(matrix: ExpertMatrix) -> int | None:
-    """Of integers with a scale per row; None for other numbers."""
+    """Bits of integers with a scale per row; None for other numbers."""
     scale = matrix.scale
     if matrix.element.integer_zero is None or scale is None or scale.block_cols < matrix.cols:
         return None

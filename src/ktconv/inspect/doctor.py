@@ -1,4 +1,4 @@
-"""What this machine supports, for users and bug reports."""
+"""Features of this machine that ktconv uses, for users and bug reports."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _package(name: str, use: str) -> str:
 
 
 def _wanted_otherwise(name: str, found: str) -> Iterator[str]:
-    """What needs another version of a package than `found`, in words."""
+    """Packages that need another version of a package than `found`, in words."""
     try:
         from packaging.requirements import Requirement
     except ImportError:  # it comes with transformers
@@ -92,7 +92,7 @@ def _wanted_otherwise(name: str, found: str) -> Iterator[str]:
 
 
 def _requirements(name: str) -> list[str]:
-    """Of an installed package, without those of its extras; of ktconv, with them."""
+    """Requirements of an installed package, without those of its extras; of ktconv, with them."""
     try:
         found = requires(name) or []
     except PackageNotFoundError:

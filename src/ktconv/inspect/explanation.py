@@ -1,5 +1,5 @@
-"""Why a checkpoint is read as it is: patterns of names, what was found beside the experts, the
-settings of config.json that were used. For names that nobody knows: a map to edit."""
+"""Reasons why a checkpoint is read as it is: patterns of names, what was found next to the experts,
+the settings of config.json that were used. For unknown names: a map to edit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ _SHOWN = 30  # patterns of one kind in the text for people; JSON has all
 
 
 def explain_unknown(source: ModelSource, error: CheckpointError) -> dict[str, Any]:
-    """For a checkpoint in which `open_checkpoint` found no experts, with the `error` it raised."""
+    """Explain a checkpoint in which `open_checkpoint` found no experts, with the `error` it
+    raised."""
     place = source.place()
     settings = ModelSettings.beside(source.config or place)
     tensors = list(read_shards(select_shards(place)).tensors)
@@ -79,7 +80,7 @@ def _facts(pattern: NamePattern) -> dict[str, Any]:
 
 
 def explain(checkpoint: Checkpoint) -> dict[str, Any]:
-    """How each part of an opened checkpoint was found; ready for JSON."""
+    """Explain how each part of an opened checkpoint was found; ready for JSON."""
     beside = _beside(checkpoint)
     others = name_patterns(checkpoint.other_tensors)
     used, ignored = settings_used(checkpoint)
@@ -134,13 +135,13 @@ def _rule(checkpoint: Checkpoint, layer: MoELayer) -> str:
 
 
 def _own_start(checkpoint: Checkpoint, layer: MoELayer) -> str:
-    """How names of this layer's experts begin."""
+    """Beginning of the names of this layer's experts."""
     mapped = checkpoint.mapped and checkpoint.mapped.prefix(layer.source)
     return mapped or f"{layer.source}."
 
 
 def stored_as(layer: MoELayer) -> str:
-    """In words, how the experts of a layer are arranged in tensors."""
+    """Arrangement of a layer's experts in tensors, in words."""
     first, last = layer.experts[0], layer.experts[-1]
     up, gate = first["up"], first.get("gate")
     stacked = len(layer.experts) > 1 and last["up"].tensor.name == up.tensor.name
@@ -232,7 +233,7 @@ def _router(checkpoint: Checkpoint, beside: Sequence[tuple[str, NamePattern]]) -
 
 
 def lines_of(explained: Mapping[str, Any]) -> Iterator[str]:
-    """What `explain` returned, as text."""
+    """Lines of text for the result of `explain`."""
     row = explained["family_row"]
     known = f"the row of {', '.join(row)}" if row else f"model_type of {CONFIG_NAME} is not known"
     yield f"family: {known}"
@@ -243,7 +244,7 @@ def lines_of(explained: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {group['stored']}, {group['encoding']}"
         yield from _pattern_lines(group["patterns"])
     for title, key in (
-        ("beside the experts:", "beside_experts"),
+        ("next to the experts:", "beside_experts"),
         ("left over, although the names look like experts:", "left_over"),
         ("all tensors that are no experts:", "other_patterns"),
     ):

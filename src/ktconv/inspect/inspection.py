@@ -1,4 +1,4 @@
-"""What a path contains: a source checkpoint, or converted weights of any tool."""
+"""Contents of a path: a source checkpoint, or converted weights of any tool."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _source(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _unusable_side_files(checkpoint: Checkpoint) -> list[str]:
-    """Notes on files beside the weights that a conversion refuses, such as Git LFS pointers."""
+    """Notes on files next to the weights that a conversion refuses, such as Git LFS pointers."""
     directory = checkpoint.side_directory
     if directory is None or is_remote(directory):  # where each file would take a request
         return []
@@ -111,7 +111,8 @@ def _unusable_side_files(checkpoint: Checkpoint) -> list[str]:
 
 
 def _network(checkpoint: Checkpoint) -> dict[str, int]:
-    """What reading the headers took; nothing for a checkpoint on this machine."""
+    """Requests and bytes that reading the headers took; nothing for a checkpoint on this
+    machine."""
     if not is_remote(checkpoint.path):
         return {}
     return {"network_bytes": transfer.nbytes, "network_requests": transfer.requests}
@@ -236,13 +237,13 @@ def _converted(directory: Path, found: PackedWeights, manifest: Manifest | None)
 
 
 def _codes(manifest: Manifest | None) -> str | None:
-    """How scales and codes were chosen, as far as a manifest says it."""
+    """The choice of scales and codes, as far as a manifest says it."""
     options = options_of_record(manifest.options) if manifest else None
     return codes_in_words(options) if options else None
 
 
 def _activation(directory: Path, manifest: Manifest | None, layers: Iterable[int]) -> str | None:
-    """By the manifest, else by config.json; None where neither is there and readable."""
+    """Activation by the manifest, else by config.json; None where neither is there and readable."""
     found = of_records(manifest.geometry) if manifest else None
     if found is None and (directory / CONFIG_NAME).exists():
         with contextlib.suppress(CheckpointError):  # what is damaged is reported by verify
@@ -254,7 +255,8 @@ def _activation(directory: Path, manifest: Manifest | None, layers: Iterable[int
 def _expected(
     directory: Path, layers: Mapping[int, Geometry], manifest: Manifest | None, backward: bool
 ) -> Iterator[TensorId]:
-    """What should be there: by manifest or index if there is one, and no gaps in any case."""
+    """Tensors that should be there: by manifest or index if there is one, and no gaps in any
+    case."""
     listed = {name for name in map(parse_tensor_name, listed_names(directory, manifest)) if name}
     yield from sorted(listed, key=name_of)
     for index, layer in layers.items():

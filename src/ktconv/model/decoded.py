@@ -2,7 +2,7 @@
 
 transformers takes them as a state dict. It asks for a tensor when it puts it into the model, as it
 does with the slices of safetensors files, and only then is the tensor read and decoded. So what is
-in memory is the decoded model, and never the encoded one beside it.
+in memory is the decoded model, and never the encoded one as well.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        """In the source, with scales."""
+        """Size in the source, with scales."""
         if self.stored is not None:
             return self.stored.nbytes
         return sum(source_bytes(piece.matrix) for piece in self.pieces())
@@ -103,7 +103,7 @@ class SourceWeights:
         return different_counts(self._checkpoint.layers)
 
     def others(self) -> dict[str, Weight]:
-        """Those of them that are no expert's."""
+        """Weights that are no expert's."""
         checkpoint, others = self._checkpoint, OtherWeights(self._checkpoint)
         found = {
             name: weight for _, parts in others.modules() for name, weight in _other(others, parts)
@@ -111,7 +111,7 @@ class SourceWeights:
         return _under_hub_names(checkpoint, found) if checkpoint.is_gguf else found
 
     def biases(self) -> dict[str, Weight]:
-        """Those of experts' biases."""
+        """Biases of experts."""
         return {
             matrix.bias.tensor.name: Weight(matrix.bias.tensor.shape, matrix.bias.tensor)
             for layer in self._checkpoint.layers
@@ -137,9 +137,9 @@ class SourceWeights:
     def state_dict(
         self, dtype: torch.dtype, layers: int | None = None, model: nn.Module | None = None
     ) -> StateDict:
-        """What transformers loads; decoded weights are of `dtype`. `layers`: only those of so many
-        layers, and of none. `model`: what they are loaded into, without weights; it has the names
-        of experts that transformers does not know as the checkpoint has them."""
+        """Weights for transformers to load, decoded ones in `dtype`. `layers`: only those of the
+        first layers and of none. `model`: what they are loaded into, without weights; it has the
+        names of experts that transformers does not know as the checkpoint has them."""
         weights = dict(self.weights)
         for layer, experts in _renamed(self._checkpoint.layers, model):
             for name, _ in _experts(layer):
@@ -203,11 +203,11 @@ class _Lazy:
         self._owner, self.weight = owner, weight
 
     def get_dtype(self) -> str:
-        """As a slice of a safetensors file."""
+        """Dtype, named as by a slice of a safetensors file."""
         return "BF16" if self.weight.stored is None else self.weight.stored.dtype
 
     def get_shape(self) -> list[int]:
-        """As a slice of a safetensors file."""
+        """Shape, as a slice of a safetensors file gives it."""
         return list(self.weight.shape)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -352,8 +352,9 @@ def _numbered(matrix: ExpertMatrix) -> tuple[str, Weight]:
 
 
 def _stacked(layer: MoELayer) -> Iterator[tuple[str, Weight]]:
-    """In the orientation in which they are stored, and gate and up in the order in which they are;
-    gpt-oss's blocks are stored [out, in], and unquantized experts of it [in, out]."""
+    """Stacked weights in the orientation in which they are stored, gate and up in the order in
+    which they are; gpt-oss's blocks are stored [out, in], and unquantized experts of it [in,
+    out]."""
     first = layer.experts[0]
     groups: list[tuple[Projection, ...]] = [(projection,) for projection in layer.projections]
     if layer.gated and first["gate"].tensor.name == first["up"].tensor.name:
@@ -463,7 +464,7 @@ def _is_plain(matrix: ExpertMatrix) -> bool:
 
 
 def _other(others: OtherWeights, parts: Parts) -> Iterator[tuple[str, Weight]]:
-    """A weight as it is, or decoded; and tensors beside it that are none."""
+    """A weight as it is, or decoded; and tensors next to it that are none."""
     weight = primary(parts)
     if weight is None or _is_stored(parts, weight):
         for tensor in parts.values():

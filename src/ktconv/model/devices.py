@@ -1,4 +1,4 @@
-"""Where a model's routed experts are, and its other parts moved to another device than theirs."""
+"""Devices of a model: finds that of its routed experts, and moves its other parts to another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ktconv.system.units import format_ranges
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What `move_non_experts` did, in bytes: `moved` to the device, `there` already, and `experts`
+    """Bytes that `move_non_experts` found: `moved` to the device, `there` already, and `experts`
     that stay where they are, packed ones included."""
 
     moved: int
@@ -27,7 +27,7 @@ class Moved:
 
 
 def expert_device(model: nn.Module) -> torch.device:
-    """Where the routed experts of `model` are, its own or packed ones (these are on the CPU).
+    """Device of a model's routed experts, its own or packed ones (these are on the CPU).
 
     Raises CheckpointError where there are none, or on several devices: it names their layers.
     """
@@ -88,7 +88,8 @@ def _devices(site: Site) -> set[torch.device]:
 
 
 def _usable(device: str | torch.device) -> torch.device:
-    """With its number, as tensors say it; UsageError for one that this PyTorch does not have."""
+    """A device with its number, as tensors say it; UsageError for one that this PyTorch does not
+    have."""
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:  # the latter of a PyTorch without CUDA
@@ -97,7 +98,7 @@ def _usable(device: str | torch.device) -> torch.device:
 
 
 class _Place(NamedTuple):
-    """Where a module has a parameter or a buffer."""
+    """A module and the name of a parameter or buffer in it."""
 
     tensors: dict[str, Any]  # of a module, its parameters or its buffers
     name: str
@@ -108,7 +109,7 @@ class _Place(NamedTuple):
 
 
 def _places(model: nn.Module) -> dict[int, list[_Place]]:
-    """By the tensors' ids: tied ones have several."""
+    """Places of parameters and buffers by their tensors' ids: tied ones have several."""
     found: dict[int, list[_Place]] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):

@@ -109,7 +109,7 @@ def check_gguf(file: Path, config_directory: Path | None) -> Path:
 
 
 def directory_of(source: Path, config_directory: Path | None) -> Path:
-    """The directory of a model's config.json and tokenizer: beside its weights, or, for a GGUF
+    """The directory of a model's config.json and tokenizer: next to its weights, or, for a GGUF
     file, `config_directory`. Raises UsageError where there is none."""
     if config_directory is not None:
         return config_directory
@@ -132,7 +132,7 @@ def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
 
 
 def _bytes_in_memory(place: Path, dtype: str | torch.dtype) -> int:
-    """Of the weights of a checkpoint in the directory `place`, or of a GGUF file, as `dtype`."""
+    """Size in memory, as `dtype`, of the weights in the directory `place` or of a GGUF file."""
     if place.is_file():
         return float32_bytes(place)
     return sum(_bytes_of(header, dtype) for header in read_shards(select_shards(place)).headers)
@@ -209,7 +209,7 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
 def greedy_side_by_side(
     model: Any, replaced: ReplacedExperts, tokenizer: Any, prompt: str, new_tokens: int
 ) -> tuple[str, str]:
-    """What the source and the converted model add to `prompt`, always the likeliest token.
+    """Text that the source and the converted model add to `prompt`, always the likeliest token.
 
     Raises UsageError for a prompt without tokens or if the model's own experts were not kept.
     """
@@ -239,7 +239,7 @@ def _continued(model: Any, tokenizer: Any, ids: Tensor, new_tokens: int) -> str:
 def capture_layer_inputs(
     model: Any, tokenizer: Any, text: str, tokens: int
 ) -> dict[int, LayerInput]:
-    """What the experts of each MoE layer are called with on the first `tokens` tokens of `text`.
+    """Inputs of the experts of each MoE layer on the first `tokens` tokens of `text`.
 
     Layer -> hidden states float32 [M, H], ids int64 [M, K] and weights float32 [M, K], of the
     model as it is: its own experts or packed ones. Raises UsageError for experts that are not

@@ -12,13 +12,12 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.model.module import PackedExperts, Routing
 from ktconv.model.own import Call, OwnExperts
 from ktconv.runtime.compiled import uncompiled
-from ktconv.runtime.layers import Experts
 from ktconv.runtime.staging import on_device
-from ktconv.system.pool import Pool
 
 
 class SortedExperts(PackedExperts):
-    """For Llama 4, whose block gives each expert all tokens, already times their weights.
+    """Packed experts of Llama 4, whose block gives each expert all tokens, already times their
+    weights.
 
     Tokens that an expert is not chosen for are zeros and are skipped: without biases an expert's
     output for zeros is zero.
@@ -54,7 +53,7 @@ class SortedExperts(PackedExperts):
 
 
 class _ByMatrices(PackedExperts):
-    """For modules that cannot be called with ids: their experts run matrix by matrix."""
+    """Packed experts of modules that cannot be called with ids: they run matrix by matrix."""
 
     def _output_of(self, own: OwnExperts, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         y = torch.zeros_like(rows)
@@ -72,17 +71,9 @@ class _ByMatrices(PackedExperts):
 
 
 class LogitsExperts(_ByMatrices):
-    """For Aria, whose experts choose by the router's logits themselves."""
+    """Packed experts of Aria, which choose by the router's logits themselves."""
 
-    def __init__(
-        self,
-        experts: Experts,
-        pool: Pool | None = None,
-        own: OwnExperts | None = None,
-        lora: nn.Module | None = None,
-    ) -> None:
-        super().__init__(experts, pool, own, lora)
-        assert own is not None
+    def _adopt(self, own: OwnExperts) -> None:
         self.config = own.module.config
         kind: Any = type(own.module)
         self._route = kind.route_tokens_to_experts
@@ -105,17 +96,9 @@ class LogitsExperts(_ByMatrices):
 
 
 class ExpertsBlock(_ByMatrices):
-    """For JetMoE, whose experts are part of the module that has their router and a bias."""
+    """Packed experts of JetMoE, part of the module that has their router and a bias."""
 
-    def __init__(
-        self,
-        experts: Experts,
-        pool: Pool | None = None,
-        own: OwnExperts | None = None,
-        lora: nn.Module | None = None,
-    ) -> None:
-        super().__init__(experts, pool, own, lora)
-        assert own is not None
+    def _adopt(self, own: OwnExperts) -> None:
         block: Any = own.module
         self.router, self.bias = block.router, block.bias
 
@@ -141,22 +124,15 @@ class ExpertsBlock(_ByMatrices):
 
 
 class EachExperts(_ByMatrices, nn.ModuleList):
-    """For a list of modules whose block calls each of them with its tokens: so does it with the
-    elements of this one. Elements that return their input stay as they are."""
+    """Packed experts in a list of modules, each of which the block calls with its tokens: it calls
+    the elements of this one. Elements that return their input stay as they are."""
 
-    def __init__(
-        self,
-        experts: Experts,
-        pool: Pool | None = None,
-        own: OwnExperts | None = None,
-        lora: nn.Module | None = None,
-    ) -> None:
-        super().__init__(experts, pool, own, lora)
-        self.extend(ListElement(self, number) for number in range(experts.count))
+    def _adopt(self, own: OwnExperts) -> None:
+        self.extend(ListElement(self, number) for number in range(self.experts.count))
         self.extend(nn.Identity() for _ in range(self._identities))
 
     def __len__(self) -> int:
-        """Of elements, beside which LoRA is a part of the module."""
+        """Number of elements, next to which LoRA is a part of the module."""
         return sum(name.isdecimal() for name in self._modules)
 
     def __iter__(self) -> Iterator[Any]:

@@ -76,7 +76,8 @@ def no_code_of(*directories: str | Path) -> Iterator[None]:
 
 
 def _absolute(path: str | Path) -> Path:
-    """Without links resolved: files of a hub snapshot are links to files elsewhere."""
+    """Make a path absolute without resolving links: files of a hub snapshot are links to files
+    elsewhere."""
     with suppress(FileNotFoundError):  # the working directory is gone
         path = Path(path).absolute()
     return Path(os.path.normpath(path))

@@ -91,7 +91,7 @@ def _is_identity(module: nn.Module | None) -> bool:
 
 def _projections(expert: nn.Module) -> dict[Projection, Any] | None:
     """The linear layers of an expert by what they are; None for another module, and for one with
-    parameters beside them."""
+    parameters besides them."""
     linear, rest = dict[str, nn.Module](), list(expert.parameters(recurse=False))
     for name, child in expert.named_children():
         bare = getattr(child, _ADAPTED, child)
@@ -113,7 +113,8 @@ def _spellings() -> Iterator[Mapping[str, Projection]]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Of nn.Linear, or of a library that keeps its weights in another way."""
+    """Whether a module is an nn.Linear, or one of a library that keeps its weights in another
+    way."""
     sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
     return all(isinstance(size, int) for size in sizes) and hasattr(module, "weight")
 
@@ -129,6 +130,6 @@ def _fits(sizes: Mapping[Projection, tuple[int, int]]) -> bool:
 
 
 def _arguments(module: nn.Module) -> int:
-    """How many arguments a call needs."""
+    """Number of arguments that a call needs."""
     given = inspect.signature(module.forward).parameters.values()
     return sum(one.default is one.empty and one.kind is not one.VAR_KEYWORD for one in given)

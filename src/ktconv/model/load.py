@@ -63,7 +63,7 @@ class NoTokenizer(CheckpointError):
     def __init__(self, name: Path) -> None:
         super().__init__(
             f"{name} has no tokenizer, or one without a vocabulary",
-            "put the files of the model's tokenizer, as tokenizer.json, beside config.json",
+            "put the files of the model's tokenizer, as tokenizer.json, next to config.json",
         )
 
 
@@ -305,7 +305,7 @@ def _cleaned(config: Any) -> Any:
 
 
 def _language_config(config: Any) -> Any:
-    """That of the part that reads and writes text, in a model that also speaks."""
+    """Config of the part that reads and writes text, in a model that also speaks."""
     return getattr(config, "thinker_config", config)
 
 
@@ -382,7 +382,7 @@ def _unquantized(config: Any) -> Any:
 
 
 def _dtype_of(config: Any, dtype: Any) -> Any:
-    """For "auto" what config.json says, else bf16."""
+    """The dtype to load in: for "auto" what config.json says, else bf16."""
     if dtype != "auto":
         return dtype
     import torch
@@ -463,7 +463,7 @@ def _is_clear(error: Exception) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """Of its message, or its class where it has none."""
+    """First line of an error's message, or its class where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

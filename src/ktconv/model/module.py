@@ -22,7 +22,7 @@ _NORMED_AT_ONCE = 1024  # tokens; each of their experts' outputs is in memory fo
 
 
 class Routing(NamedTuple):
-    """Which experts a call chooses: ids [M, K], -1 for none. `hidden` [..., H] and `weights` [M, K]
+    """Choice of experts in a call: ids [M, K], -1 for none. `hidden` [..., H] and `weights` [M, K]
     are None where the module gets only their products."""
 
     hidden: Tensor | None
@@ -60,11 +60,14 @@ class PackedExperts(nn.Module):
         self.post_expert_norm = own.norm if own else None
         # Those that still run; in a tuple, as no part of the model's tree.
         self.own = (own,) if own is not None and bool(self._elsewhere.any()) else ()
-        if own is not None and own.call == "routed":
-            self._take_names(own)
+        if own is not None:
+            self._adopt(own)
 
-    def _take_names(self, own: OwnExperts) -> None:
-        """Arguments that a model's block gives by the names that its own module has for them."""
+    def _adopt(self, own: OwnExperts) -> None:
+        """Take arguments by the names that the model's own module has for them. Modules that are
+        called in another way take more than that from it."""
+        if own.call != "routed":
+            return
         names = list(inspect.signature(own.module.forward).parameters)
 
         def by_position(_: nn.Module, given: Any, named: Mapping[str, Any]) -> Any:
@@ -170,12 +173,12 @@ class PackedExperts(nn.Module):
 
     @staticmethod
     def routing(module: Any, arguments: Sequence[Any]) -> Routing:
-        """What a call chooses, of a module that is packed or the model's own."""
+        """Routing of a call, to a module that is packed or the model's own."""
         return Routing(*arguments)
 
     @property
     def nbytes(self) -> int:
-        """Of the packed weights."""
+        """Size of the packed weights."""
         return self.experts.expert_bytes * int((~self._elsewhere).sum())
 
     def extra_repr(self) -> str:

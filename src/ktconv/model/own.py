@@ -1,4 +1,4 @@
-"""What is known of the experts that a model has itself, however it stores them."""
+"""The experts that a model has itself, however it stores them: weights, names, devices, calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OwnExperts(ABC):
     @property
     @abstractmethod
     def call(self) -> Call | None:
-        """What the module is called with; None if that is not known."""
+        """Arguments that the module is called with; None if they are not known."""
 
     @property
     @abstractmethod
@@ -65,21 +65,21 @@ class OwnExperts(ABC):
 
     @abstractmethod
     def biases(self, expert: int) -> dict[Projection, Tensor]:
-        """What is added to the outputs of each matrix, if something is."""
+        """Biases added to the outputs of each matrix, of those that have any."""
 
     @property
     def identities(self) -> int:
-        """How many further ids there are whose outputs are their inputs."""
+        """Number of further ids whose outputs are their inputs."""
         return 0
 
     @property
     def norm(self) -> nn.Module | None:
-        """What normalizes the output of each expert."""
+        """Module that normalizes the output of each expert."""
         return None
 
     @property
     def names(self) -> dict[Projection, str]:
-        """What the model calls the matrices of an expert; empty where they have no own names."""
+        """The model's names of the matrices of an expert; empty where they have no own names."""
         return {}
 
     @property
@@ -94,17 +94,17 @@ class OwnExperts(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the first of `weights` is."""
+        """Device of the first of `weights`."""
         return next(iter(self.weights)).device
 
     @property
     def devices(self) -> set[torch.device]:
-        """Where the parameters of `weights` are."""
+        """Devices of the parameters of `weights`."""
         return {one.device for one in self.weights}
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the matrices."""
+        """Dtype of the matrices."""
         return next(iter(self.weights)).dtype
 
     @property

@@ -25,7 +25,7 @@ from ktconv.system.pool import Pool
 
 
 class ReplacedExperts:
-    """What `replace_experts` did. `layers` are on packed experts, `method` is their format;
+    """Result of `replace_experts`. `layers` are on packed experts, `method` is their format;
     `own` are the ids, by layer, of experts that run on the model's own weights as before. `untried`
     are layers whose packed experts could not be compared with the model's own, since those are not
     loaded, or are codes that only the library which made them can read.

@@ -1,4 +1,4 @@
-"""Where a model has the experts of its layers, also under wrappers."""
+"""Finds the modules in which a model has the experts of its layers, also under wrappers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ADAPTED = "base_layer"  # the module under an adapter, as PEFT calls it
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a model has the experts of a layer: `module` is what is replaced, the experts or a
+    """The place of a layer's experts in a model: `module` is what is replaced, the experts or a
     wrapper of them alone."""
 
     layer: int
@@ -78,7 +78,7 @@ class Site:
 
     @property
     def names(self) -> dict[Projection, str]:
-        """What the model calls the matrices of an expert; empty where they have no own names."""
+        """The model's names of the matrices of an expert; empty where they have no own names."""
         module = self.module
         return module.names if isinstance(module, PackedExperts) else self.own.names
 
@@ -97,11 +97,11 @@ class Site:
 
     @property
     def layers_path(self) -> str:
-        """Where the list of layers is that this one belongs to: model.layers."""
+        """Path of the list of layers that this one belongs to: model.layers."""
         return f".{self.path}".rpartition(f".{self.layer}.")[0].removeprefix(".")
 
     def routing(self, arguments: Sequence[Any]) -> Routing:
-        """Which experts a call with these arguments chooses."""
+        """Routing of a call with these arguments."""
         module = self.module
         kind = type(module) if isinstance(module, PackedExperts) else packed_class(self.own)
         return kind.routing(module, arguments)
@@ -166,7 +166,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _inner(wrapper: nn.Module) -> nn.Module | None:
-    """What a wrapper has in it and nothing beside; None for other modules."""
+    """The only module in a wrapper that has nothing else; None for other modules."""
     children = dict(wrapper.named_children())
     if len(children) == 1 and children.keys() <= set(_WRAPPED):
         return next(iter(children.values()))
@@ -194,7 +194,7 @@ def _outermost(model: nn.Module, path: str) -> tuple[str, nn.Module]:
 
 
 def _only_number(path: str) -> int | None:
-    """Of a layer in a list whose name no family has."""
+    """Number of a layer in a list whose name no family has."""
     numbers = [word for word in path.split(".") if word.isdecimal()]
     return int(numbers[0]) if len(numbers) == 1 else None
 

@@ -1,4 +1,4 @@
-"""How modules of transformers store the experts of a layer, and how they are called."""
+"""Ways in which modules of transformers store the experts of a layer, and are called."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class StoredExperts(OwnExperts):
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """Of the parameters with the matrices of all experts."""
+        """Names of the parameters with the matrices of all experts."""
         return self._way.parameters
 
     @property

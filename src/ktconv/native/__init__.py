@@ -37,7 +37,6 @@ from ktconv.native.levels import (
     isa_parts,
     use_isa,
 )
-from ktconv.native.limits import UNITS, limit_dot, limit_ops, limit_read
 from ktconv.native.moe import (
     GATE_FUNCTIONS,
     MAX_COLS,
@@ -60,7 +59,7 @@ from ktconv.native.packing import (
     unpack,
     unpack_weight,
 )
-from ktconv.native.pool import Pool, bind_memory
+from ktconv.native.pool import UNITS, Pool, bind_memory, limit_dot, limit_ops, limit_read
 from ktconv.native.routing import MAX_ROUTED, SCORINGS, Router, choose_experts
 from ktconv.native.rules import RULES, Choice
 from ktconv.native.source import DTYPES, Matrix, decode, stored_unit

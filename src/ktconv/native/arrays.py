@@ -58,7 +58,7 @@ def expect_aligned(what: str, array: Array, size: int) -> None:
 
 
 def address_of(array: Array) -> int:
-    """Of the first element of a contiguous array."""
+    """Address of the first element of a contiguous array."""
     return int(ffi.cast(_ADDRESS, ffi.from_buffer(array)))
 
 

@@ -16,7 +16,7 @@ from ktconv.native.source import Matrix
 
 @dataclass(slots=True)
 class Audit:
-    """What `audit` found in some rows: sums over all elements, and maxima of what each scale is
+    """Findings of `audit` in some rows: sums over all elements, and maxima of what each scale is
     for: a row, or a group of its columns."""
 
     squared_source: float

@@ -30,7 +30,8 @@ class Encoding:
     search: bool = False
 
     def code_shape(self, rows: int, cols: int) -> tuple[int, int]:
-        """Of codes as bytes. ValueError for a shape that the encoding does not have, as below."""
+        """Shape of codes as bytes. ValueError for a shape that the encoding does not have, as
+        below."""
         return rows, int(_sizes(self, rows, cols).row_size)
 
     def scale_shape(self, rows: int, cols: int) -> tuple[int, int]:

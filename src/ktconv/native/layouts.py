@@ -55,7 +55,7 @@ class Layout:
 
     @cached_property
     def traits(self) -> Traits:
-        """What follows from the layout. ValueError for one that does not exist."""
+        """Traits that follow from the layout. ValueError for one that does not exist."""
         found = ffi.new("kt_layout_traits *")
         if lib.kt_layout_describe(self.c(), found) != lib.KT_OK:
             raise ValueError(f"{self} does not exist")
@@ -102,7 +102,7 @@ class Layout:
         return rows, cols // self.codes_per_element + inner
 
     def cols_of(self, width: int) -> int:
-        """Columns of a matrix whose array of plain codes has so many."""
+        """Columns of a matrix whose array of plain codes has that many."""
         inner = self.traits.inner_scales
         return width * INNER_COLS // (INNER_COLS // self.codes_per_element + inner)
 

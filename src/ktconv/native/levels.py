@@ -55,7 +55,7 @@ def isa_parts() -> list[str]:
 
 
 def cpu_features() -> dict[str, bool]:
-    """What CPU and OS report, by the names of struct kt_cpu."""
+    """Features that CPU and OS report, by the names of struct kt_cpu."""
     cpu = ffi.new("kt_cpu *")
     lib.kt_cpu_detect(cpu)
     return {name: bool(getattr(cpu, name)) for name, _ in ffi.typeof("kt_cpu").fields}

@@ -46,7 +46,7 @@ _VALUES = {  # uint16 are the bits of bf16
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """What happens between the gate and up products and the down one; see kt_activation.
+    """Function between the gate and up products and the down one; see kt_activation.
 
     `function` is one of GATE_FUNCTIONS.
     """
@@ -121,7 +121,7 @@ def _check_expert(activation: Activation, part: int, expert: Expert) -> None:
 
 
 def _code(field: Any) -> str:
-    """Of a member of a C struct, for Python's struct."""
+    """Format of a member of a C struct, for Python's struct."""
     return "P" if field.type.kind == "pointer" else {4: "i", 8: "q"}[ffi.sizeof(field.type)]
 
 
@@ -229,7 +229,7 @@ class Layer:
                 setattr(entry, f"{name}_bias", ffi.cast("float *", ffi.from_buffer(matrix.bias)))
 
     def with_activation(self, activation: Activation) -> Layer:
-        """The same matrices under another activation. ValueError as for a new layer."""
+        """A layer of the same matrices under another activation. ValueError as for a new layer."""
         return Layer(self.layout, activation, self.hidden, self.intermediate, self._keep)
 
     def scratch_size(self, tokens: int, top_k: int, pool: Pool) -> int:
@@ -240,7 +240,7 @@ class Layer:
         return size
 
     def scratch(self, tokens: int, top_k: int, pool: Pool) -> Array:
-        """That memory; calls at once need one each."""
+        """A scratch buffer of `scratch_size` bytes; concurrent calls need one each."""
         return aligned_bytes(self.scratch_size(tokens, top_k, pool))
 
     def touch(self, pool: Pool) -> None:

@@ -78,7 +78,7 @@ def unpack(layout: Layout | str, packed: Array, rows: int, cols: int) -> Array:
 
 
 def _check_range(layout: Layout, codes: Array) -> None:
-    """Of codes that have more bits than packed ones, or values that no code has."""
+    """Check that codes have no more bits than packed ones, and no value that no code has."""
     if layout.code_array == np.int8:
         largest = layout.traits.max_level
         if codes.max() > largest or codes.min() < -largest:

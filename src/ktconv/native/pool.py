@@ -46,3 +46,21 @@ def open_pool(pool: Pool) -> Any:
 def bind_memory(memory: Array, os_node: int) -> None:
     """Asks for the pages of `memory` to be on a NUMA node, by the system's number."""
     check(lib.kt_memory_bind(ffi.from_buffer(memory), memory.nbytes, os_node))
+
+
+UNITS = {"int8": lib.KT_UNIT_INT8, "bf16": lib.KT_UNIT_BF16}
+
+
+def limit_read(pool: Pool, memory: Array, streams: int) -> None:
+    """Reads all of `memory` once, in `streams` streams per thread, to be timed."""
+    check(lib.kt_limit_read(pool.c, ffi.from_buffer(memory), memory.nbytes, streams))
+
+
+def limit_dot(pool: Pool, unit: str, rounds: int) -> None:
+    """Each thread does rounds * limit_ops() operations of a unit, to be timed."""
+    check(lib.kt_limit_dot(pool.c, UNITS[unit], rounds))
+
+
+def limit_ops() -> int:
+    """Operations of a round of limit_dot."""
+    return int(lib.kt_limit_ops())

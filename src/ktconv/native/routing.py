@@ -43,7 +43,7 @@ class Router:
 
 @lru_cache(maxsize=64)
 def _without_arrays(router: Router, experts: int) -> Any:
-    """As kt_router, to be copied: making one takes longer than routing a token."""
+    """A kt_router without arrays, to be copied: making one takes longer than routing a token."""
     return ffi.new(
         "kt_router *",
         {

@@ -1,4 +1,4 @@
-"""How scales and codes are chosen; see kt_rule and kt_choice."""
+"""Rules for choosing scales and codes; see kt_rule and kt_choice."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Choice:
             self.c.importance = ffi.cast("float *", ffi.from_buffer(self._kept))
 
     def columns(self, start: int, stop: int) -> Choice:
-        """The same for some of the columns."""
+        """The choice for some of the columns."""
         if self.importance is None:
             return self
         return Choice(self.rule, np.ascontiguousarray(self.importance[start:stop]))
 
 
 def choice_of(choice: Choice | None, cols: int) -> Any:
-    """For C, of a matrix with so many columns."""
+    """A choice for C, of a matrix with `cols` columns."""
     if choice is None:
         return ffi.NULL
     if choice.importance is not None and len(choice.importance) != cols:

@@ -113,7 +113,7 @@ def _placements(
 def _warnings(
     model: Model, load: Load, request: PlanRequest, placements: Sequence[LayerPlacement]
 ) -> Iterator[str]:
-    """What is possible, but perhaps not what was wanted."""
+    """Warnings of what is possible, but perhaps not what was wanted."""
     if load.uncounted:
         layers = format_ranges(list(load.uncounted))
         yield f"layers {layers} (MTP) were not counted: their experts are taken as equally used"

@@ -47,7 +47,8 @@ def cpu_side(
     numa: int,
     split: bool,
 ) -> tuple[PackedSide | None, list[str]]:
-    """What each node holds, if `method` can have the model's sizes, and why not otherwise.
+    """Experts and bytes of each node, if `method` can have the model's sizes, and why not
+    otherwise.
 
     UsageError if `method` or `numa` was asked for and is impossible. `split`: experts on GPUs are
     not counted as cold.
@@ -81,7 +82,7 @@ def _as_packed(
     numa: int,
     split: bool,
 ) -> PackedSide:
-    """As an output has it. UsageError for another method or number of parts."""
+    """The CPU's side as an output has it. UsageError for another method or number of parts."""
     assert model.packed is not None
     layers = model.packed.layers
     parts = max(one.parts for one in layers.values())
@@ -106,7 +107,7 @@ def _why_not(layer: Layer, fmt: Format, parts: int) -> str | None:
 
 
 def _fitting(model: Model, fmt: Format, parts: int) -> str:
-    """What is possible instead."""
+    """Advice on what is possible instead."""
     common = set.intersection(
         *(set(fmt.allowed_parts(one.hidden, one.intermediate)) for one in model.layers)
     )

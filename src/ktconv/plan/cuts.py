@@ -1,7 +1,7 @@
-"""How an expert's matrices in a checkpoint can be cut for tensor parallelism.
+"""Cuts of an expert's matrices in a checkpoint for tensor parallelism.
 
-The intermediate size is that of the rows of gate and up, and of the columns of down. Tensors beside
-the weights are cut with them, unless they say nothing about the dimension that is cut.
+The intermediate size is that of the rows of gate and up, and of the columns of down. Other
+tensors of a weight are cut with it, unless they say nothing about the dimension that is cut.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def shard_of(proj: Projection, gated: bool) -> Shard:
 
 
 def grid_kind(grid: BlockGrid, matrix: ExpertMatrix) -> Kind:
-    """What a number of a matrix's grid is for."""
+    """Purpose of a number in a matrix's grid."""
     if grid.block_cols >= matrix.cols:
         if grid.block_rows == 1:
             return "channel"
@@ -49,7 +49,7 @@ def grids_of(matrix: ExpertMatrix) -> Iterator[tuple[str, BlockGrid]]:
 
 
 def grains(expert: Expert) -> list[Grain]:
-    """What a cut through the intermediate size must not divide, each once."""
+    """Units that a cut through the intermediate size must not divide, each once."""
     found: dict[Grain, None] = {}
     for proj, matrix in expert.items():
         found.update(dict.fromkeys(_grains(proj == "down", matrix)))
@@ -105,8 +105,8 @@ def _cut_bytes(down: bool, matrix: ExpertMatrix, tp: int) -> int:
 
 
 def slices(expert: Expert, tp: int) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """By shard and tensor (weight, scale, zero_point, g_idx, bias) what each of `tp` GPUs takes, as
-    `TensorSlice.as_dict`. Positions count weights, and numbers of grids, as [out, in]."""
+    """Slices for each of `tp` GPUs, by shard and tensor (weight, scale, zero_point, g_idx, bias),
+    as `TensorSlice.as_dict`. Positions count weights, and numbers of grids, as [out, in]."""
     gated = "gate" in expert
     return {
         shard_of(proj, gated): dict(_slices(matrix, shard_of(proj, gated), tp, gated))

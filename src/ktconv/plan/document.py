@@ -100,7 +100,7 @@ def _layer(one: LayerPlacement, planned: Planned) -> dict[str, Any]:
 
 
 def _maps(one: LayerPlacement, planned: Planned) -> dict[str, Any]:
-    """Without copies the map of each rank, as `expert_map`; with copies the tables of `balance`."""
+    """Maps of each rank: without copies as `expert_map`, with copies the tables of `balance`."""
     experts = one.layer.experts
     if planned.request.placed != "balanced":
         return {"expert_maps": [local_places(rank, experts).tolist() for rank in one.places]}

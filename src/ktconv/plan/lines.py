@@ -11,7 +11,7 @@ from ktconv.system.units import counted, format_ranges, format_size
 
 
 def lines_of(planned: Planned) -> Iterator[str]:
-    """What was planned, who holds what, balance, the CPU's side, warnings."""
+    """Lines of a plan: what was planned, who holds what, balance, the CPU's side, warnings."""
     model, request = planned.model, planned.request
     indices = format_ranges([layer.index for layer in model.layers])
     counts = sorted({layer.experts for layer in model.layers})

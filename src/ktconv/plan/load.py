@@ -1,4 +1,4 @@
-"""How much each expert is used: counts of `ktconv stats`, held against the model."""
+"""Load of each expert: counts of `ktconv stats`, held against the model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def load_of(model: Model, path: Path | None) -> Load:
 
 
 def _differences(model: Model, statistics: Statistics, path: Path) -> Iterator[str]:
-    """Why the counts are not those of the model."""
+    """Reasons why the counts are not those of the model."""
     kind = statistics.about.get("model_type")
     known = set(model.config.model_types)
     names = {one.removesuffix("_text") for one in known if isinstance(one, str)}

@@ -53,7 +53,7 @@ def _relative(
 
 
 def _table(rows: Sequence[F64]) -> F64:
-    """With nothing behind the rows of layers that have less."""
+    """Table of rows, with nothing behind those of layers that have less."""
     table = np.full((len(rows), max(1, *map(len, rows))), np.nan)
     for line, row in zip(table, rows, strict=True):
         line[: len(row)] = row

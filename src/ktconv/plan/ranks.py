@@ -1,4 +1,4 @@
-"""Which GPUs hold which experts: the places of each layer, their load, and bytes."""
+"""GPUs and their experts: the places of each layer, their load, and bytes."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def rank_bytes(placements: Sequence[LayerPlacement], sizes: Sizes) -> list[int]:
 
 
 def overall_evenness(loads: Sequence[F64]) -> float:
-    """Of `loads` by layer, [ranks] each: layers follow one another, so that the sum of the mean
-    loads over the sum of the largest is the share of time in which GPUs work."""
+    """Evenness over `loads` by layer, [ranks] each: layers follow one another, so that the sum of
+    the mean loads over the sum of the largest is the share of time in which GPUs work."""
     most = sum(float(one.max()) for one in loads)
     return sum(float(one.mean()) for one in loads) / most if most else 1.0

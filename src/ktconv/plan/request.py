@@ -1,4 +1,4 @@
-"""What `ktconv plan` is asked, and what can be refused before a model is opened."""
+"""The request of `ktconv plan`, and what can be refused before a model is opened."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class Hot:
-    """How many experts run on GPUs: a number, or a share of those that there are."""
+    """Number of experts that run on GPUs, or their share of those that there are."""
 
     number: int | None
     share: Fraction | None = None
 
     def of(self, experts: int) -> int:
-        """Of so many experts; a share is rounded down."""
+        """Number of hot ones among these experts; a share is rounded down."""
         if self.share is not None:
             return int(self.share * experts)
         assert self.number is not None

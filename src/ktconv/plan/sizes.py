@@ -1,4 +1,4 @@
-"""What a plan needs of a model: its layers, how large their experts are, how they can be cut."""
+"""A model as a plan needs it: its layers, how large their experts are, how they can be cut."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Layer:
 
     @property
     def shape(self) -> LayerShape:
-        """Where it can be cut, of a checkpoint."""
+        """Shape of a layer of a checkpoint, with the cuts that are possible."""
         if self.source is None:
             return LayerShape(self.ids, self.intermediate)
         experts = [self.source.experts[one] for one in distinct(self.source)]
@@ -86,7 +86,7 @@ class Model:
 
     @cached_property
     def part_bytes(self) -> Mapping[tuple[int, int], Sequence[int]]:
-        """Of packed experts: bytes in each NUMA part, by layer and expert; without matrices of
+        """Bytes of packed experts in each NUMA part, by layer and expert; without matrices of
         backward passes, which serving does not load."""
         assert self.packed is not None
         found: dict[tuple[int, int], list[int]] = {}

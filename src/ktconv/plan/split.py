@@ -28,7 +28,8 @@ class Split:
         self._table = padded(rows)
 
     def chosen(self) -> list[LayerPlacement]:
-        """As the request says: so many, or as many as fit. UsageError for more than fit."""
+        """Placements as the request says: with that number of hot experts, or as many as fit.
+        UsageError for more than fit."""
         request = self._request
         if request.hot is None:
             return self.placements(Hot(self._most_that_fit()))
@@ -65,7 +66,7 @@ class Split:
         }
 
     def _masks(self, hot: Hot) -> Sequence[Bools]:
-        """By layer, of the experts that are there."""
+        """Masks of hot experts, by layer, of the experts that are there."""
         if not self._request.per_layer:
             return list(hot_experts(self._table, hot.of(sum(self._counts)), False, self._counts))
         return [
@@ -76,7 +77,7 @@ class Split:
     # ---- memory ----
 
     def _bytes(self, placements: Sequence[LayerPlacement]) -> int:
-        """Of the GPU that holds most."""
+        """Bytes of the GPU that holds most."""
         return self._model.other_bytes + max(rank_bytes(placements, self._sizes))
 
     def _fits(self, placements: Sequence[LayerPlacement]) -> bool:
@@ -116,7 +117,7 @@ def check_memory(model: Model, request: PlanRequest, totals: Sequence[int]) -> N
 
 
 def hot_share(placements: Sequence[LayerPlacement]) -> float:
-    """Of all choices of experts that are there, those of experts on GPUs."""
+    """Fraction of routed tokens that go to experts on GPUs, by load."""
     taken = sum(float(one.load[one.copies > 0].sum()) for one in placements)
     routed = sum(float(one.load[list(one.layer.ids)].sum()) for one in placements)
     return taken / routed if routed else 0.0

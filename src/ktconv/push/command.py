@@ -20,7 +20,7 @@ _NAMED = 10  # files that are not sent
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to push, and where to."""
+    """The request of `push`: what to push, and where to."""
 
     output: Path
     repository: str  # org/name
@@ -32,7 +32,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """What was sent; without `sent`: what would be."""
+    """Result of a push: what was sent; without `sent`: what would be."""
 
     request: Request
     content: Content
@@ -58,7 +58,7 @@ class Pushed:
         }
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """Lines for people."""
         where = f"{self.request.repository} ({self.request.revision or MAIN})"
         what = f"{counted(len(self.content.files), 'file')}, {format_size(self.content.nbytes)}"
         if self.sent is None:

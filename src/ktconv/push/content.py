@@ -1,5 +1,5 @@
-"""What of a finished output is sent: the files that its manifest names, after comparing each with
-the checksums there."""
+"""Files of a finished output that are sent: those that its manifest names, after comparing each
+with the checksums there."""
 
 from __future__ import annotations
 
@@ -145,18 +145,18 @@ def _check_index(output: Path, refs: Mapping[str, tuple[str, TensorRef]]) -> Non
     places = {name: file for name, (file, _) in refs.items()}
     total = sum(ref.nbytes for _, ref in refs.values())
     if index.get("weight_map") != places or metadata != {"total_size": total}:
-        raise OutputError(f"{output / INDEX} does not describe the tensors beside it", _AGAIN)
+        raise OutputError(f"{output / INDEX} does not describe the tensors next to it", _AGAIN)
 
 
 # ---- other files ---------------------------------------------------------------------------
 
 
 def _check_side_files(output: Path, manifest: Manifest) -> Mapping[str, Record]:
-    """The records of files beside the weights, which are as they were written."""
+    """The records of files next to the weights, which are as they were written."""
     records = manifest.side_files
     if records is None:
         raise OutputError(
-            f"{output / MANIFEST} has no checksums of the files beside the weights",
+            f"{output / MANIFEST} has no checksums of the files next to the weights",
             "it is of an earlier version: convert again, or use hf upload",
         )
     for flaw in flaws(output, records):

@@ -32,7 +32,7 @@ _LOGIN = "log in with a token that may write: hf auth login"
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What the hub has now."""
+    """State of the hub after sending."""
 
     commit: str
     url: str
@@ -178,7 +178,7 @@ def errors_explained(repository: str) -> Iterator[None]:
 
 
 def explained(error: Exception, repository: str) -> KtconvError | None:
-    """What an error means; None for one that neither the hub nor a network has."""
+    """Explain an error in one sentence; None for one that neither the hub nor a network has."""
     from huggingface_hub import errors, get_token
 
     if isinstance(error, errors.OfflineModeIsEnabled):

@@ -90,7 +90,8 @@ def _refuse_unlisted(weights: PackedWeights, manifest: Manifest | None) -> None:
 
 
 def _options(weights: PackedWeights, tree: Tree, manifest: Manifest | None) -> Options:
-    """How they were made; without a manifest by the reference converter, as far as we know."""
+    """Options of the conversion; without a manifest those of the reference converter, as far as we
+    know."""
     made = options_of(manifest) if manifest else Options(compat=True)
     return replace(
         made,

@@ -64,8 +64,8 @@ class Preflight(AnyPreflight[KTransformersTarget]):
     zeros: Mapping[str, int]  # zero scales of the source by unit, as a manifest records them
 
     def zero_scales(self) -> int | None:
-        """As their conversion counted them; without its manifest, those of a source that is
-        given."""
+        """Number of zero scales, as their conversion counted them; without its manifest, of a
+        source that is given."""
         known = [self.zeros[unit.key] for unit in self.pending() if unit.key in self.zeros]
         return sum(known) if known else super().zero_scales()
 
@@ -117,7 +117,8 @@ class Derived(Conversion, ABC):
         )
 
     def unit_facts(self, unit: Unit) -> Record:
-        """With the zero scales that its conversion counted in the source of the packed weights."""
+        """Facts with the zero scales that the conversion counted in the source of the packed
+        weights."""
         zeros = self.preflight.zeros.get(unit.key)
         return super().unit_facts(unit) | ({ZERO_SCALES: zeros} if zeros else {})
 
@@ -203,9 +204,9 @@ def plan_alone(
 
 
 def _activation(layer: TreeLayer, config: ModelSettings) -> ExpertActivation:
-    """By the config.json beside packed weights, and by whether they have gates. Where that leaves
-    no function that kernels have, as without a config.json, it is that of most models: squared
-    ReLU without a gate, and SiLU with one."""
+    """Activation by the config.json next to packed weights, and by whether they have gates. Where
+    that leaves no function that kernels have, as without a config.json, it is that of most models:
+    squared ReLU without a gate, and SiLU with one."""
     stated = config.activation(layer.index)
     if stated.gated and not layer.gated:
         ungated = replace(stated, gated=False)

@@ -50,7 +50,7 @@ from ktconv.writer.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to merge and how."""
+    """The request of `merge`: what to merge and how."""
 
     layers_dir: Path  # with `_layer_*` folders, ours or another converter's
     output: Path
@@ -152,7 +152,7 @@ def _check(inputs: _Input) -> None:
 
 
 def _plan(inputs: _Input) -> Plan:
-    """With a source: the plan of its conversion, with bytes from the folders."""
+    """Plan of a merge; with a source that of its conversion, with bytes from the folders."""
     if inputs.source is None:
         return plan_alone(inputs.tree, inputs.options, inputs.manifest, (), _notes(inputs))
     fresh = make_plan(inputs.source, inputs.options)
@@ -169,7 +169,7 @@ def _plan(inputs: _Input) -> Plan:
 
 
 def _notes(inputs: _Input) -> Sequence[str]:
-    """What a user should know."""
+    """Notes for the user."""
     tree, notes = inputs.tree, []
     if inputs.manifest is None:
         notes.append(f"{tree.root} has no ktconv.json: there are no checksums to compare with")
@@ -197,7 +197,7 @@ def _preflight(inputs: _Input, plan: Plan) -> Preflight:
 
 
 def _origin(inputs: _Input, plan: Plan) -> dict[str, object]:
-    """What the bytes come from; a resumed run must have the same."""
+    """Origin of the bytes; a resumed run must have the same."""
     return {
         "manifest": inputs.manifest is not None,
         "backward": inputs.tree.backward,

@@ -36,7 +36,7 @@ MATRIX_COPIES = 4  # of all codes of a matrix that a task has in memory at most
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a new part takes of an old one: from where to where along the axis that is cut."""
+    """Range that a new part takes of an old one, along the axis that is cut."""
 
     part: int
     start: int
@@ -79,7 +79,8 @@ def joined_scales(scales: Sequence[F32], zero_rows: Sequence[Bools]) -> F32:
 
 
 def carried(records: Sequence[Record]) -> Record:
-    """What is true of a part that was put together from parts with these records of codes."""
+    """Record that is true of a part that was put together from parts with these records of
+    codes."""
     found = {key: records[0][key] for key in (CODES, "calibration_tokens") if key in records[0]}
     bounds = [record[ROW_ERROR_BOUND] for record in records if ROW_ERROR_BOUND in record]
     return found | ({ROW_ERROR_BOUND: max(bounds)} if bounds else {})

@@ -46,7 +46,7 @@ from ktconv.writer.journal import Record
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to cut anew, and into how many parts."""
+    """The request of `reshard`: what to cut again, and into how many parts."""
 
     packed: Path  # an OUTPUT of quantize-cpu or merge; shards are written in any case
     output: Path
@@ -86,7 +86,7 @@ def prepare(request: Request) -> quantize_cpu.Preflight | Preflight:
         )
     if request.source is None and any(layer.biased for layer in packed.tree.layers.values()):
         raise UsageError(
-            f"{request.packed} has experts with biases, which are cut anew only from the model",
+            f"{request.packed} has experts with biases, which only the model has whole",
             "give --source MODEL",
         )
     if request.source is not None:
@@ -102,7 +102,7 @@ def reshard(
     observer: Observer | None = None,
     preflight: quantize_cpu.Preflight | Preflight | None = None,
 ) -> Report:
-    """Cut anew; see `Request`. Raises KtconvError, or KeyboardInterrupt with all state kept."""
+    """Cut again; see `Request`. Raises KtconvError, or KeyboardInterrupt with all state kept."""
     preflight, observer = preflight or prepare(request), observer or Observer()
     if isinstance(preflight, Preflight):
         return Resharding(preflight, observer).run()
@@ -168,7 +168,7 @@ def _plan(request: Request, packed: CompleteWeights) -> Plan:
 
 
 def _down_scales(tree: Tree, new: int) -> str:
-    """Where the scales of matrices that are cut by columns come from."""
+    """Origin of the scales of matrices that are cut by columns."""
     old = tree.parts
     if tree.format.group:
         return f"down keeps the scales of its groups: the bytes of a fresh conversion with {new}"
@@ -194,7 +194,7 @@ def _preflight(request: Request, packed: CompleteWeights, plan: Plan) -> Preflig
 
 
 def _origin(packed: CompleteWeights, numa: int) -> Record:
-    """What the bytes come from; a resumed run must have the same."""
+    """Origin of the bytes; a resumed run must have the same."""
     record = packed.manifest.record if packed.manifest else {}
     earlier = record.get("resharded_from")
     return {

@@ -1,4 +1,4 @@
-"""What is known of packed weights beside their bytes: their manifest, their source.
+"""Knowledge about packed weights besides their bytes: their manifest, their source.
 
 A manifest (ktconv.json) has options, dimensions and checksums; a source says which layers
 and experts there must be. Whatever is known must agree with the files.
@@ -43,7 +43,7 @@ def read_known(directory: Path) -> Manifest | None:
 
 
 def options_of(manifest: Manifest) -> Options:
-    """How what `read_known` found was converted."""
+    """Options of the conversion of what `read_known` found."""
     options = _options(manifest)
     assert options is not None
     return options
@@ -159,7 +159,8 @@ def _words(dimensions: Dimensions) -> str:
 
 
 def check_alone(tree: Tree) -> None:
-    """Without manifest and source: all layers are alike, and none is missing in between."""
+    """Check weights without manifest and source: all layers are alike, and none is missing in
+    between."""
     layers = list(tree.layers.values())
     for layer in layers[1:]:
         if _dimensions(layer) != _dimensions(layers[0]):
@@ -183,7 +184,7 @@ def check_alone(tree: Tree) -> None:
 
 
 def config_beside(root: Path) -> ModelConfig | None:
-    """What a config.json beside the folders says; None if there is none."""
+    """Config of a config.json next to the folders; None if there is none."""
     if not (root / CONFIG_NAME).exists():
         return None
     manifest = read_manifest(root)
@@ -192,7 +193,7 @@ def config_beside(root: Path) -> ModelConfig | None:
 
 
 def _check_config(tree: Tree, config: ModelConfig) -> None:
-    """A config.json beside the folders has sizes, and layers before and after them."""
+    """A config.json next to the folders has sizes, and layers before and after them."""
     found = {
         n: (one.experts, one.hidden, one.intermediate, one.gated) for n, one in tree.layers.items()
     }

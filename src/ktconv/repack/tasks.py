@@ -49,7 +49,8 @@ class MergeTask:
         }
 
     def _copy(self, entry: KtEntry, staging: Staging, buffers: Buffers, advance: Advance) -> Record:
-        """What the new manifest records: the checksum, and what a manifest there records too."""
+        """Copy a matrix, and return its record in the new manifest: the checksum, and what a
+        manifest there records too."""
         name, path = name_of(entry.tensor), self.root / entry.name
         fmt, known = output_named(entry.method), self.known.get(name)
         assert fmt is not None  # read_tree refuses other methods

@@ -73,7 +73,7 @@ class TreeLayer(Geometry):
 
     @property
     def record(self) -> dict[str, object]:
-        """What a journal remembers of it."""
+        """Record of the folder in a journal."""
         return {"files": self.files, "bytes": self.total_bytes, "listing_sha256": self.sha256}
 
 
@@ -293,7 +293,7 @@ def _recorded_sizes(
     if not hidden:
         raise CheckpointError(
             f"{root / f'_layer_{index}'} contains {fmt.name}, whose file sizes do not give the "
-            f"dimensions of a layer, and no {MANIFEST} beside it does",
+            f"dimensions of a layer, and no {MANIFEST} next to it does",
             f"restore {MANIFEST}, or convert again",
         )
     return hidden, intermediate // parts

@@ -37,7 +37,7 @@ class Arguments(NamedTuple):
 def arguments(
     hidden: int, experts: int, x: Any, ids: Any, weights: Any, skip: Any, add_to: Any, out: Any
 ) -> Arguments:
-    """Those of `MoELayer.__call__`. UsageError names the one that does not fit."""
+    """Checked arguments of `MoELayer.__call__`. UsageError names the one that does not fit."""
     shape = shape_of("x", x)
     if not shape or shape[-1] != hidden:
         raise UsageError(f"x must have the shape [..., {hidden}], got {list(shape)}")

@@ -31,13 +31,13 @@ class Operand(NamedTuple):
 
 
 class Kind(Protocol):
-    """What calls need to know of arrays of NumPy, or of tensors of torch."""
+    """A kind of arrays, NumPy's or torch's tensors, as calls need to know it."""
 
     names: Mapping[Any, str]  # dtype -> its name in messages and here; others cannot be converted
     dtypes: Mapping[str, Any]
 
     def refusal(self, array: Any) -> str | None:
-        """Why the CPU cannot read it at all; None: it can."""
+        """Reason why the CPU cannot read it at all; None: it can."""
 
     def is_plain(self, array: Any) -> bool:
         """Whether its elements lie one behind the other."""
@@ -55,10 +55,10 @@ class Kind(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any: ...
 
     def empty_like(self, array: Any) -> Any:
-        """Of the shape and dtype of a plain one."""
+        """A new array with the shape and dtype of a plain one."""
 
     def numpy(self, array: Any) -> Array:
-        """Its values, bf16 as float32. TypeError for a layout without strides."""
+        """Values as NumPy has them, bf16 as float32. TypeError for a layout without strides."""
 
     def of_numpy(self, array: Array) -> Any:
         """One of this kind with the memory of `array`."""

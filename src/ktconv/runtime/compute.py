@@ -154,7 +154,8 @@ def _normed(packed: Experts, pool: Pool, call: Arguments) -> F32:
 
 
 def _tokens_at_once(top_k: int) -> int:
-    """Of experts whose outputs are normalised: each is a row, and rows take memory."""
+    """Tokens at once for experts whose outputs are normalised: each is a row, and rows take
+    memory."""
     return max(1, _ROWS // max(1, top_k))
 
 

@@ -44,7 +44,8 @@ def split_deferred(ids: Any, weights: Any, keep: int) -> tuple[Any, Any]:
 
 
 def _values(name: str, array: Any, kinds: str) -> Array:
-    """As NumPy has them. UsageError for other kinds of numbers; unsigned ones become signed."""
+    """An array as NumPy has it. UsageError for other kinds of numbers; unsigned ones become
+    signed."""
     try:
         found = kind_of(name, array).numpy(array)
     except (TypeError, NotImplementedError) as error:
@@ -82,8 +83,8 @@ class DeferredExperts:
         out: Any = None,
         last: bool = False,
     ) -> Any:
-        """As `layer(x, ids, weights, skip=skip, out=out)`, less what is deferred and plus what the
-        call before deferred. The arguments may change once it returns.
+        """Call the layer, as `layer(x, ids, weights, skip=skip, out=out)`, less what is deferred
+        and plus what the call before deferred. The arguments may change once it returns.
 
         UsageError where the tokens are not as many as in the call before: nothing is lost, and
         `flush()` returns its sum.

@@ -11,14 +11,14 @@ from ktconv.runtime.compiled import uncompiled
 
 
 class Handle:
-    """What `MoELayer.submit` returns. Any thread of the process may wait, any number of times."""
+    """Result of `MoELayer.submit`. Any thread of the process may wait, any number of times."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future, self._process = future, os.getpid()
 
     @classmethod
     def failed(cls, error: BaseException) -> Handle:
-        """Of a call that cannot be made: waiting raises `error`."""
+        """A handle of a call that cannot be made: waiting raises `error`."""
         future: Future[Any] = Future()
         future.set_exception(error)
         return cls(future)

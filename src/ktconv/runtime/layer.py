@@ -141,7 +141,7 @@ class MoELayer:
 
     @property
     def packed(self) -> Experts:
-        """Its experts as kernels and references have them."""
+        """Experts as kernels and references have them."""
         return self._packed
 
     @property
@@ -216,8 +216,8 @@ class MoELayer:
         add_to: Any = None,
         out: Any = None,
     ) -> Handle:
-        """As a call, in a background thread of the pool, in the order of submissions. The arguments
-        must not change until `wait()` has returned, which raises what the call would have."""
+        """Call in a background thread of the pool, in the order of submissions. The arguments must
+        not change until `wait()` has returned, which raises what the call would have."""
         pool, packed = self.pool, self._packed
         try:
             found = self._arguments(x, ids, weights, skip, add_to, out)
@@ -252,9 +252,9 @@ class MoELayer:
         return uncompiled(prepared(self._packed, self.pool, found))
 
     def plan_bytes(self, tokens: int, top_k: int = USUAL_TOP_K, dtype: str = "bf16") -> int:
-        """Bytes that a call of so many tokens takes beyond its arguments: the result, and workspace
-        of the pool, which does not grow beyond 2048 tokens; at most so many where a model has norms
-        of experts' outputs or weights on inputs. `top_k`: experts of a token, of most models 8.
+        """Bytes that a call of `tokens` takes besides its arguments: the result, and workspace of
+        the pool, which does not grow beyond 2048 tokens; a bound where a model has norms of
+        experts' outputs or weights on inputs. `top_k`: experts of a token, of most models 8.
         UsageError for impossible numbers."""
         if dtype not in _SIZES:
             raise UsageError(f"dtype {dtype!r} is none of {', '.join(_SIZES)}")

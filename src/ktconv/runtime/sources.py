@@ -12,8 +12,7 @@ from ktconv.formats import FORMATS, format_named
 from ktconv.native import Activation
 from ktconv.runtime.arrays import kind_of
 from ktconv.runtime.layers import Experts, native_experts, native_formats, open_stored, pack_online
-from ktconv.runtime.layers.converted import open_converted
-from ktconv.runtime.layers.load import ConvertedModel
+from ktconv.runtime.layers.load import ConvertedModel, open_converted
 from ktconv.runtime.layers.requantized import requantized_experts
 from ktconv.source import Checkpoint
 from ktconv.system.arrays import Array
@@ -28,8 +27,8 @@ Source = ConvertedModel | Checkpoint
 
 
 def opened(path: Path, layer: int | None = None) -> Source:
-    """What `path` has, from headers alone: packed experts, or else a checkpoint. Of packed experts
-    those of one layer are enough where it has this one."""
+    """Open `path` by headers alone: packed experts, or else a checkpoint. Of packed experts those
+    of one layer are enough where it has this one."""
     if path.is_dir() and may_hold_packed(path):
         if layer is not None:
             alone = ConvertedModel(path, layer=whole("layer", layer))
@@ -85,7 +84,7 @@ def packed(
     parts: int | None,
     pool: Pool,
 ) -> Experts:
-    """Of weights in memory, see `MoELayer.pack`."""
+    """Experts from weights in memory, see `MoELayer.pack`."""
     key = format_named(method).key
     ups = _stack("up", up)
     inner, hidden = ups[0].shape if len(ups) and ups[0].ndim == 2 else (0, 0)

@@ -83,7 +83,7 @@ def _fetched(tensor: Tensor, copy: bool) -> Tensor:
 
 
 def _recorded(device: torch.device) -> torch.cuda.Event:
-    """What has happened once all that is queued on the current stream of `device` is done."""
+    """An event that happens once all that is queued on the current stream of `device` is done."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event

@@ -223,7 +223,7 @@ def check_headers(source: ModelSource) -> Path:
 
 
 def gguf_refusal(path: Path, reason: str) -> CheckpointError:
-    """For what can only be done with a safetensors checkpoint."""
+    """Error for what can only be done with a safetensors checkpoint."""
     return CheckpointError(
         f"{path} is a GGUF model, which is not supported here: {reason}",
         "Use the safetensors checkpoint of the same model.",
@@ -231,7 +231,7 @@ def gguf_refusal(path: Path, reason: str) -> CheckpointError:
 
 
 def source_identity(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """What identifies this state of the checkpoint, as JSON-ready objects.
+    """Identity of this state of the checkpoint, as JSON-ready objects.
 
     One per file: config.json with name, bytes and sha256; each shard with name, bytes,
     mtime_ns (etag, of one that is read over a network) and header_sha256, all as they were when

@@ -11,7 +11,7 @@ from ktconv.system.regular_files import broken_link, link_hint
 
 
 def absence(directory: Path, names: Sequence[str], hint: str) -> tuple[str, str]:
-    """What is the matter with files `names` of `directory`, of which none is there, as the end of a
+    """Reason why files `names` of `directory`, of which none is there, are missing, as the end of a
     sentence; and the way out, which is `hint` where nothing better is known."""
     words = f"are missing: {listed(names)}"
     links = [path for name in names if broken_link(path := directory / name)]

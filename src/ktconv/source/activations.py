@@ -19,18 +19,19 @@ def in_words(activations: Activations) -> str:
 
 
 def by_ranges(activations: Activations) -> dict[str, dict[str, object]]:
-    """For JSON, by layers: {"3-42": {"description": "SiLU", "function": "silu"}}."""
+    """Activations for JSON, by layers: {"3-42": {"description": "SiLU", "function": "silu"}}."""
     return {format_ranges(layers): one.as_record() for one, layers in _groups(activations).items()}
 
 
 def usual(activations: Activations) -> ExpertActivation:
-    """That of most layers."""
+    """Activation of most layers."""
     groups = _groups(activations)
     return max(groups, key=lambda one: len(groups[one]), default=PLAIN)
 
 
 def of_records(geometry: Mapping[str, object]) -> Activations | None:
-    """By the geometry of run.json or a manifest; None where it has none, or a damaged one."""
+    """Activations by the geometry of run.json or a manifest; None where it has none, or a damaged
+    one."""
     found = {}
     layers = geometry.get("layers")
     for index, layer in layers.items() if isinstance(layers, dict) else ():

@@ -1,4 +1,4 @@
-"""What config.json says about the experts, by the keys of all families."""
+"""Settings of the experts in config.json, by the keys of all families."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def _one_size(
 
 
 def _widths(sections: Sequence[Mapping[str, Any]]) -> Sequence[Setting]:
-    """Of latent experts, and of the model: an MTP layer's experts need not be latent too."""
+    """Widths of latent experts, and of the model: an MTP layer's experts need not be latent too."""
     keys = table.FAMILIES.keys
     found = [_not_zero(_one_size(sections, (key,))) for key in keys("width of experts")]
     return list(filter(None, (*found, _one_size(sections, keys("hidden size")))))
@@ -322,7 +322,8 @@ def _counted(text: Mapping[str, Any]) -> Setting | None:
 def _top_k(
     sections: Sequence[Mapping[str, Any]], num_layers: Setting | None, num_mtp: int
 ) -> Sequence[Setting | ListSetting]:
-    """By all keys of the first section that has any; CheckpointError where they disagree."""
+    """Settings by all keys of the first section that has any; CheckpointError where they
+    disagree."""
     keys = table.FAMILIES.keys("top_k")
     number = _one_size(sections, keys, or_lists=True)
     lists = _lists(sections[0], keys, num_layers, num_mtp)
@@ -355,8 +356,8 @@ def _expert_size_keys(sections: Sequence[Mapping[str, Any]]) -> Sequence[str]:
 
 
 def _shared_sizes(sections: Sequence[Mapping[str, Any]], size_keys: Sequence[str]) -> Sequence[int]:
-    """What config.json may mean: families disagree on whether a size is of one shared expert or of
-    all of them together."""
+    """Sizes that config.json may mean: families disagree on whether a size is of one shared expert
+    or of all of them together."""
     keys = table.FAMILIES.keys
     counts = (*keys("shared experts"), *keys("further numbers of shared experts"))
     count = _whole_number(sections[0], counts)
@@ -482,7 +483,7 @@ def _online_rotation(quantization: Mapping[str, Any]) -> bool:
 
 
 def _weights_of_groups(quantization: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """What compressed-tensors' groups say of their weights."""
+    """Sections about weights in the groups of compressed-tensors."""
     groups = quantization.get("config_groups")
     weights = [
         group.get("weights")
@@ -493,7 +494,7 @@ def _weights_of_groups(quantization: Mapping[str, Any]) -> Sequence[Mapping[str,
 
 
 def _block_structure(quantization: Mapping[str, Any]) -> Any:
-    """Of the first group that has one; None where they differ."""
+    """Block structure of the first group that has one; None where they differ."""
     found = [one.get("block_structure") for one in _weights_of_groups(quantization)]
     there = [one for one in found if one is not None]
     return there[0] if there and all(one == there[0] for one in there) else None

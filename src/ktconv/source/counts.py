@@ -1,4 +1,4 @@
-"""How many experts each layer has: its tensors show it, and its router and config.json must agree.
+"""Numbers of experts by layer: tensors show them, and router and config.json must agree.
 
 Layers may have different numbers. config.json then has a list with one for each layer, or the
 largest number alone; a router with a row for each expert says that a layer with fewer is whole.

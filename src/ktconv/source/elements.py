@@ -1,4 +1,4 @@
-"""How the numbers of a weight are stored, by the names of native.DTYPES."""
+"""Elements: ways to store the numbers of a weight, by the names of native.DTYPES."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From one stack of tensors to one layer of experts, with every tensor accounted for."""
+"""Builds a layer of experts from one stack of tensors, with every tensor accounted for."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def build_layer(stack: Stack, index: int, is_mtp: bool, counts: Counts) -> MoELa
 
 
 def _kind_of(parts: Parts, views: _Views) -> Hashable:
-    """What weights have in common that are stored alike; called for each of a million."""
+    """Key that weights which are stored alike have in common; called for each of a million."""
     if len(parts) == 1:
         ((part, one),) = parts.items()
         return id(views), part, one.dtype, one.shape
@@ -231,7 +231,7 @@ def _missing_experts(found: _Found, expected: int) -> str:
 
 
 def _name_of(stack: Stack, expert: int, projection: Projection) -> str:
-    """As this stack names its weights, so that an error names the key to look for."""
+    """Name of a weight as this stack has it, so that an error names the key to look for."""
     words = [rest.split(".")[:2] for rest in stack.tensors]
     names = {word for pair in words for word in pair}
     spelt = next(one for one in table.FAMILIES.matrices if names & one.projections.keys())

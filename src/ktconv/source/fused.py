@@ -157,7 +157,7 @@ def _found_parts(
         owner[part] = tensor
 
     def fits(way: Mapping[Projection, str]) -> tuple[int, bool]:
-        """How many of its tensors are there, and whether all: of DBRX's names, Nomic has two."""
+        """Number of its tensors that are there, and whether all: of DBRX's names, Nomic has two."""
         return len(found.keys() & way.values()), found.keys() >= {*way.values()}
 
     way = max(ways, key=fits)  # the first of several
@@ -218,8 +218,8 @@ def _rows_of_bytes(parts: dict[str, TensorRef]) -> dict[str, TensorRef]:
 
 
 def order_of(stack: Stack, word: str, parts: Parts, config: ModelConfig) -> Order:
-    """How gate and up are ordered in the tensor `word` of both. CheckpointError where its name or
-    biases suggest that they are interleaved, and nothing decides."""
+    """Order of gate and up in the tensor `word` of both. CheckpointError where its name or biases
+    suggest that they are interleaved, and nothing decides."""
     if stack.order is not None:
         return stack.order
     return "interleaved" if _is_interleaved(word, parts, config) else "gate first"

@@ -1,4 +1,4 @@
-"""What paths in the local cache of the hub say: which repository and commit a file is of."""
+"""Paths in the local cache of the hub: the repository and commit that a file is of."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CachedPlace(NamedTuple):
 
 
 def cached_place(path: Path) -> CachedPlace | None:
-    """Where in the cache a path is; None: it is not there."""
+    """Place in the cache that a path is; None: it is not there."""
     for number, part in reversed(list(enumerate(path.parts))):
         match = _CACHED.fullmatch(part)
         if match is not None and HUB_ID.fullmatch(f"{match[1]}/{match[2]}"):
@@ -33,7 +33,8 @@ def cached_place(path: Path) -> CachedPlace | None:
 
 
 def download_command(directory: Path, missing: Sequence[str]) -> str | None:
-    """What brings missing files of a cached model; None where the directory is not in the cache."""
+    """Command that brings missing files of a cached model; None where the directory is not in the
+    cache."""
     place = cached_place(directory)
     if place is None or place.commit is None:
         return None

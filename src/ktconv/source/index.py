@@ -185,8 +185,8 @@ class Substitute:
 def substitute(
     index: Index, missing: Sequence[str], names: Iterable[str], single: str
 ) -> Substitute | str:
-    """What can be read although shards are missing: the file `single` if it has every tensor, or
-    files under other names that have all tensors of the missing shards, each once. Else what
+    """Files that can be read although shards are missing: the file `single` if it has every tensor,
+    or files under other names that have all tensors of the missing shards, each once. Else what
     there is, as the end of a sentence; empty if nothing is.
 
     `names`: files of the directory that the index does not name.

@@ -1,4 +1,4 @@
-"""Which layers have experts: stacks get their index, and are compared with config.json."""
+"""Layers with experts: stacks get their index, and are compared with config.json."""
 
 from __future__ import annotations
 
@@ -137,7 +137,9 @@ def _check_layers_present(split: Split, stacks: Mapping[int, Stack], config: Mod
         absent = [index for index in absent if index not in dense]
         reason = "and no dense MLP either"
     if absent:
-        more = f" (nor have {counted(len(absent) - 1, 'other layer')})" if len(absent) > 1 else ""
+        others = len(absent) - 1
+        have = "has" if others == 1 else "have"
+        more = f" (nor {have} {counted(others, 'other layer')})" if others else ""
         raise CheckpointError(
             f"layer {absent[0]} has no experts, {reason}{more}; other layers have them under "
             f"names like {pattern}.*",

@@ -1,4 +1,4 @@
-"""From the MODEL argument to files: a path, or a hub id in the local cache."""
+"""Finds the files of the MODEL argument: a path, or a hub id in the local cache."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class HubModel(NamedTuple):
 
 
 def hub_model(model: str) -> HubModel | None:
-    """What a MODEL argument means that is no path; None for one that cannot be on the hub."""
+    """Hub model of a MODEL argument that is no path; None for one that cannot be on the hub."""
     match = _HUB_ID.fullmatch(model)
     return match and HubModel(match["id"], match["revision"], match["file"])
 
@@ -143,7 +143,7 @@ def _below(directory: Path) -> dict[str, Path]:
 
 
 def _chosen(found: Mapping[str, Path], directory: Path, model: str, wanted: str) -> dict[str, Path]:
-    """Those that `wanted` names: by their files, else by a word of their names."""
+    """Models that `wanted` names: by their files, else by a word of their names."""
     whole = {
         name: file
         for name, file in found.items()

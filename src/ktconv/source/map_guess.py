@@ -46,7 +46,7 @@ class _Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one expert's matrix, as it is stored."""
+        """Shape of one expert's matrix, as it is stored."""
         return self.stored.shapes[0][-2:]
 
     @property
@@ -56,7 +56,7 @@ class _Weight:
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What the names of a checkpoint are like."""
+    """Guess at the names of a checkpoint."""
 
     patterns: Sequence[NamePattern]
     likely: Sequence[NamePattern]  # that seem to be experts
@@ -153,7 +153,7 @@ def _weights(patterns: Sequence[NamePattern], config: ModelConfig) -> list[_Weig
 
 
 def _with_layer(pattern: NamePattern) -> NamePattern:
-    """With a mark for the only number that does not vary: that of a single layer."""
+    """Pattern with a mark for the only number that does not vary: that of a single layer."""
     constant = list(re.finditer(r"(?<![0-9A-Za-z])[0-9]+(?![0-9A-Za-z])", pattern.text))
     if len(constant) != 1:
         return pattern
@@ -203,7 +203,7 @@ def _roles(text: str, shared: set[str]) -> list[str]:
 
 
 def _table(group: Sequence[_Weight], config: ModelConfig) -> _Table | None:
-    """What a group of weights is; None where it is no set of experts."""
+    """Table of a group of weights; None where it is no set of experts."""
     words = [set(re.split(r"[./{}-]+", one.base.text)) for one in group]
     shared = set.intersection(*words) if len(words) > 1 else set()
     roles = [_roles(one.base.text, shared) for one in group]
@@ -233,8 +233,8 @@ def _table(group: Sequence[_Weight], config: ModelConfig) -> _Table | None:
 
 
 def _places(weight: _Weight, config: ModelConfig) -> Mapping[int, str]:
-    """Which mark is {layer} and which {expert}: the layer comes first, unless the counts of
-    config.json say otherwise."""
+    """Marks that are {layer} and {expert}: the layer comes first, unless the counts of config.json
+    say otherwise."""
     if not weight.numbered:
         return {0: "layer"}
     first, second = (len(values) for values in weight.stored.values)

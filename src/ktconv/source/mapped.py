@@ -1,4 +1,4 @@
-"""What the patterns of a map find: its experts get usual names before anything else sees them."""
+"""Experts that the patterns of a map find get usual names before anything else sees them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Mapped:
     elsewhere: str | None = None  # experts of another tower, which are other tensors
 
     def prefix(self, source: str) -> str | None:
-        """How the names of all tensors of a layer begin; None if the map does not describe it."""
+        """Beginning of the names of all tensors of a layer; None if the map does not describe
+        it."""
         if source not in self.tables:
             return None
         pattern = next(iter(self.tables[source].all_patterns))
@@ -107,7 +108,8 @@ class _Match:
 
 
 def split_mapped(tensors: Sequence[TensorRef], naming: NamingMap) -> tuple[Split, Mapped]:
-    """As `split_tensors`, with the experts that the map describes before those found without it.
+    """Split tensors like `split_tensors`, with the experts that the map describes before those
+    found without it.
 
     Raises CheckpointError where patterns match nothing, or several the same tensor.
     """
@@ -245,8 +247,8 @@ def template(name: str) -> str:
 
 
 def _without_other_towers(found: Split, naming: NamingMap) -> tuple[Split, str | None]:
-    """Without decoder layers of another list than that of the map's usual names: the map describes
-    the language model's. Also where the first of them is."""
+    """Split without decoder layers of another list than that of the map's usual names: the map
+    describes the language model's. Also where the first of them is."""
     if naming.experts is None:
         return found, None
     own = [one for one in found.stacks if one.path.in_mtp or one.path.layer.startswith(_LAYERS)]
@@ -296,7 +298,7 @@ def _aliases(
 
 
 def _usual_names(source: str) -> Mapping[str, str]:
-    """Of the keys of [others]."""
+    """Usual names of the keys of [others]."""
     router, shared = router_tensors(source), shared_expert_tensors(source)[0]
     return {
         **{key: getattr(router, part)[0] for part, key in ROUTER_KEYS.items()},
@@ -316,7 +318,7 @@ def check_encodings(layers: Iterable[MoELayer], mapped: Mapped) -> None:
 
 
 def notes_of(mapped: Mapped, config: Mapping[str, object]) -> list[str]:
-    """What a user should know about a map that was used. `config`: config.json without it."""
+    """Notes for the user about a map that was used. `config`: config.json without it."""
     layers = len(mapped.tables)
     notes = [f"names of experts in {counted(layers, 'layer')} are by --map"]
     if mapped.known is not None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -23,16 +22,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
-from ktconv.errors import CheckpointError, UsageError
+from ktconv.errors import UsageError
 from ktconv.families import table
 from ktconv.families.config import text_section
 from ktconv.families.names import RouterTensors, SharedExpert
-from ktconv.system.regular_files import MissingFileError, read_small
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from ktconv.source.toml_file import parse_toml, read_toml, unknown_key
 
 Order = Literal["gate first", "up first", "interleaved"]
 Stored = Literal["out-in", "in-out"]
@@ -122,7 +116,7 @@ class NamingMap:
         return hashlib.sha256(self.content.encode()).hexdigest()
 
     def record(self) -> dict[str, Any]:
-        """For the manifest; `map_of_record` reads it."""
+        """Record for the manifest; `map_of_record` reads it."""
         return {"sha256": self.sha256, "toml": self.content.split("\n")}
 
     def applied(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -157,16 +151,7 @@ def read_map(path: Path | NamingMap | None) -> NamingMap | None:
     up gives weights that no comparison with the source finds."""
     if path is None or isinstance(path, NamingMap):
         return path
-    try:
-        data = read_small(path.parent, path.name, _MAX_MAP_BYTES)
-    except MissingFileError:
-        raise UsageError(f"--map {path} does not exist", "name a map; " + _HINT) from None
-    except CheckpointError as error:
-        raise UsageError(str(error), "name a map, a TOML file; " + _HINT) from None
-    try:
-        found = parse_map(data.decode(), f"--map {path}")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--map {path} is not UTF-8 text: {error.reason}", _HINT) from None
+    found = parse_map(read_toml(path, "--map", "map", _MAX_MAP_BYTES, _HINT), f"--map {path}")
     if found.undecided:
         raise UsageError(
             f"--map {path} has something undecided: {found.undecided[0]}",
@@ -187,16 +172,11 @@ def map_of_record(record: object) -> NamingMap | None:
 
 def parse_map(content: str, name: str) -> NamingMap:
     """Raises UsageError in which `name` says where the map is from."""
-    try:
-        tables = tomllib.loads(content.replace("\r\n", "\n"))
-    except (ValueError, RecursionError) as error:  # also for a number of 5000 digits
-        text = str(error).partition(";")[0]  # of Python's limits without advice to programmers
-        raise UsageError(f"{name} is not TOML: {text[:1].lower()}{text[1:]}", _HINT) from None
-    return _Parser(content, name).map(tables)
+    return _Parser(content, name).map(parse_toml(content, name, _HINT))
 
 
 class _Parser:
-    """From TOML to a NamingMap; every error names the line."""
+    """Reader from TOML to a NamingMap; every error names the line."""
 
     def __init__(self, content: str, name: str) -> None:
         self._content, self._name = content, name
@@ -239,13 +219,9 @@ class _Parser:
         return f", line {header}" if header else ""
 
     def _check_keys(self, name: str, found: Mapping[str, Any], known: Sequence[str]) -> None:
-        for key in found:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                guess = f"; the nearest is {near[0]}" if near else ""
-                self._fail(
-                    name, key, f"is not a key of a map{guess}", f"known are {', '.join(known)}"
-                )
+        if (unknown := unknown_key(found, known)) is not None:
+            key, guess = unknown
+            self._fail(name, key, f"is not a key of a map{guess}", f"known are {', '.join(known)}")
 
     def _table(self, tables: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
         found = tables.get(name)

@@ -103,8 +103,8 @@ class OtherWeights:
 
 
 def _declared_shape(parts: Parts) -> tuple[int, int] | None:
-    """What weight_shape says, which is read from its file: how many bits packed numbers have
-    follows from it where their scales leave it open."""
+    """Shape in weight_shape, which is read from its file: how many bits packed numbers have follows
+    from it where their scales leave it open."""
     tensor = parts.get("weight_shape")
     if tensor is None or tensor.shape != (2,) or tensor.dtype not in _SHAPE_DTYPES:
         return None

@@ -182,7 +182,7 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorRef:
 
 
 def _entry_fault(entry: Any) -> str | None:
-    """What is wrong with one tensor's entry, as the end of a sentence, or None."""
+    """Fault of one tensor's entry, as the end of a sentence, or None."""
     if type(entry) is not dict:
         return "has an entry that is not a JSON object"
     for key in ("dtype", "shape", "data_offsets"):

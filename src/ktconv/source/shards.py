@@ -1,4 +1,4 @@
-"""Which files make up a checkpoint: safetensors files that match their index, or GGUF files."""
+"""The files that make up a checkpoint: safetensors files that match their index, or GGUF files."""
 
 from __future__ import annotations
 
@@ -215,7 +215,8 @@ def _select_despite(
 
 
 def _check_numbering(directory: Path, names: Iterable[str]) -> None:
-    """Without an index, names like x-00002-of-00005.safetensors still show what is missing."""
+    """Check names like x-00002-of-00005.safetensors, which show without an index what is
+    missing."""
     present = set(names)
     for name in sorted(present):
         match = _NUMBERED.match(name)

@@ -82,7 +82,7 @@ class Fingerprint:
         self._digest, self._nbytes = hashlib.sha256(), 0
 
     def of(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
-        """The same chunks, after adding them."""
+        """Chunks, each after it was added."""
         for chunk in chunks:
             self._digest.update(chunk)
             self._nbytes += len(chunk)
@@ -93,7 +93,7 @@ class Fingerprint:
 
 
 def record_of(directory: Path, name: str | Path) -> Record:
-    """What the manifest should say of a file. Raises as `regular_files.opened_small`."""
+    """Record of a file for the manifest. Raises as `regular_files.opened_small`."""
     found = Fingerprint()
     with opened_small(directory, name) as descriptor:
         for _ in found.of(read_chunks(directory / name, descriptor)):
@@ -102,7 +102,7 @@ def record_of(directory: Path, name: str | Path) -> Record:
 
 
 def recorded(manifest: Mapping[str, Any]) -> dict[str, Record] | None:
-    """What a manifest records; None for those of earlier versions, which record nothing.
+    """Records in a manifest; None for those of earlier versions, which record nothing.
 
     Raises CheckpointError for anything of another form.
     """

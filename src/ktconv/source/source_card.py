@@ -1,4 +1,5 @@
-"""What an output's model card takes over from its source: the hub's id, licence and languages.
+"""Facts that an output's model card takes over from its source: the hub's id, licence and
+languages.
 
 The card of a source is a README.md that anybody can have written. Of the YAML at its top only the
 plainest forms are read (`key: value`, lists, quotes), and of these only values that the hub allows;
@@ -44,7 +45,7 @@ NOT_STRINGS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 
 @dataclass(frozen=True, slots=True)
 class SourceCard:
-    """What is known of a source; empty where nothing is."""
+    """Facts of a source; empty where nothing is known."""
 
     name: str | None = None  # org/name of the source itself
     argument: str | None = None  # what commands find exactly this state of it by
@@ -57,7 +58,7 @@ class SourceCard:
 
 
 def source_card(checkpoint: Checkpoint, model: str) -> SourceCard:
-    """What is known of the source that `model`, an argument of the command, names.
+    """Facts of the source that `model`, an argument of the command, names.
 
     ResourceError where its README.md is there and the system, or a server, does not let us read
     it; one that is no text, or none at all, says nothing.
@@ -170,7 +171,7 @@ def _entries(lines: Sequence[str]) -> Iterator[tuple[str, list[str | None]]]:
 
 
 def _values(text: str) -> Iterator[str | None]:
-    """What follows a key on its line: nothing, a list in brackets, or one scalar."""
+    """Values behind a key on its line: nothing, a list in brackets, or one scalar."""
     if text.startswith("#") or not text:
         return
     if inside := re.fullmatch(r"\[([^\[\]{}#]*)\]", text):

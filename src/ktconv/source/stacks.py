@@ -92,7 +92,7 @@ def split_tensors(tensors: Iterable[TensorRef]) -> Split:
 
 
 def _latent(others: Iterable[TensorRef]) -> dict[str, frozenset[int]]:
-    """By block: sizes of the projections in it from a model's width to its experts'."""
+    """Sizes of the projections in a block, by block, from a model's width to its experts'."""
     known, found = frozenset(table.FAMILIES.latent), dict[str, frozenset[int]]()
     for tensor in others:
         block, *rest = tensor.name.rsplit(".", 2)

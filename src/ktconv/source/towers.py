@@ -24,7 +24,7 @@ _SHARED = ("experts", "intermediate size", "top_k", "first MoE layer", "last MoE
 
 @dataclass(frozen=True, slots=True)
 class ChosenTower:
-    """What is converted of a model with several towers."""
+    """The tower that is converted of a model with several."""
 
     name: str
     split: Split  # of others, the experts are other tensors
@@ -145,7 +145,7 @@ def _tower_of(stack: Stack, names: Mapping[str, tuple[str, ...]]) -> str | None:
 
 
 def _language_model(names: Mapping[str, tuple[str, ...]], family: Family | None) -> str | None:
-    """By the family's name for it, or for the list of its layers."""
+    """Language model by the family's name for it, or for the list of its layers."""
     if family is None:
         return None
     if family.tower in names:

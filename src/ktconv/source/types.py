@@ -76,7 +76,7 @@ class GroupIndex:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredShape:
-    """What a tensor (I64 or I32, from element `start` on) must say: outputs and inputs."""
+    """Shape that a tensor (I64 or I32, from element `start` on) must say: outputs and inputs."""
 
     tensor: TensorRef
     start: int
@@ -85,7 +85,7 @@ class DeclaredShape:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What turns stored numbers into weights: (number - zero point) * scale, each the one of the
+    """Rule from stored numbers to weights: (number - zero point) * scale, each the one of the
     element's block, or of its row's block and its column's group."""
 
     scale: BlockGrid
@@ -151,7 +151,7 @@ class MoELayer:
 
     @property
     def projections(self) -> Sequence[Projection]:
-        """Its experts' matrices, in the order of PROJECTIONS: some experts have no gate."""
+        """Matrices of its experts, in the order of PROJECTIONS: some experts have no gate."""
         return tuple(self.experts[0])
 
     @property

@@ -52,7 +52,7 @@ class StoredView:
     def matrix(
         self, tensor: TensorRef, element: Element, quantization: Quantization | None
     ) -> ExpertMatrix:
-        """This view of `tensor`."""
+        """Matrix of `tensor` in this view."""
         unit_rows, unit_cols = self._unit(element)
         stored_rows, stored_cols = self.stored_rows // unit_rows, self.stored_cols // unit_cols
         start = (self.expert * stored_rows + self.row // unit_rows) * stored_cols

@@ -1,5 +1,5 @@
-"""What a model's own router and experts do with a text: how often each expert is chosen, and what
-its matrices are multiplied with.
+"""Statistics of a model's own router and experts on a text: how often each expert is chosen, and
+what its matrices are multiplied with.
 
 recorder = Recorder(Path("model"))
 with recorder.prepare(text_pieces(None), 20480) as recording:

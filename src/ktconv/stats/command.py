@@ -45,7 +45,7 @@ SHOWN_NEVER = 5  # experts that are named in a row of the table
 
 @dataclass(frozen=True, slots=True)
 class StatsRequest:
-    """What to count, how to choose, and what to write."""
+    """The request of `stats`: what to count, how to choose, and what to write."""
 
     model: ModelSource | str  # a checkpoint, or what an earlier run recorded: .json or .safetensors
     text: Path | None = None  # None: the text that ships with ktconv
@@ -70,7 +70,7 @@ class StatsRequest:
 
     @property
     def choice(self) -> tuple[int | None, float | None, int | None]:
-        """How to choose, as `Statistics.chosen` takes it."""
+        """The choice, as `Statistics.chosen` takes it."""
         return self.hot, self.hot_share, self.hot_total
 
 
@@ -260,7 +260,7 @@ def _row(about: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _choice(request: StatsRequest) -> str:
-    """How the hot experts were chosen."""
+    """The choice of the hot experts, in words."""
     if request.hot is not None:
         return f"the {request.hot} hottest of each layer"
     if request.hot_total is not None:

@@ -52,7 +52,7 @@ class CountTap:
         pass
 
     def state(self) -> Mapping[str, Array]:
-        """By layer: counts with the tokens in front, and the ids."""
+        """State by layer: counts with the tokens in front, and the ids."""
         arrays: dict[str, Array] = {}
         for layer, counts in self._counts.items():
             arrays[f"counts.{layer}"] = np.concatenate([[self._tokens[layer]], counts])

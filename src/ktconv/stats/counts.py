@@ -55,7 +55,7 @@ class LayerCounts:
         return entropy / math.log(self.experts) if self.experts > 1 else 1.0
 
     def share(self, ids: Sequence[int] | I64) -> float:
-        """Of all choices, those that fell on these experts."""
+        """Share of all choices that fell on these experts."""
         return int(self.counts[np.asarray(ids, np.int64)].sum()) / self.routed
 
     def hottest(self, number: int) -> list[int]:
@@ -100,7 +100,7 @@ class Statistics:
     def chosen(
         self, hot: int | None, share: float | None, total: int | None = None
     ) -> dict[int, list[int]]:
-        """By layer the `hot` most used experts, the fewest that take `share`, or those among the
+        """The `hot` most used experts by layer, the fewest that take `share`, or those among the
         `total` most used of all layers; by default a quarter of each layer. Most used first.
         UsageError for more than there are."""
         if total is not None:
@@ -118,7 +118,8 @@ class Statistics:
         return {one.layer: one.hottest(hot or quarter[one.layer]) for one in self.layers}
 
     def _hottest_of_all(self, total: int) -> dict[int, list[int]]:
-        """As sglang-kt's placement by frequency; of equally used ones the lower layer and id."""
+        """The hottest experts of all layers, as sglang-kt places them by frequency; of equally used
+        ones the lower layer and id."""
         experts = [one.experts for one in self.layers]
         if total > sum(experts):
             raise UsageError(
@@ -139,7 +140,7 @@ class Statistics:
     def hot(
         self, hot: int | None = None, share: float | None = None, total: int | None = None
     ) -> ExpertSet:
-        """The same as the set of --experts and --exclude-experts."""
+        """The chosen experts as the set of --experts and --exclude-experts."""
         return expert_set(self.chosen(hot, share, total))
 
     def only(self, wanted: Sequence[int]) -> Statistics:

@@ -68,7 +68,7 @@ class Hessians:
         return self._counts[layer]
 
     def diagonal(self, layer: int, projection: Projection) -> F32:
-        """Of the matrices of all experts of a layer: [E, inputs]. Raises as `matrix`."""
+        """Diagonals of the matrices of all experts of a layer: [E, inputs]. Raises as `matrix`."""
         file, sizes = self._files[layer], self.sizes[layer]
         kind, size = _kinds(sizes)[projection == "down"]
         found: F32 = file.array(f"{kind}.diagonal", "F32", sizes.experts, size)
@@ -102,7 +102,7 @@ class Hessians:
 
 
 def open_hessians(directory: str | Path) -> Hessians:
-    """What `ktconv stats --hessian` wrote: headers and counts are read, and checked.
+    """Open the output of `ktconv stats --hessian`: headers and counts are read, and checked.
 
     Raises UsageError for a directory without such files, or with damaged ones, or of several runs;
     ResourceError where the system refuses.
@@ -201,7 +201,7 @@ def _packed_size(size: int) -> int:
 
 
 def nbytes(sizes: Sizes) -> int:
-    """Of a layer whose experts all get tokens."""
+    """Bytes of a layer whose experts all get tokens."""
     return 4 * sizes.experts * sum(_packed_size(size) + size for _, size in _kinds(sizes))
 
 
@@ -231,7 +231,7 @@ class HessianTap:
 
     @property
     def missing_bytes(self) -> int:
-        """What is still to be written, at most."""
+        """Bytes that are still to be written, at most."""
         return sum(nbytes(one) for layer, one in self._layers.items() if layer not in self.kept)
 
     def _wants(self, layer: int) -> bool:

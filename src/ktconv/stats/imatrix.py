@@ -93,7 +93,7 @@ class Imatrix(ImportanceFile):
         return UsageError(f"{self.path} cannot be used: {why}", _AGAIN)
 
     def _found(self) -> dict[int, dict[str, str]]:
-        """By layer, the names of the weights of experts that it has sums of, by matrix."""
+        """Names of the weights of experts that it has sums of, by layer and matrix."""
         found: dict[int, dict[str, str]] = {}
         for tensor in self._tensors:
             name = tensor.removesuffix(_SUMS).removesuffix(_COUNTS)

@@ -1,4 +1,4 @@
-"""How large the inputs of each expert's matrices are: the mean square of every channel.
+"""Magnitudes of the inputs of each expert's matrices: the mean square of every channel.
 
 FILE is a safetensors file; for layer L with E experts of hidden size H and intermediate size I
 
@@ -80,7 +80,7 @@ def read_importance(path: str | Path) -> Importance:
 
 
 class RecordedImportance(ImportanceFile):
-    """What `ktconv stats --importance` wrote."""
+    """Importance that `ktconv stats --importance` wrote."""
 
     kind = KIND
 
@@ -97,7 +97,7 @@ class RecordedImportance(ImportanceFile):
         return self._file.damaged(why)
 
     def _sizes(self, layer: int) -> Sizes:
-        """As its first tensor says; the others are checked when they are read."""
+        """Sizes as the layer's first tensor says; the others are checked when they are read."""
         gate_up, down, _ = _names(layer)
         experts, hidden = self._file.rows_and_columns(gate_up)
         return Sizes(experts, hidden, self._file.rows_and_columns(down)[1])
@@ -136,7 +136,7 @@ def _planned(layer: int, sizes: Sizes) -> list[Planned]:
 
 
 def nbytes(layers: Mapping[int, Sizes]) -> int:
-    """Of the data of a file with these layers."""
+    """Bytes of the data of a file with these layers."""
     return sum(one.nbytes for n, sizes in layers.items() for one in _planned(n, sizes))
 
 
@@ -263,7 +263,7 @@ def squares(values: Tensor) -> Array:
 
 
 def not_finite(layer: int, expert: int) -> CheckpointError:
-    """For an expert's inputs that overflow."""
+    """Error for an expert's inputs that overflow."""
     return CheckpointError(
         f"inputs of expert {expert} of layer {layer} are not finite",
         "the weights are damaged, or the model overflows in the dtype of its config.json",

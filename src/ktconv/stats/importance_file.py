@@ -1,4 +1,4 @@
-"""What every file of mean squares of experts' inputs offers, whoever wrote it."""
+"""Interface of every file of mean squares of experts' inputs, whoever wrote it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which model and text a file of statistics comes from, as metadata of safetensors files."""
+"""Model and text that a file of statistics comes from, as metadata of safetensors files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Sizes:
 
     @property
     def words(self) -> str:
-        """For errors."""
+        """Words for errors."""
         return (
             f"{counted(self.experts, 'expert')} of hidden size {self.hidden} and intermediate size "
             f"{self.intermediate}"
@@ -36,7 +36,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What was run on which text: equal ones give equal statistics."""
+    """A run on a text: equal ones give equal statistics."""
 
     model: str
     source_sha256: str  # see the function of this name

@@ -40,7 +40,7 @@ WINDOW = 512  # tokens that the model reads at a time; each window starts anew
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What to record beside counts: all chosen ids, and files. Of `layers` (None: of all); the
+    """Records to make besides counts: all chosen ids, and files. Of `layers` (None: of all); the
     model is read up to the last of them."""
 
     ids: bool = False
@@ -187,7 +187,7 @@ class Recording:
 
     @property
     def _hessian_bytes(self) -> int:
-        """What is still to be written."""
+        """Bytes of Hessians that are still to be written."""
         return self._hessian.missing_bytes if self._hessian else 0
 
     @property
@@ -302,7 +302,7 @@ def _device(path: Path) -> int:
 
 
 def _seen(pieces: Iterable[str], digest: Any) -> Iterator[str]:
-    """The same pieces, after adding them to a digest."""
+    """Pieces of a text, each after it was added to a digest."""
     for piece in pieces:
         digest.update(piece.encode())
         yield piece

@@ -58,7 +58,7 @@ def _spread(weights: F32, layer: MoELayer) -> list[float]:
 
 
 def notes_on_origin(path: Path, origin: Origin | None, checkpoint: Checkpoint) -> list[str]:
-    """What to say where a file of statistics was recorded on other files than `checkpoint`.
+    """Notes on a file of statistics that was recorded on other files than `checkpoint`.
 
     Raises UsageError for one of another model, by its router: `source_sha256` does not cover
     weights, and a fine-tuned model can have the same headers.

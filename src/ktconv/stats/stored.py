@@ -57,7 +57,7 @@ class StatisticsFile:
 
     @property
     def names(self) -> list[str]:
-        """Of its tensors."""
+        """Names of its tensors."""
         return list(self._tensors)
 
     def text(self, key: str) -> str:

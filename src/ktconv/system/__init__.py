@@ -1,1 +1,1 @@
-"""This machine: CPU, memory, NUMA nodes, threads, files, text for terminals."""
+"""The machine: CPU, memory, NUMA nodes, threads, files, text for terminals."""

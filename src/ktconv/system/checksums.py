@@ -19,7 +19,7 @@ _DIGITS = re.compile("[0-9a-f]{64}")
 
 
 class Checksum:
-    """Of bytes that come one after the other."""
+    """Checksum of bytes that come one after the other."""
 
     __slots__ = ("_algorithm", "_hash", "update")
 
@@ -31,7 +31,7 @@ class Checksum:
         return {self._algorithm: self._hash.hexdigest()}
 
     def agrees(self, record: Mapping[str, Any]) -> bool:
-        """With a record of the same algorithm."""
+        """Whether it agrees with a record of the same algorithm."""
         return bool(record.get(self._algorithm) == self._hash.hexdigest())
 
 

@@ -1,4 +1,4 @@
-"""What this machine has: CPUs, NUMA nodes, memory, disk."""
+"""Hardware of this machine: CPUs, NUMA nodes, memory, disk."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the threads of a pool belong; node indices count from 0, os_nodes names them."""
+    """Places of the threads of a pool; node indices count from 0, os_nodes names them."""
 
     threads: int
     cpus: list[int] | None  # per thread; None: anywhere
@@ -109,7 +109,7 @@ def cpu_quota(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | No
 def _group_limits(
     controller: str, read: Callable[[Path], float | None], root: Path, membership: Path
 ) -> Iterator[float]:
-    """What `read` finds in the groups of this process and in all above them."""
+    """Limits that `read` finds in the groups of this process and in all above them."""
     for line in text_of(membership).splitlines():
         for folder in _groups(controller, root, line):
             limit = read(folder)
@@ -266,7 +266,8 @@ def _machine_memory(meminfo: Path) -> int:
 
 
 def _memory_room(folder: Path) -> float | None:
-    """What a group may still use. Pages of files count as used, but are given back on demand."""
+    """Memory that a group may still use. Pages of files count as used, but are given back on
+    demand."""
     for limits, usage, prefix in (
         (("memory.max", "memory.high"), "memory.current", ""),
         (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"),

@@ -30,7 +30,7 @@ def whole(name: str, value: Any, least: int = 0, most: int | None = None) -> int
 
 
 def wholes(name: str, values: Any, least: int = 0) -> list[int]:
-    """Those of a list, each as `whole`."""
+    """Whole numbers of a list, each as `whole` takes it."""
     if not isinstance(values, Iterable):
         raise UsageError(f"{name} must be a list of integers, not {values!r:.60}")
     return [whole(f"each of {name}", value, least) for value in values]

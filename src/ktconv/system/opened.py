@@ -16,7 +16,7 @@ from ktconv.system.stores import FileStore, RemotePath, Span
 
 
 class State(NamedTuple):
-    """What tells whether a file changed."""
+    """State of a file, by which a change is noticed."""
 
     nbytes: int
     mtime_ns: int | None  # when it was last written; None for a remote file
@@ -31,7 +31,7 @@ class Opened(ABC):
     @property
     @abstractmethod
     def state(self) -> State:
-        """Of this moment."""
+        """State at this moment."""
 
     @abstractmethod
     def read(self, target: memoryview, offset: int) -> None:

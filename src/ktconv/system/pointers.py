@@ -21,8 +21,8 @@ class PointerError(CheckpointError):
 
 
 def refuse_pointer(path: Path, nbytes: int, take: Callable[[int], bytes]) -> None:
-    """PointerError if the file `path` of `nbytes` bytes is a pointer; `take` reads so many of its
-    first bytes, and is called for short files only."""
+    """PointerError if the file `path` of `nbytes` bytes is a pointer; `take` reads
+    some of its first bytes, and is called for short files only."""
     if not len(_START) <= nbytes < POINTER_BYTES:
         return
     text = take(nbytes)
@@ -38,8 +38,8 @@ def refuse_pointer(path: Path, nbytes: int, take: Callable[[int], bytes]) -> Non
 
 
 def refuse_pointer_at(path: Path) -> None:
-    """The same of a file that is read by its name; one that is no file, or not there, is left to
-    who reads it."""
+    """`refuse_pointer` for a file that is read by its name; one that is no file, or not there, is
+    left to who reads it."""
     with contextlib.suppress(OSError):
         if not is_remote(path) and path.is_file():  # to open a pipe is to take it from its reader
             with path.open("rb") as file:

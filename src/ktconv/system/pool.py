@@ -25,7 +25,7 @@ from ktconv.system.units import counted
 
 class Pool(native.Pool):
     """Raises UsageError for numbers that this machine cannot have, ResourceError if the system
-    does not allow so many threads."""
+    does not allow that many threads."""
 
     def __init__(
         self, threads: int | None = None, nodes: int | Collection[int] | None = None
@@ -50,7 +50,7 @@ class Pool(native.Pool):
 
     @property
     def nodes(self) -> int:
-        """How many NUMA nodes the threads are on."""
+        """Number of NUMA nodes that the threads are on."""
         return len(self.os_nodes)
 
     def bind(self, memory: Array, node: int) -> None:

@@ -1,6 +1,6 @@
 """Opening files of unknown origin: regular files only, small ones of bounded size.
 
-A named pipe would wait for ever, a device never ends, and a link in a downloaded model can lead to
+A named pipe would wait forever, a device never ends, and a link in a downloaded model can lead to
 any file of this machine. What is opened is checked by its descriptor, so that a file which is
 exchanged in between is noticed.
 """
@@ -73,7 +73,7 @@ def opened_regular(path: Path) -> Iterator[int]:
 
 @contextmanager
 def opened_small(directory: Path, name: str | Path, limit: int = MAX_SMALL_BYTES) -> Iterator[int]:
-    """A descriptor of a file beside the weights of `directory`, of at most `limit` bytes.
+    """A descriptor of a file next to the weights of `directory`, of at most `limit` bytes.
 
     Links may lead inside of `directory` and, from a snapshot in the hub's cache, to the blobs of
     the same repository. Raises as `open_regular`; CheckpointError for other links and larger files.
@@ -127,7 +127,7 @@ def read_chunks(path: Path, descriptor: int, limit: int = MAX_SMALL_BYTES) -> It
 
 
 def read_small(directory: Path, name: str | Path, limit: int = MAX_SMALL_BYTES) -> bytes:
-    """All bytes of a file beside the weights; raises as `opened_small`."""
+    """All bytes of a file next to the weights; raises as `opened_small`."""
     with opened_small(directory, name, limit) as descriptor:
         return b"".join(read_chunks(directory / name, descriptor, limit))
 
@@ -235,7 +235,8 @@ def _refuse_outside(directory: Path, path: Path, descriptor: int) -> None:
 
 
 def _allowed(root: Path) -> Iterator[Path]:
-    """Where files of `root` may be: there, or in the blobs that hub snapshots link to."""
+    """Directories in which files of `root` may be: there, or in the blobs that hub snapshots link
+    to."""
     yield root
     if root.parent.name == _SNAPSHOTS:
         yield root.parent.parent / _BLOBS

@@ -121,8 +121,8 @@ def sleep(seconds: float) -> None:
 
 
 def answer(call: Callable[[], T], subject: str) -> T:
-    """What `call` returns, which waits for `subject` and cannot be interrupted itself: it goes on
-    in a thread that nobody waits for. KeyboardInterrupt after an interrupt."""
+    """Result of `call`, which waits for `subject` and cannot be interrupted itself: it goes on in a
+    thread that nobody waits for. KeyboardInterrupt after an interrupt."""
     if threading.current_thread() is threading.main_thread():
         return call()  # where Python raises the interrupt
     started = time.monotonic()
@@ -135,7 +135,7 @@ def answer(call: Callable[[], T], subject: str) -> T:
 
 
 def abandoned(call: Callable[[], T]) -> T:
-    """What `call` returns, of a library that waits for threads of its own whatever is raised. In a
+    """Result of `call`, of a library that waits for threads of its own whatever is raised. In a
     command, an interrupt leaves it behind in a thread, for the end of the process; elsewhere
     nothing would end it, so that the library is waited for."""
     if not _Ended.by_interrupts:

@@ -1,1 +1,1 @@
-"""What an output consists of: names, shapes and files, one module or package per format."""
+"""Contents of an output: names, shapes and files, one module or package per format."""

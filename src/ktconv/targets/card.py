@@ -73,7 +73,7 @@ def command_line(
 
 
 def codes_in_words(options: Options) -> str:
-    """How scales and codes were chosen."""
+    """The choice of scales and codes, in words."""
     if options.scale == "amax":
         return "amax: scales from the largest weight of each row, as KTransformers does"
     words = "search: scales with the smallest squared error of each row"
@@ -162,7 +162,8 @@ def uneven_paragraph(layers: Sequence[MoELayer]) -> str:
 
 
 def mismatch_paragraph(plan: Plan) -> str:
-    """Why KTransformers computes something else from the output; empty where it does not."""
+    """Paragraph on why KTransformers computes something else from the output; empty where it does
+    not."""
     if plan.target.mismatch is None:
         return ""
     sentences = plan.target.mismatch.sentence, plan.target.mismatch.consequence
@@ -178,7 +179,7 @@ def runtime(plan: Plan) -> tuple[str, str]:
 
 
 def _expert_counts(plan: Plan) -> str:
-    """How many experts the layers have, and how many were left out of them."""
+    """Numbers of experts of the layers, and of those that were left out of them."""
     counts = sorted({len(unit.experts) for unit in plan.layers})
     left_out = sum(unit.omitted for unit in plan.layers)
     named = (
@@ -225,7 +226,7 @@ def model_card(plan: Plan, source: SourceCard, errors: ErrorSummary) -> str:
 
 
 def tags(plan: Plan) -> list[str]:
-    """What users search for."""
+    """Tags that users search for."""
     return ["ktconv", "mixture-of-experts", plan.target.options.method]
 
 

@@ -1,4 +1,4 @@
-"""What the known consumers of converted experts compute, and models that need something else.
+"""The consumers of converted experts: what they compute, and models that need something else.
 
 The methods of KTransformers 0.7.2 read parameters that they do not have as zero, without a word.
 A step of an `ExpertActivation` that a method leaves out makes its results wrong.
@@ -21,7 +21,7 @@ ALLOW = "--allow-activation-mismatch converts it for ktconv's own runtime"
 @dataclass(frozen=True, slots=True)
 class Method:
     """A method of KTransformers. All compute SiLU of experts with a gate, of every weight on the
-    output; `computes`: fields of ExpertActivation that they follow beside that."""
+    output; `computes`: fields of ExpertActivation that they follow besides."""
 
     name: str
     computes: frozenset[str] = frozenset()
@@ -63,9 +63,9 @@ def server_refuses(model_type: str) -> bool:
 class Engine:
     """An engine that serves whole models, as the source of this version has it: nothing of it was
     run on a GPU. `computes`: fields of ExpertActivation that its Marlin kernels, for `quantize-gpu
-    --scheme W4A16` and `W8A16`, follow beside plain SiLU; of others they compute plain SiLU without
-    a word, unless they are in `stops`, which end in an error, or in `unread`, of which nothing is
-    known."""
+    --scheme W4A16` and `W8A16`, follow in addition to plain SiLU; of others they compute plain SiLU
+    without a word, unless they are in `stops`, which end in an error, or in `unread`, of which
+    nothing is known."""
 
     name: str
     version: str
@@ -159,7 +159,7 @@ def uneven(layers: Iterable[MoELayer]) -> str | None:
 
 
 def model_types(checkpoint: Checkpoint) -> list[str]:
-    """Of the text section and of the whole config.json."""
+    """Model types of the text section and of the whole config.json."""
     return [kind for kind in checkpoint.config.model_types if isinstance(kind, str)]
 
 
@@ -208,7 +208,7 @@ class Mismatch:
 
     @property
     def instead(self) -> str:
-        """What the consumer computes."""
+        """The consumer's computation, in words."""
         ends = (end for name, end in _INSTEAD.items() if name in self.left_out)
         return f"KTransformers' {self.method} computes plain SiLU" + "".join(ends)
 
@@ -226,7 +226,7 @@ class Mismatch:
 
     @property
     def consequence(self) -> str:
-        """For an output that was converted all the same."""
+        """Consequence for an output that was converted all the same."""
         if self.supported:
             return "this output is for ktconv's own runtime"
         return "ktconv's kernels do not compute it either"

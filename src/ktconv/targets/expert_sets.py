@@ -1,4 +1,4 @@
-"""Which experts of each layer run on the GPU: the file of --experts and --exclude-experts.
+"""Sets of experts that run on the GPU, by layer: the file of --experts and --exclude-experts.
 
     {"schema": 1, "experts": {"3": [0, 5, 17], "4": [2]}}
 
@@ -49,7 +49,7 @@ class ExpertSet:
 
     @property
     def sha256(self) -> str:
-        """Of what it says: equal for files that differ in spaces or order only."""
+        """Checksum of the contents: equal for files that differ in spaces or order only."""
         return hashlib.sha256(
             json.dumps(self.as_dict(), separators=(",", ":")).encode()
         ).hexdigest()
@@ -67,7 +67,8 @@ class ExpertSet:
         return f"{counted(self.count, 'expert')} of {counted(len(self.layers), 'layer')}"
 
     def as_record(self) -> dict[str, Any]:
-        """For a manifest: {"sha256": "...", "layers": {"3": "0,5,17-20"}}; empty for no expert."""
+        """Record for a manifest: {"sha256": "...", "layers": {"3": "0,5,17-20"}}; empty for no
+        expert."""
         if not self:
             return {}
         layers = {str(layer): format_ranges(list(ids)) for layer, ids in self.layers.items()}
@@ -98,7 +99,7 @@ def _is_ranges(layer: str, text: object) -> bool:
 
 
 def others(chosen: ExpertSet, experts: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-    """By layer all ids that are not chosen; `experts` is the number of experts by layer."""
+    """Ids that are not chosen, by layer; `experts` is the number of experts by layer."""
     return {
         layer: tuple(number for number in range(count) if number not in set(chosen.of(layer)))
         for layer, count in experts.items()

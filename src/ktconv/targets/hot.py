@@ -1,4 +1,4 @@
-"""Which experts are used most: the choice for a GPU that cannot hold all."""
+"""Choice of the most used experts, for a GPU that cannot hold all."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def padded(rows: Sequence[ArrayLike]) -> F64:
 
 
 def _there(used: F64, experts: Sequence[int] | None) -> Bools:
-    """Which columns of each layer are experts."""
+    """Columns of each layer that are experts."""
     layers, most = used.shape
     counts = np.full(layers, most) if experts is None else np.asarray(experts)
     if counts.shape != (layers,) or counts.max() > most or counts.min() < 0:

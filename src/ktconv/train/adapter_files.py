@@ -68,7 +68,7 @@ class Pair(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """The same of a linear layer that is no expert's."""
+    """LoRA of a linear layer that is no expert's."""
 
     a: Tensor  # [rank, inputs]
     b: Tensor  # [outputs, rank]
@@ -186,7 +186,7 @@ class Adapter:
 
     @property
     def projections(self) -> dict[int, set[Projection]]:
-        """Which matrices of experts it has, by layer."""
+        """Matrices of experts that it has, by layer."""
         found: dict[int, set[Projection]] = {}
         for stack in self._stacks:
             found.setdefault(stack.layer, set()).add(stack.projection)
@@ -233,7 +233,7 @@ class Adapter:
         return Linear(a, b, self._scale(module, a.shape[0]))
 
     def read(self, tensor: TensorRef) -> Tensor:
-        """As it is stored."""
+        """A tensor as it is stored."""
         with translated("read", tensor.file):
             found: Tensor = self._file(tensor.file).get_tensor(tensor.name)
         if not found.isfinite().all():
@@ -327,7 +327,7 @@ class Adapter:
 
 
 def _tensors(directory: Path) -> Iterator[TensorRef]:
-    """Of all files; CheckpointError for one whose dtype LoRA cannot have."""
+    """Tensors of all files; CheckpointError for one whose dtype LoRA cannot have."""
     found = [directory / name for name in (WEIGHTS, FUSED) if (directory / name).exists()]
     if not found:
         pickled = (directory / _PICKLED).exists()

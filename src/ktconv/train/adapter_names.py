@@ -85,7 +85,7 @@ class LayerNames:
         }
 
     def place(self, key: str) -> Place | None:
-        """What has this name; None for others."""
+        """Place with this name; None for others."""
         start = f"{PREFIX}{self.source}."
         if not key.startswith(start):
             return None
@@ -104,7 +104,7 @@ def _source(path: str, layer: int, family: Family) -> str:
 
 
 def _words(family: Family | None) -> dict[Projection, str]:
-    """Of one expert's matrices: gate -> gate_proj."""
+    """Names of one expert's matrices: gate -> gate_proj."""
     spelt = USUAL if family is None else family.matrices
     if family is not None and (spelt.rows_of_all or not (spelt.up and family.experts)):
         spelt = family.unfused
@@ -112,7 +112,7 @@ def _words(family: Family | None) -> dict[Projection, str]:
 
 
 def parameter_place(key: str, modules: Mapping[str, tuple[int, str]]) -> ParameterPlace | None:
-    """What has this name, of these `parameter_modules`; None for others."""
+    """Place with this name, of these `parameter_modules`; None for others."""
     for side, end in _ENDS.items():
         if not key.endswith(f".{end}"):
             continue
@@ -127,7 +127,7 @@ def parameter_place(key: str, modules: Mapping[str, tuple[int, str]]) -> Paramet
 
 
 def place_of(key: str) -> Place | None:
-    """What is stored under a key by the spellings of any family, in PEFT's layout or in that of
+    """Place under a key by the spellings of any family, in PEFT's layout or in that of
     KTransformers (layers.3.experts.gate_lora_a); None for a matrix that is no expert's."""
     if fused := _FUSED.fullmatch(key):
         projection: Any = fused[2]

@@ -154,7 +154,7 @@ def _each(
 
 
 def _pair(adapter: Adapter, lora: LoRAExperts, projection: Projection, layer: int) -> Pair:
-    """What the adapter has for these matrices."""
+    """Pair of the adapter for these matrices."""
     a, b = _parameters(lora, projection)
     return adapter.pair(layer, projection, len(a), (b.shape[1], a.shape[2]))
 
@@ -221,7 +221,7 @@ def _of_experts(names: LayerNames, lora: LoRAExperts) -> dict[str, Tensor]:
 def _of_parameters(
     names: LayerNames, lora: LoRAExperts, ranks: dict[str, int]
 ) -> dict[str, Tensor]:
-    """The same as LoRA of parameters, whose ranks are put into `ranks` by their names."""
+    """Tensors as LoRA of parameters, whose ranks are put into `ranks` by their names."""
     found, depths = {}, Counter[str]()
     for of in reversed(names.parameters):  # the last is the outermost
         matrices = {

@@ -39,5 +39,5 @@ class SaveAdapter(TrainerCallback):
 
 
 def _folder(args: Any, state: Any) -> Path:
-    """Where the Trainer puts a checkpoint of this step."""
+    """Folder of the Trainer for a checkpoint of this step."""
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"

@@ -14,7 +14,7 @@ from ktconv.runtime.staging import delivered, on_cpu
 def fetched(
     x: Tensor, ids: Tensor, weights: Tensor, skip: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The same on the CPU; gradients go back to where each came from."""
+    """Copy arguments to the CPU; gradients go back to where each came from."""
     named = {"x": x, "ids": ids, "weights": weights}
     named |= {} if skip is None else {"skip": skip}
     for name, one in named.items():

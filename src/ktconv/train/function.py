@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ktconv.errors import UsageError
-from ktconv.native import Call
+from ktconv.native import Call, aligned_bytes
 from ktconv.native.training import Gradients, Lora, Training
 from ktconv.runtime import MoELayer, workspace
 from ktconv.runtime.arguments import Arguments, arguments
@@ -24,7 +24,7 @@ _ALIGNMENT = 64  # of what is saved
 
 
 class Setting(NamedTuple):
-    """What a call has beside tensors. `names` are those of its LoRA matrices, which follow in that
+    """Parts of a call besides tensors. `names` are those of its LoRA matrices, which follow in that
     order; without any, packed weights are alone."""
 
     layer: MoELayer
@@ -35,7 +35,7 @@ class Setting(NamedTuple):
     seed: int = 0
 
     def training(self, matrices: Sequence[Tensor]) -> Training:
-        """For the C library. The matrices must stay alive."""
+        """Arguments for the C library. The matrices must stay alive."""
         lora = None
         if matrices:
             places = {name: one.data_ptr() for name, one in zip(self.names, matrices, strict=True)}
@@ -105,7 +105,7 @@ def computed(
     skip: Tensor | None,
     *matrices: Tensor,
 ) -> Tensor:
-    """As `MoELayer.__call__`, with LoRA. Gradients follow where something needs them."""
+    """Call like `MoELayer.__call__`, with LoRA. Gradients follow where something needs them."""
     needed = any(one.requires_grad for one in (x, weights, *matrices))
     if needed and torch.is_grad_enabled():
         y: Tensor = PackedLoRA.apply(setting, x, ids, weights, skip, *matrices)  # type: ignore[no-untyped-call]
@@ -124,8 +124,8 @@ def base_gradients(
     dy: Tensor,
     *matrices: Tensor,
 ) -> dict[str, Tensor]:
-    """Of the packed weights of BF16, fp32: gate (where there is one) and up [E, I, H], down
-    [E, H, I], by these names."""
+    """Gradients of the packed weights of BF16, fp32: gate (where there is one) and up [E, I, H],
+    down [E, H, I], by these names."""
     layer = setting.layer
     e, h, i = layer.experts, layer.hidden, layer.intermediate
     shapes = {"gate": (e, i, h), "up": (e, i, h), "down": (e, h, i)}
@@ -242,10 +242,9 @@ def _sized(size: Callable[[], int]) -> int:
 
 
 def _aligned(size: int) -> Tensor:
-    """Memory for what is saved."""
-    memory = torch.empty(size + _ALIGNMENT - 1, dtype=torch.uint8, device="cpu")
-    start = -memory.data_ptr() % _ALIGNMENT
-    return memory[start : start + size]
+    """Memory for what is saved, in huge pages where it is large, which torch's is not: its rows
+    lie in more pages than a core knows the places of."""
+    return torch.from_numpy(aligned_bytes(size))
 
 
 def _tensor(call: Arguments) -> Tensor:

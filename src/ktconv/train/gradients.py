@@ -52,7 +52,7 @@ Found = dict[str, Tensor]  # by NAMES, without those of matrices that are not th
 
 
 class Expected(NamedTuple):
-    """What the reference has found. Errors are relative to norms; the one of dw, whose elements are
+    """Findings of the reference. Errors are relative to norms; the one of dw, whose elements are
     products dy * o, is by chance near 0 where there are few: then `dw_norm` counts, the root of the
     sum of |dy|^2 |o|^2 / H, which is its size for a random dy."""
 
@@ -85,7 +85,7 @@ def random_lora(
 
 
 def matrices_of(lora: Lora) -> dict[str, Tensor]:
-    """Those that are there, by their names."""
+    """Matrices that are there, by their names."""
     each = zip(MATRICES, lora[:6], strict=True)
     return {name: matrix for name, matrix in each if isinstance(matrix, Tensor)}
 
@@ -106,7 +106,7 @@ def base_of(expert: Streams) -> Base:
 
 
 def rounding_of(packed: Experts) -> KernelRounding:
-    """What `expected` rounds for these experts: activations as the kernels do; nothing where
+    """Rounding of `expected` for these experts: activations as the kernels do; nothing where
     weights are bf16, and all of the error is that of the kernels."""
     how = as_kernels(packed)
     return {**how, "rounding": "none"} if packed.format.code == "bf16" else how

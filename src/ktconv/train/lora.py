@@ -133,7 +133,7 @@ class LoRAExperts(nn.Module):
 
     @property
     def lora(self) -> Lora | None:
-        """Its matrices, as `ktconv.train.reference` takes them."""
+        """Matrices as `ktconv.train.reference` takes them."""
         if self.rank is None:
             return None
         return Lora._make([*(getattr(self, name) for name in LORA_MATRICES), self.scale])
@@ -151,7 +151,8 @@ class LoRAExperts(nn.Module):
         return f"{sizes}, {'+'.join(self.targets)}, {numbers}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """What changes tensors of all modules: a dtype changes here, the device does not."""
+        """Apply a change of the tensors of all modules: a dtype changes here, the device does
+        not."""
 
         def here(tensor: Tensor) -> Tensor:
             found = fn(tensor)
@@ -160,7 +161,7 @@ class LoRAExperts(nn.Module):
         return super()._apply(here, recurse)  # type: ignore[no-untyped-call]
 
     def _shapes(self) -> dict[str, tuple[int, int, int] | None]:
-        """Of each parameter."""
+        """Shapes of each parameter."""
         e, h, i, r = self.layer.experts, self.layer.hidden, self.layer.intermediate, self.rank or 0
         found = zip(
             LORA_MATRICES,
@@ -206,12 +207,12 @@ class LoRAExperts(nn.Module):
         return (outputs.reshape(*ids.shape, -1) * weights[..., None]).sum(dim=-2)
 
     def _used(self, ids: Tensor, skip: Tensor | None) -> Tensor:
-        """Which ids contribute."""
+        """Ids that contribute."""
         there = (ids >= 0) & (ids < self.layer.experts)
         return there if skip is None else there & ~skip[torch.where(there, ids, 0).long()]
 
     def _setting(self, matrices: dict[str, Tensor]) -> Setting:
-        """Of a call without dropout."""
+        """Setting of a call without dropout."""
         return Setting(self.layer, tuple(matrices), self.rank or 0, self.scale)
 
     def matrices(self) -> dict[str, Tensor]:
@@ -261,12 +262,12 @@ def _dropout(dropout: float) -> float:
 
 
 def _single(number: float) -> float:
-    """As the kernels have it, in float32."""
+    """A number in float32, as the kernels have it."""
     return torch.tensor(number, dtype=torch.float32, device="cpu").item()
 
 
 def _targets(targets: Iterable[str], layer: MoELayer) -> tuple[Projection, ...]:
-    """In the order of PROJECTIONS, without a gate where experts have none."""
+    """Targets in the order of PROJECTIONS, without a gate where experts have none."""
     alone = isinstance(targets, str) or not isinstance(targets, Iterable)
     named = [targets] if alone else list(targets)
     for name in named:

@@ -33,8 +33,8 @@ _OWN = "the model itself"
 
 
 class Prepared(ReplacedExperts):
-    """What `prepare` did. `layers` have LoRA on packed experts of format `method`; `lora` are their
-    modules by layer. `untried` are layers whose packed experts could not be compared with the
+    """Result of `prepare`. `layers` have LoRA on packed experts of format `method`; `lora` are
+    their modules by layer. `untried` are layers whose packed experts could not be compared with the
     model's own.
 
     As a context manager it puts the model's own experts back at the end if they were kept.
@@ -55,7 +55,7 @@ class Prepared(ReplacedExperts):
             one.register_forward_pre_hook(self._guard)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Of LoRA in all layers."""
+        """Parameters of LoRA in all layers."""
         return [one for lora in self.lora.values() for one in lora.parameters()]
 
     def requires_grad_(self, wanted: bool = True) -> None:
@@ -141,7 +141,8 @@ def _experts(
     method: str | None,
     pool: Pool | None,
 ) -> dict[int, Experts]:
-    """Of each layer. Norms of their outputs and weights on their inputs are left to the model."""
+    """Experts of each layer. Norms of their outputs and weights on their inputs are left to the
+    model."""
     if weights is None:
         return {
             layer: _packed_now(site, settings, method or "bf16", pool)

@@ -41,8 +41,8 @@ class Matrices(NamedTuple):
 def adapted_parameters(
     parameters: Sequence[ExpertParameter], names: Sequence[str], count: int, targets: Set[str]
 ) -> list[ExpertParameter] | None:
-    """Those that `count` nested adapters of a module are of, the outermost first; None where that
-    is not told. `names` are their full names, `targets` PEFT's target_parameters."""
+    """Parameters that `count` nested adapters of a module are of, the outermost first; None where
+    that is not told. `names` are their full names, `targets` PEFT's target_parameters."""
     found = list(parameters)
     if count != len(found):
         found = [
@@ -52,7 +52,7 @@ def adapted_parameters(
 
 
 def _is_named(name: str, targets: Set[str]) -> bool:
-    """By its whole name or the end of it, from a dot on."""
+    """Whether it is named, by its whole name or the end of it, from a dot on."""
     words = name.split(".")
     return any(".".join(words[first:]) in targets for first in range(len(words)))
 
@@ -61,9 +61,8 @@ def _is_named(name: str, targets: Set[str]) -> bool:
 
 
 def chosen_layout(directory: Path, config: Mapping[str, Any], given: str | None) -> Layout | None:
-    """How lora_B is ordered: as given, else as adapter_config.json says, else as PEFT has it; None
-    where Unsloth may have written it either way. UsageError for a contradiction and for other
-    words."""
+    """Order of lora_B: as given, else as adapter_config.json says, else as PEFT has it; None where
+    Unsloth may have written it either way. UsageError for a contradiction and for other words."""
     stated = config.get(LAYOUT)
     for where, one in (("lora_b_layout", given), (f"{LAYOUT} of {directory}", stated)):
         if one is not None and one not in LAYOUTS:
@@ -96,7 +95,7 @@ def check_layout(directory: Path, layout: Layout | None, experts: int, rank: int
 
 
 def rank_of(a: Tensor, experts: int) -> int:
-    """Of lora_A [E * r, inputs]; 0 where that is no such matrix."""
+    """Rank of lora_A [E * r, inputs]; 0 where that is no such matrix."""
     return a.shape[0] // experts if a.ndim == 2 and a.shape[0] % experts == 0 else 0
 
 

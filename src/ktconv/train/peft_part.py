@@ -1,4 +1,5 @@
-"""What PEFT has put into a model beside the experts. PEFT is imported where a model has some."""
+"""The part of a model that PEFT has put into it, besides the experts. PEFT is imported where a
+model has some."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _PLAIN: Mapping[str, Any] = {
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
-    """By the names that PEFT saves them under; none where it has put nothing into the model."""
+    """Tensors by the names that PEFT saves them under; none where it has put nothing into the
+    model."""
     adapted = _adapted(model)
     if adapted is None:
         return {}
@@ -139,7 +141,7 @@ def check(model: nn.Module, directory: Path, stored: Mapping[str, Tensor]) -> No
 
 
 def names(model: nn.Module) -> list[str]:
-    """Of the adapters that PEFT has put into the model."""
+    """Names of the adapters that PEFT has put into the model."""
     adapted = _adapted(model)
     return [] if adapted is None else list(adapted.peft_config)
 
@@ -169,7 +171,7 @@ def _adapted(model: nn.Module) -> Any:
 
 
 def _name(adapted: Any) -> str:
-    """Of the adapter. UsageError where there are several, or one that is no LoRA."""
+    """Name of the adapter. UsageError where there are several, or one that is no LoRA."""
     names = list(adapted.peft_config)
     if len(names) != 1:
         raise UsageError(
@@ -188,7 +190,7 @@ def _name(adapted: Any) -> str:
 
 
 def _path_of(model: nn.Module) -> str | None:
-    """Where the model was loaded from, as transformers recorded it."""
+    """Path that the model was loaded from, as transformers recorded it."""
     paths: Iterable[Any] = (getattr(one, "name_or_path", None) for one in model.modules())
     return next((path for path in paths if isinstance(path, str) and path), None)
 
@@ -200,8 +202,8 @@ def _last(module: str, count: int = 1) -> str:
 def _patterns(
     modules: Iterable[str], words: Collection[str], parameters: Iterable[str]
 ) -> list[str]:
-    """What finds these modules and no expert: names that experts have, too, with that before them;
-    of routers, whose parameters PEFT adapts, those."""
+    """Patterns that find these modules and no expert: names that experts have, too, with that
+    before them; of routers, whose parameters PEFT adapts, those."""
     found = {_last(name) if _last(name) not in words else _last(name, 2) for name in modules}
     found |= {name for name in parameters if _last(name.rpartition(".")[0]) in found}
     return sorted(map(re.escape, found))

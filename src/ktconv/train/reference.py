@@ -1,4 +1,4 @@
-"""What experts with LoRA compute, in plain torch: the truth of tests, `bench` and `verify`.
+"""Experts with LoRA computed in plain torch: the truth of tests, `bench` and `verify`.
 
 Autograd makes the gradients. Nothing here is shared with the kernels: weights are dequantized by
 the decoders that check a conversion, and every product is torch's own.

@@ -27,8 +27,8 @@ _DONE = "_with_ktconv_experts"  # what a method has that saves or loads them
 
 
 def include_experts() -> None:
-    """From now on `save_pretrained` of PEFT's and transformers' models, and `load_adapter` of
-    PEFT's, save and load LoRA of the experts of models that `prepare` has given some. Other models
+    """Let `save_pretrained` of PEFT's and transformers' models, and `load_adapter` of PEFT's, from
+    now on save and load LoRA of the experts of models that `prepare` has given some. Other models
     are saved and loaded as before."""
     for module, kind, name, including in _METHODS:
         found = getattr(sys.modules.get(module), kind, None)
@@ -101,7 +101,7 @@ def _has_experts(model: nn.Module, directory: Any) -> bool:
 def _arguments(
     signature: inspect.Signature, model: nn.Module, given: Any, named: Any
 ) -> dict[str, Any]:
-    """By name, those with names of their own and those without."""
+    """Arguments by name, those with names of their own and those without."""
     bound = signature.bind(model, *given, **named).arguments
     return {**bound, **bound.get("kwargs", {})}
 

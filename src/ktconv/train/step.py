@@ -32,11 +32,11 @@ class Step:
         self.scratch_bytes: int | None = sizes.scratch_size(*call.ids.shape)
 
     def forward(self, ids: Tensor) -> None:
-        """Of the call with these ids."""
+        """Begin the forward of the call with these ids."""
         self._y = self._experts(self._x, ids, self._weights)
 
     def backward(self) -> None:
-        """Of the last forward."""
+        """Begin the backward of the last forward."""
         leaves = [self._x, self._weights, *self._parameters.values()]
         self._gradients = torch.autograd.grad(self._y, leaves, self._dy)
 

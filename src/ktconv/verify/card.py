@@ -1,4 +1,4 @@
-"""What a model card says of a verification: a section at its end, between two marks."""
+"""The verification's section at the end of a model card, between two marks."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Inputs:
     router_agreement: float | None = None  # of our router with the model's own, where known
 
     def only(self, experts: Sequence[int]) -> Inputs:
-        """The same without calls of other experts, among them those that return their input."""
+        """Inputs without calls of other experts, among them those that return their input."""
         return replace(self, ids=np.where(np.isin(self.ids, experts), self.ids, -1))
 
     @property
@@ -180,8 +180,8 @@ class HiddenStates:
         return Inputs(x, ids, weights, "router")
 
     def _random_states(self, layer: MoELayer, router: Router | None) -> tuple[U16, F32]:
-        """What goes into the experts (bf16 bits), and what goes into the router: normal values,
-        each channel scaled by its weight in the RMS norm."""
+        """Inputs of the experts (bf16 bits) and of the router: normal values, each channel scaled
+        by its weight in the RMS norm."""
         states = self._normal(layer.hidden_size)
         x = f32_to_bf16(self._scaled(layer, states))
         if router is None:
@@ -208,7 +208,8 @@ class HiddenStates:
         return ids, weights / weights.sum(axis=1, keepdims=True)
 
     def _route(self, router: Router, x: F32, tokens: I64 | None = None) -> tuple[I64, F32]:
-        """Where experts follow from the token and none are given, for tokens drawn at random."""
+        """Route tokens; where experts follow from the token and none are given, tokens drawn at
+        random."""
         read = self._source
         gate = router.weight
         weight = read.plain(gate) if router.plain else read.matrix(gate).values()
@@ -251,7 +252,7 @@ class HiddenStates:
 
 
 def why_not_captured(output: OpenedOutput) -> str | None:
-    """Why the source model cannot be loaded for hidden states, apart from --max-memory."""
+    """Reason why the source model cannot be loaded for hidden states, apart from --max-memory."""
     source = output.source
     if source.is_gguf and source.side_directory is None:
         return "a GGUF model can only be loaded with --config DIR"

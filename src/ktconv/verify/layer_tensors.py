@@ -132,8 +132,8 @@ class LayerTensors:
     def _shape_of_gate(
         self, weight: TensorRef, rows: int, transposed: bool
     ) -> tuple[tuple[int, int], int]:
-        """What the shape must be, and its columns: the experts' inputs, or where those are latent
-        the hidden states."""
+        """Expected shape of the router's weight, and its columns: the experts' inputs, or where
+        those are latent the hidden states."""
         shapes = [((width, rows) if transposed else (rows, width), width) for width in self._widths]
         return next((one for one in shapes if one[0] == weight.shape), shapes[0])
 
@@ -188,7 +188,7 @@ class LayerTensors:
 
     @property
     def _widths(self) -> tuple[int, ...]:
-        """Of the experts' inputs, and of the hidden states where the inputs are latent."""
+        """Widths of the experts' inputs, and of the hidden states where the inputs are latent."""
         hidden = self._config.hidden_size
         return (self._layer.hidden_size, *((hidden,) if type(hidden) is int else ()))
 

@@ -56,7 +56,7 @@ class LayersCheck(ABC):
         return {**self._states.facts, **self._kernels(), "layers": rows}
 
     def _kernels(self) -> Facts:
-        """Which kernels run, and the largest error that they may have."""
+        """Names of the kernels that run, and the largest error that they may have."""
         return {"isas": [], "kernel_bound": None}
 
     def _each(self, layers: Sequence[MoELayer], progression: Progression) -> list[Facts]:

@@ -76,7 +76,7 @@ class Budget:
 
 
 def memory_facts(budget: Budget) -> dict[str, int]:
-    """For the JSON: the announced peak and the measured one."""
+    """Memory for the JSON: the announced peak and the measured one."""
     return {
         "threads": budget.threads,
         "peak_memory_bytes": budget.peak,
@@ -111,9 +111,9 @@ def plan_memory(
 
 
 def _portions(need: LayerNeed, room: int, readers: int, reader: int) -> tuple[int, int, int]:
-    """Of level layers: bytes in total, threads, each with at least one expert, and bytes of packed
-    weights. Allocators keep the memory of the `readers`, threads that read weights with `reader`
-    bytes each, and reuse it for as many threads."""
+    """Shares of level layers: bytes in total, threads, each with at least one expert, and bytes of
+    packed weights. Allocators keep the memory of the `readers`, threads that read weights with
+    `reader` bytes each, and reuse it for as many threads."""
     more = max(1, need.thread + need.expert - reader)
     threads = max(1, min(readers, (room - need.fixed - readers * reader) // more))
     fixed = need.fixed + threads * need.thread + (readers - threads) * reader
@@ -184,7 +184,7 @@ def _elements(layer: MoELayer) -> int:
 
 
 def level_model_bytes(checkpoint: Checkpoint, models: int) -> int:
-    """`loading_bytes` of so many models, and the logits of both on a window."""
+    """`loading_bytes` of a number of models, and the logits of both on a window."""
     vocabulary = checkpoint.config.vocabulary
     logits = 2 * F32 * _WINDOW * vocabulary if isinstance(vocabulary, int) else 0
     return LIBRARIES_MEMORY + models * (loading_bytes(checkpoint) - LIBRARIES_MEMORY) + logits

@@ -149,7 +149,7 @@ class ModelCheck(ABC):
 
     @cached_property
     def _why_not_loaded(self) -> str | None:
-        """Why the models are not loaded into memory; None where they can be."""
+        """Reason why the models are not loaded into memory; None where they can be."""
         source, limit = self._output.source, self._request.max_memory
         try:
             self._check_loadable()
@@ -174,7 +174,7 @@ class ModelCheck(ABC):
 
     @property
     def memory(self) -> int:
-        """Of the whole process, at most, in bytes."""
+        """Largest memory of the whole process, in bytes."""
         passed = self._pass.plan.peak_memory if self._pass else 0
         if self._why_not_loaded:
             return passed
@@ -183,7 +183,7 @@ class ModelCheck(ABC):
 
     @property
     def lines(self) -> Sequence[str]:
-        """What is going to be done, for people."""
+        """Lines for people about what is going to be done."""
         return [f"level model: {line}" for line in self._pass.plan.lines()] if self._pass else []
 
     # ---- running ----
@@ -217,7 +217,7 @@ class ModelCheck(ABC):
     def _passed(
         self, progression: Progression, notify: Notify
     ) -> tuple[Predictions | None, Sequence[LayerDrift]]:
-        """What a pass finds; nothing where it is not possible."""
+        """Result of a pass; nothing where it is not possible."""
         from ktconv.model.streamed.compare import Comparison
         from ktconv.model.streamed.parts import NotCut
 
@@ -287,14 +287,14 @@ class ModelCheck(ABC):
 
     @property
     def _converted(self) -> Converted | None:
-        """What `own` of `_runner` has for side 1; None: the source's own."""
+        """Converted experts, given to `own` of `_runner` for side 1; None: the source's own."""
         return None
 
     # ---- loaded models ----
 
     @contextmanager
     def _loaded(self, notify: Notify) -> Iterator[tuple[Any, Any]]:
-        """As `_pair`."""
+        """Load both models, as `_pair`."""
         from ktconv.model import load_model
 
         source = self._output.source

@@ -55,7 +55,7 @@ class OpenedOutput(ABC):
     @property
     @abstractmethod
     def described(self) -> dict[str, Any]:
-        """For the report: method, and parts or groups."""
+        """Description for the report: method, and parts or groups."""
 
     @abstractmethod
     def experts_in(self, layer: int) -> Sequence[int]:

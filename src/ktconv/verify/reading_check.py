@@ -106,7 +106,7 @@ class ReadingCheck:
             self._differs("the value at", rows[row], cols[col], found[row, col], expected[row, col])
 
     def decoded(self, chunk: range, found: F32, rounded: bool) -> None:
-        """The same for a part of a whole chunk."""
+        """Compare a part of a whole chunk."""
         rows, cols = self.chunk(chunk, 0, self.matrix.cols)
         first = rows.start - chunk.start
         self.values(rows, cols, found[first : first + len(rows), cols.start : cols.stop], rounded)
@@ -163,7 +163,7 @@ def expert_check(
 def module_check(
     second: SecondReader, findings: Findings, matrix: ExpertMatrix
 ) -> ReadingCheck | None:
-    """The same for a weight that is no expert's."""
+    """`expert_check` for a weight that is no expert's."""
     name = matrix.tensor.name
     with _unknown_reported(findings, {}):
         weight = second.module(name, matrix.rows, matrix.cols)

@@ -1,4 +1,4 @@
-"""What to verify, and how thoroughly."""
+"""The request of `verify`: what to verify, and how thoroughly."""
 
 from __future__ import annotations
 

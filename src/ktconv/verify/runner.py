@@ -30,7 +30,7 @@ class Check(Protocol[Found]):
         """Bytes that it reports as progress."""
 
     def spans(self) -> Sequence[Span]:
-        """What it will read of the source, in order; other files are not read ahead."""
+        """Spans of the source that will be read, in order; other files are not read ahead."""
 
     def run(self, buffers: Buffers, advance: Advance) -> Found: ...
 

@@ -117,7 +117,7 @@ def _is_default(section: Mapping[str, Any], key: str, value: Any) -> bool:
 
 
 def _with_floats(value: Any) -> Any:
-    """With floats for what transformers 5 writes in place of those that JSON has not."""
+    """A value with floats for what transformers 5 writes in place of those that JSON has not."""
     if isinstance(value, list):
         return list(map(_with_floats, value))
     if not isinstance(value, Mapping):

@@ -220,7 +220,7 @@ class _SideFiles:
         if self._output.packed.layout == "safetensors":
             folders = sorted(path.name for path in self._directory.glob("_layer_*"))
             if folders:
-                self._findings.note(f"{', '.join(folders)} beside the shards: not checked")
+                self._findings.note(f"{', '.join(folders)} next to the shards: not checked")
 
 
 def _is_read(name: Path) -> bool:

@@ -137,7 +137,8 @@ class StructureCheck(ABC):
                 self._unexpected_tensor(name, ref.file)
 
     def _unlisted(self, names: set[str]) -> None:
-        """Without a checksum, a changed bit that could be due to rounding is not found."""
+        """Report tensors without a checksum, in which a changed bit that could be due to rounding
+        is not found."""
         if names:
             more = f" and {counted(len(names) - 1, 'more tensor')}" if len(names) > 1 else ""
             message = f"{MANIFEST} has no record of {min(names)}{more}."

@@ -143,8 +143,8 @@ def _model(about: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _drift(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """How far hidden states are apart: all layers if they are few, else every nth, the last, the
-    worst, and the one that adds most to what was there before."""
+    """Lines on how far hidden states are apart: all layers if they are few, else every nth, the
+    last, the worst, and the one that adds most to what was there before."""
     if not rows:
         return
     errors = [_badness(row["token_error"]) for row in rows]

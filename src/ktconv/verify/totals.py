@@ -103,7 +103,7 @@ class Totals:
         }
 
     def _backward(self) -> dict[str, Any]:
-        """Of outputs that have matrices of backward passes."""
+        """Facts of outputs that have matrices of backward passes."""
         if not self.backward_matrices:
             return {}
         return {"backward": {"matrices": self.backward_matrices, **self.backward.as_dict()}}

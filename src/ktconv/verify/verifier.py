@@ -144,8 +144,8 @@ class OutputVerifier(ABC):
         """Buffers that a worker needs to read any matrix of the source."""
 
     def _checks(self) -> Sequence[Check[ItemResult]]:
-        """What to read, in the order of the output; with --sample a part of it, which has at least
-        one expert of every layer."""
+        """Checks of what is read, in the order of the output; with --sample a part of it, which has
+        at least one expert of every layer."""
         source, reader, second = self.output.checkpoint, None, None
         compare = source is not None and self.level != "structure"
         if source is not None:

@@ -91,7 +91,7 @@ class Journal:
         self._begun = encode(record)
 
     def write_run(self, record: Record) -> None:
-        """From here on the directories count as durable."""
+        """Write the record of a run, from which on the directories count as durable."""
         self._begun = encode(record)
         sync_names(self.directory)
         write_durably(self.run_file, self._begun, self.directory)
@@ -235,7 +235,7 @@ def changed(ours: Record, there: Record) -> list[str]:
 
 
 def differences(ours: Record, theirs: Record, path: str = "") -> list[str]:
-    """Where two records differ, as "options.numa: 2 there, 1 now"."""
+    """Places in which two records differ, as "options.numa: 2 there, 1 now"."""
     found = []
     for key in sorted(ours.keys() | theirs.keys()):
         now, there = ours.get(key), theirs.get(key)
@@ -411,6 +411,7 @@ def _lock_bytes(fd: int, wanted: set[int]) -> bool:
 
 
 def _unlock_bytes(fd: int, units: Iterable[int]) -> None:
-    """In ascending order, so that the setup lock goes last: who gets it finds the units free."""
+    """Unlock units in ascending order, so that the setup lock goes last: who gets it finds the
+    units free."""
     for unit in sorted(units):
         fcntl.lockf(fd, fcntl.LOCK_UN, 1, unit)

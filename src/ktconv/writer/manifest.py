@@ -89,7 +89,7 @@ class Manifest:
 
     @property
     def resharded_from(self) -> Record | None:
-        """What a recut output was made from."""
+        """Record of what a recut output was made from."""
         record = self.record.get("resharded_from")
         return record if isinstance(record, dict) else None
 
@@ -121,7 +121,7 @@ class Manifest:
 
     @property
     def side_files(self) -> dict[str, Record] | None:
-        """Size and checksum of every file beside the weights; None: written by an earlier version,
+        """Size and checksum of every file next to the weights; None: written by an earlier version,
         which recorded nothing. Raises CheckpointError for anything of another form."""
         return recorded(self.record)
 

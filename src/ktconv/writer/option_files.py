@@ -41,7 +41,7 @@ class WrittenFile:
 
     @property
     def place(self) -> Path:
-        """Where it is, or will be, behind all links."""
+        """Place of the file, now or later, behind all links."""
         return Path(os.path.realpath(self.path))
 
     def check(self, apart: Iterable[str | Path] = ()) -> None:
@@ -129,7 +129,7 @@ def _inside(option: str, path: Path, what: str) -> UsageError:
 
 
 def _model_in(directory: Path) -> str | None:
-    """Why files of a directory belong together; None if nothing says so."""
+    """Reason why files of a directory belong together; None if nothing says so."""
     if directory.name.startswith(_HUB_CACHE):
         return "a model in the cache of the hub"
     if is_output(directory):

@@ -30,7 +30,7 @@ from ktconv.writer.shards import Shard
 
 
 class Staging(Protocol):
-    """Where the tensors of a unit are written. Safe to use from several threads."""
+    """Staged tensors of a unit. Safe to use from several threads."""
 
     def write(self, name: str, data: memoryview, offset: int) -> None:
         """Put `data` `offset` bytes into tensor `name`."""
@@ -71,7 +71,7 @@ class ShardStaging:
         return self._staging / staged_name(shard.name, self._attempt)
 
     def files(self) -> list[Path]:
-        """What is staged, below the staging directory."""
+        """Staged files, below the staging directory."""
         return [Path(staged_name(shard.name, self._attempt)) for shard in self._shards]
 
     def _open(self, shard: Shard) -> None:
@@ -131,7 +131,7 @@ def publish_shards(shards: Sequence[Shard], staging: Path, output: Path, attempt
 
 
 def shard_record(shard: Shard) -> dict[str, object]:
-    """What identifies a finished shard."""
+    """Record that identifies a finished shard."""
     return {
         "name": shard.name,
         "bytes": shard.size,
@@ -165,7 +165,7 @@ class FolderStaging:
         return self._staged / _below_folder(self._files[name][0])
 
     def files(self) -> list[Path]:
-        """What is staged, below the staging directory."""
+        """Staged files, below the staging directory."""
         return [self._path(name).relative_to(self._staging) for name in self._files]
 
     def write(self, name: str, data: memoryview, offset: int) -> None:

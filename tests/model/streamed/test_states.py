@@ -310,7 +310,7 @@ def test_damage_is_noticed_and_the_pass_starts_anew(tmp_path: Path, damage: str)
     change(tmp_path / ("states-b.bin" if name == "data" else name))
     found, said, later = again(tmp_path)
     assert found is None
-    assert len(said) == 1 and "starting anew" in said[0] and str(tmp_path) in said[0]
+    assert len(said) == 1 and "starting again" in said[0] and str(tmp_path) in said[0]
     put_all(later, 1)
     later.commit(1)
     assert holds(later, 1)

@@ -22,7 +22,7 @@ from ktconv.errors import OutputError, SourceChangedError, UsageError
 from ktconv.formats import FORMATS, reference, split, tensor_name
 from ktconv.formats.search import Choice
 from ktconv.quantize.packed.importance.channel_weights import SHRINKAGE, channel_weights
-from ktconv.quantize.packed.importance.coverage import LayerCoverage, coverage_facts, coverage_lines
+from ktconv.quantize.packed.importance.coverage import coverage_facts, coverage_lines
 from ktconv.quantize.packed.importance.load import ExpertWeights, open_weights
 from ktconv.quantize.packed.run import Request, prepare
 from ktconv.source import Checkpoint, open_checkpoint
@@ -214,12 +214,9 @@ def test_plan_and_report_show_coverage(
 
 
 def test_the_table_is_short_and_has_the_worst_layers_first() -> None:
-    layers = {
-        index: LayerCoverage(np.array([1000 + index, 2000, 3000, 40_000 - index]))
-        for index in range(60)
-    }
-    layers[40] = LayerCoverage(np.array([0, 0, 5, 7000]))
-    layers[7] = LayerCoverage(np.array([SHRINKAGE - 1, SHRINKAGE, SHRINKAGE + 2, 600]))
+    layers = {index: np.array([1000 + index, 2000, 3000, 40_000 - index]) for index in range(60)}
+    layers[40] = np.array([0, 0, 5, 7000])
+    layers[7] = np.array([SHRINKAGE - 1, SHRINKAGE, SHRINKAGE + 2, 600])
     lines = coverage_lines(layers)
     assert len(lines) == 12
     assert lines[2].split() == ["40", "0", "2", "7000", "2", "1"]

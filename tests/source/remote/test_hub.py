@@ -133,8 +133,8 @@ def test_another_range_than_asked_for_is_refused(hub: HubServer, tmp_path: Path)
             "less",
             "99 bytes where 100 bytes were asked for, from 7 on of big.json, 2 times in a row",
         ),
-        ("short", "answers for hf://org/big were broken off again and again"),
-        ("reset", "answers for hf://org/big were broken off again and again"),
+        ("short", "the hub broke off its answers for hf://org/big again and again"),
+        ("reset", "the hub broke off its answers for hf://org/big again and again"),
     ],
 )
 def test_answers_that_stay_short_are_called_that(

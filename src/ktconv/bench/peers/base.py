@@ -17,7 +17,7 @@ from ktconv.system.arrays import F32
 
 
 class PeerError(Exception):
-    """Why a peer cannot be measured here, in one sentence for people."""
+    """Reason why a peer cannot be measured here, in one sentence for people."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What goes to a peer's process and what comes back, as JSON of their fields."""
+"""Requests to a peer's process and its results, as JSON of their fields."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Result:
-    """What a peer took for one number of tokens."""
+    """Times of a peer for one number of tokens."""
 
     tokens: int
     seconds: Sequence[float]  # of each iteration

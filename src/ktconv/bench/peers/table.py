@@ -66,7 +66,7 @@ PEERS = {spec.name: spec for spec in _specs()}
 
 
 def why_not(spec: Package) -> str | None:
-    """Why a peer cannot be measured here, without importing it; None if it can."""
+    """Reason why a peer cannot be measured here, without importing it; None if it can."""
     if find_spec(spec.module) is None:
         return f"{spec.package} is not installed"
     if spec.module != "torch" and (platform.system(), platform.machine()) != ("Linux", "x86_64"):

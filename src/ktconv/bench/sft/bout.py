@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import cycle
 
 import torch
+from torch import Tensor
 
 from ktconv import native
 from ktconv.bench.cases import Layer, Session, different_experts
-from ktconv.bench.limits import Limits
+from ktconv.bench.limits import Limits, settle
 from ktconv.bench.peers.base import PeerError
+from ktconv.bench.peers.launch import PeerProcess
 from ktconv.bench.peers.table import why_not
 from ktconv.bench.presets import Shape
 from ktconv.bench.sft.inputs import Inputs
-from ktconv.bench.sft.ours import OurRunner
-from ktconv.bench.sft.peers.launch import PeerRunner
-from ktconv.bench.sft.peers.request import Request
+from ktconv.bench.sft.peers.request import Ready, Request
 from ktconv.bench.sft.peers.table import PEERS, Spec
 from ktconv.bench.sft.rows import Case, Checked, Row, judge
-from ktconv.bench.sft.steps import Runner, in_turn
+from ktconv.bench.sft.steps import Runner, Times, in_turn, turn
 from ktconv.formats import format_named
 from ktconv.runtime import MoELayer
 from ktconv.runtime.layers import Experts
@@ -80,7 +82,7 @@ def rows_of(bout: Bout) -> Iterator[Row]:
 
 
 def _limits(bout: Bout) -> Mapping[str, Limits]:
-    """By level."""
+    """Limits by level."""
     found = {}
     for isa in bout.session.request.isas:
         native.use_isa(isa)
@@ -204,3 +206,42 @@ def _fits(spec: Spec, shape: Shape) -> bool:
     gated, sizes = shape.activation.gated, (shape.hidden, shape.intermediate)
     each = format_named(spec.method).expert_bytes(*sizes, gated=gated)
     return _COPIES * each * shape.experts < machine.available_memory()
+
+
+# ---- who takes turns -------------------------------------------------------------------
+
+_MODULE = "ktconv.bench.sft.peers.__main__"
+
+
+class OurRunner:
+    """The module that users train, at one instruction set level."""
+
+    def __init__(self, step: Step, isa: str, ids: Sequence[Tensor]) -> None:
+        self._step, self._isa, self._ids = step, isa, cycle(ids)
+
+    def turn(self, steps: int) -> Times:
+        native.use_isa(self._isa)
+        times = turn(self._step, self._ids, steps)
+        settle()
+        return times
+
+
+class PeerRunner:
+    """A peer in a process of its own. Raises PeerError if it cannot be measured; close it in any
+    case."""
+
+    def __init__(self, request: Request) -> None:
+        self._process = PeerProcess(_MODULE)
+        try:
+            self._process.send(json.dumps(asdict(request)))
+            self.ready = Ready(**self._process.receive())
+        except BaseException:
+            self.close()
+            raise
+
+    def turn(self, steps: int) -> Times:
+        self._process.send(str(steps))
+        return Times(**self._process.receive())
+
+    def close(self) -> None:
+        self._process.close()

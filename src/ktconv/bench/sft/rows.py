@@ -16,7 +16,7 @@ from ktconv.bench.sft.steps import Times
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Of a forward that saves, or of a backward."""
+    """Timing of a forward that saves, or of a backward."""
 
     median_us: float
     p10_us: float
@@ -89,7 +89,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What the check of one step has found."""
+    """Findings of the check of one step."""
 
     errors: Mapping[str, float]
     kernel_errors: Mapping[str, float] = field(default_factory=dict)

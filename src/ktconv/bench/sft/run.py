@@ -1,4 +1,4 @@
-"""From a request to a report: what `ktconv bench --mode sft` does, callable without the command."""
+"""Runs `ktconv bench --mode sft`, from a request to a report, callable without the command."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Report:
 
 
 def _facts(row: Row) -> dict[str, Any]:
-    """With errors that are not finite as strings, since JSON has no such numbers."""
+    """Facts with errors that are not finite as strings, since JSON has no such numbers."""
     facts = asdict(row)
     for errors in (facts["errors"], facts["kernel_errors"]):
         odd = {name: str(error) for name, error in errors.items() if not isfinite(error)}

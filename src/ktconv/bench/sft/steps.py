@@ -28,7 +28,7 @@ class Trained(Protocol):
     def forward(self, ids: Tensor) -> None: ...
 
     def backward(self) -> None:
-        """Of the last forward."""
+        """Run the backward of the last forward."""
 
     def found(self) -> Found:
         """Result and gradients of the last step."""
@@ -99,7 +99,8 @@ def _round(runners: Sequence[Runner], found: list[Times | PeerError], steps: int
 
 
 def _enough(turns: int, found: Sequence[Times | PeerError], seconds: float) -> bool:
-    """Of those that still take part, the one with the least time decides."""
+    """Whether turns are enough: of those that still take part, the one with the least time
+    decides."""
     measured = min((one.total for one in found if isinstance(one, Times)), default=seconds)
     if not turns or measured < seconds:
         return False

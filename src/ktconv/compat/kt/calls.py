@@ -39,8 +39,8 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How a call is shared between layers: it adds `carried`, and leaves to layer `consumer` what
-    is not among each token's `keep` experts of largest weight; None: nothing."""
+    """Division of a call between layers: it adds `carried`, and leaves to layer `consumer` what is
+    not among each token's `keep` experts of largest weight; None: nothing."""
 
     carried: Deferred | None = None
     keep: int = 0
@@ -87,7 +87,7 @@ def start(
 
 
 def _as(like: Tensor, y: Tensor) -> Tensor:
-    """In the dtype and shape of `like`."""
+    """A result in the dtype and shape of `like`."""
     if y.shape == like.shape and y.dtype == like.dtype:
         return y
     return y.to(like.dtype).reshape(like.shape)

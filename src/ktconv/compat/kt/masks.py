@@ -1,4 +1,4 @@
-"""Which experts are on the GPU."""
+"""Masks of the experts that are on the GPU."""
 
 from __future__ import annotations
 

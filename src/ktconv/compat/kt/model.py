@@ -36,8 +36,8 @@ class Model:
         return min((n for n in list(self._layers) if n > layer_idx), default=None)
 
     def source(self, weight_path: str) -> Source:
-        """What `weight_path` is: a converted model, or a checkpoint; opened once. UsageError where
-        it is empty, which would be the working directory."""
+        """Open `weight_path`, once: a converted model, or a checkpoint. UsageError where it is
+        empty, which would be the working directory."""
         if not weight_path:
             raise UsageError("weight_path is empty", "name what has the weights, or pack tensors")
         with self._lock:
@@ -46,12 +46,12 @@ class Model:
             return self._source
 
     def leave(self, deferred: Deferred | None) -> None:
-        """For the layer that is called next."""
+        """Leave deferred work to the layer that is called next."""
         with self._lock:
             self._pending = deferred
 
     def take(self, layer_idx: int, tokens: int) -> Deferred | None:
-        """What was left to layer `layer_idx`; nothing is left then.
+        """Take the work that was left to layer `layer_idx`; nothing is left then.
 
         UsageError where it was left to another layer or with other tokens, as no sum would have it,
         unless its computation has failed anyway.

@@ -16,7 +16,7 @@ from ktconv.system.numbers import real, whole, wholes
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of the weights of a layer and of the threads that compute it."""
+    """Settings of the weights of a layer and of the threads that compute it."""
 
     layer_idx: int
     experts: int
@@ -101,8 +101,8 @@ def _nodes(numa_nodes: Sequence[Any] | None, parts: int) -> tuple[int, ...] | No
 
 
 def _activation(limit: float, alpha: float) -> Activation | None:
-    """That of ktconv.h's KT_SWIGLU: gate and up are cut at `limit`, and with an `alpha` the sigmoid
-    is of alpha times the gate, and up has 1 added."""
+    """Activation of ktconv.h's KT_SWIGLU: gate and up are cut at `limit`, and with an `alpha` the
+    sigmoid is of alpha times the gate, and up has 1 added."""
     if not limit and not alpha:
         return None
     if not alpha:

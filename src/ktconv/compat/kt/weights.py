@@ -25,8 +25,8 @@ from ktconv.system.units import counted
 def load_layer(
     settings: Settings, source: sources.Source, slots: list[int] | None, pool: Pool
 ) -> MoELayer:
-    """Of a converted model (mapped) or a checkpoint. Raises CheckpointError for weights that the
-    method does not read, UsageError where they contradict the settings."""
+    """Load a layer of a converted model (mapped) or a checkpoint. Raises CheckpointError for
+    weights that the method does not read, UsageError where they contradict the settings."""
     if isinstance(source, Checkpoint):
         found = _of_checkpoint(settings, source, slots, pool)
     else:
@@ -38,7 +38,7 @@ def load_layer(
 def pack_layer(
     settings: Settings, stacks: dict[str, Any], slots: list[int] | None, pool: Pool
 ) -> MoELayer:
-    """Of gate, up and down in memory, quantized as quantize-cpu does."""
+    """Pack a layer from gate, up and down in memory, quantized as quantize-cpu does."""
     if not settings.method.formats:
         raise UsageError(
             f"the method {settings.method.name} reads GGUF files, not tensors",
@@ -89,7 +89,7 @@ def _of_output(
         raise UsageError(
             f"{settings.weight_path} is cut into {counted(found.parts, 'NUMA part')}, but "
             f"threadpool_count is {settings.parts}",
-            f"give threadpool_count={found.parts}, or cut it anew: ktconv reshard",
+            f"give threadpool_count={found.parts}, or use ktconv reshard",
         )
     return found
 
@@ -119,7 +119,7 @@ def _of_checkpoint(
 
 
 def _repacked_as(settings: Settings, layer: MoELayerHeaders) -> str:
-    """For blocks of ggml, whose numbers and scales no kernel reads as they lie."""
+    """Format for blocks of ggml, whose numbers and scales no kernel reads as they lie."""
     matrices = [matrix for expert in layer.experts for matrix in expert.values()]
     same = all(one.element.name == "MXFP4" and one.scale is None for one in matrices)
     keys = ("mxfp4", *REPACKED) if same else REPACKED  # the same numbers again
@@ -159,7 +159,7 @@ def _check(settings: Settings, found: Experts) -> None:
 
 
 def _activated(settings: Settings, found: Experts) -> Experts:
-    """With the limit and alpha that were asked for, where files say nothing of them."""
+    """Experts with the limit and alpha that were asked for, where files say nothing of them."""
     wanted = settings.activation
     if wanted in (None, found.activation):
         return found

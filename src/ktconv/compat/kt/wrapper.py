@@ -13,10 +13,11 @@ from ktconv.compat.kt.calls import Running, Share, call, start
 from ktconv.compat.kt.inputs import Inputs, checked
 from ktconv.compat.kt.masks import gpu_mask
 from ktconv.compat.kt.model import forget_deferred, join
-from ktconv.compat.kt.pools import pool_of
+from ktconv.compat.kt.settings import Settings
 from ktconv.compat.kt.weights import load_layer, pack_layer, slots_of
 from ktconv.errors import UsageError
 from ktconv.runtime import MoELayer, free_workspaces
+from ktconv.system import machine
 from ktconv.system.numbers import whole, wholes
 from ktconv.system.pool import Pool
 
@@ -118,7 +119,7 @@ class KTMoEWrapper:
 
     @property
     def num_gpu_experts(self) -> int:
-        """How many experts the mask has at the moment."""
+        """Number of experts that the mask has at the moment."""
         return int(self._mask.sum())
 
     # ---- weights
@@ -212,7 +213,7 @@ class KTMoEWrapper:
         return checked(self.hidden_size, self.num_experts_per_tok, x, ids, weights)
 
     def _share(self, tokens: int) -> Share:
-        """What the layer before has left to this call, and what it leaves. UsageError without
+        """Share that the layer before has left to this call, and what it leaves. UsageError without
         weights."""
         _, deferred = self.layer, int(self.max_deferred_experts_per_token)
         carried = self._model.take(self.layer_idx, tokens)
@@ -243,3 +244,16 @@ class KTMoEWrapper:
         for pool in Pool.all_shared():
             free_workspaces(pool)
         forget_deferred()
+
+
+def pool_of(settings: Settings) -> Pool:
+    """The process's pool of these threads on these NUMA nodes. Wrappers with other settings have
+    another one.
+
+    Without `numa_nodes` there is a node for each part, as far as the machine has nodes and there
+    are threads. UsageError for nodes that it does not have.
+    """
+    if settings.numa_nodes is not None:
+        return Pool.shared(settings.threads, settings.numa_nodes)
+    nodes = len({cpu.node for cpu in machine.topology()})
+    return Pool.shared(settings.threads, max(1, min(settings.parts, nodes, settings.threads)))

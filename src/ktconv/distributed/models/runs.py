@@ -40,7 +40,7 @@ class Run:
 
     @property
     def words(self) -> str:
-        """Its state for people."""
+        """State for people."""
         if self.state == "running":
             return f"running {self.finished}/{self.units}" if self.units else "running"
         if self.state == "failed":

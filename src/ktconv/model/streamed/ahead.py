@@ -31,7 +31,7 @@ class Ahead(Generic[Slot]):
     def filled(
         self, count: int, threads: int, last: Callable[[], None]
     ) -> Iterator[Iterator[Slot]]:
-        """The slots with numbers from 0 on; one is filled anew when the next one is asked for.
+        """The slots with numbers from 0 on; one is filled again when the next one is asked for.
 
         Errors of `fill` come out of the iterator. `last` is called in a thread when nothing is
         left to fill. At the end no thread is left, whatever happened.
@@ -74,7 +74,7 @@ class Advice:
         self._lock = Lock()
 
     def upto(self, number: int, beyond: int) -> None:
-        """Ask for the experts up to `number` (from 0 on), and so many bytes behind it."""
+        """Ask for the experts up to `number` (from 0 on), and a number of bytes behind it."""
         with self._lock:
             while len(self._given) <= number or self._given[-1] < self._given[number] + beyond:
                 matrices = next(self._left, None)

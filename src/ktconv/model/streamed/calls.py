@@ -1,4 +1,4 @@
-"""What the layers of a streamed model ask of their experts, and who answers."""
+"""Calls of experts by the layers of a streamed model, and the interface of those that answer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ExpertRunner(Protocol):
         """Before `run`: the experts of this layer are asked for behind those of that call."""
 
     def state(self) -> Mapping[str, Array]:
-        """What a later run needs to go on behind the layers that were run."""
+        """State from which a later run goes on behind the layers that were run."""
 
     def restore(self, state: Mapping[str, Array]) -> None:
         """The contrary of `state`, before the first layer."""
@@ -69,8 +69,8 @@ class Tap(Protocol):
         """[M, K] each, before any expert runs; windows ascend."""
 
     def inputs(self, layer: int, expert: int, rows: Tensor, inner: Tensor, weights: Tensor) -> None:
-        """Of an expert's tokens: inputs of gate and up [n, H], of down [n, I], and the weights [n]
-        of its outputs. Not called for experts without tokens."""
+        """Receive an expert's tokens: inputs of gate and up [n, H], of down [n, I], and the weights
+        [n] of its outputs. Not called for experts without tokens."""
 
     def layer_done(self, layer: int) -> None:
         """All of a layer's experts have run; what is written now survives a kill."""
@@ -81,7 +81,7 @@ class Tap(Protocol):
 
 
 class Resumable(Protocol):
-    """What has a state that is kept at each boundary of layers."""
+    """An object with a state that is kept at each boundary of layers."""
 
     def state(self) -> Mapping[str, Array]: ...
 
@@ -109,13 +109,14 @@ class Watcher(Protocol):
     """Sees what the layers, and at last the head, return for each window."""
 
     def layer(self, index: int, window: int, values: Sequence[Any]) -> None:
-        """What a layer returns, by side; where sides do not differ yet, twice the same object."""
+        """Receive the values that a layer returns, by side; where sides do not differ yet, twice
+        the same object."""
 
     def logits(self, window: int, logits: Sequence[Tensor]) -> None:
         """[1, T, V], by side."""
 
     def state(self) -> Mapping[str, Array]:
-        """What a later run needs to go on behind the layers that were run."""
+        """State from which a later run goes on behind the layers that were run."""
 
     def restore(self, state: Mapping[str, Array]) -> None:
         """The contrary of `state`, before the first layer."""

@@ -1,4 +1,4 @@
-"""How far two models are apart: at each layer, and in what they say."""
+"""Distance of two models: of their outputs at each layer, and of their predictions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Divergence:
 
 
 class Predictions:
-    """What two models say of the next token in `texts` [1, T], one after the other."""
+    """Logits of two models for the next token in `texts` [1, T], one after the other."""
 
     def __init__(self, texts: Sequence[Tensor]) -> None:
         self.texts = texts
@@ -52,7 +52,7 @@ class Predictions:
         self._found.append(_compare(source, converted, self.texts[text]))
 
     def result(self, texts: int | None = None) -> Divergence:
-        """Of the first `texts`, or of all. UsageError where there was none."""
+        """Divergence over the first `texts`, or over all. UsageError where there was none."""
         if not self._found:
             raise UsageError("no text to compare on", "give at least one window")
         losses, others, kl, agree = map(torch.cat, zip(*self._found[:texts], strict=True))
@@ -87,7 +87,7 @@ def _compare(source: Tensor, converted: Tensor, ids: Tensor) -> tuple[Tensor, ..
 
 @dataclass(frozen=True, slots=True)
 class LayerDrift:
-    """How far a layer's outputs are apart, over all tokens.
+    """Distance of a layer's outputs, over all tokens.
 
     `relative_error` is ||a - b|| / ||a||, in which the few tokens with huge values that many models
     have weigh most; `token_error` is the mean of every token's own. `cosine` is of all tokens.
@@ -117,7 +117,7 @@ class Drift:
             self._sums[layer] = self._sums.get(layer, 0) + found
 
     def result(self) -> list[LayerDrift]:
-        """By layer, ascending."""
+        """Drift by layer, ascending."""
         return [_drift(layer, *sums.tolist()) for layer, sums in sorted(self._sums.items())]
 
     def state(self) -> Mapping[str, Array]:
@@ -159,7 +159,7 @@ class Comparison:
         self.drift, self.predictions = Drift(), Predictions(windows)
 
     def layer(self, index: int, window: int, values: Sequence[Any]) -> None:
-        """What a layer returns, by side."""
+        """Compare the values that a layer returns, by side."""
         self.drift.add(index, *map(first_tensor, values))
 
     def logits(self, window: int, logits: Sequence[Tensor]) -> None:
@@ -167,7 +167,7 @@ class Comparison:
         self.predictions.add(window, logits)
 
     def state(self) -> Mapping[str, Array]:
-        """That of the drift: all logits come in one go, at the end."""
+        """State of the drift: all logits come in one go, at the end."""
         return self.drift.state()
 
     def restore(self, state: Mapping[str, Array]) -> None:

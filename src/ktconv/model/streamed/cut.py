@@ -35,7 +35,7 @@ from ktconv.model.streamed.probe import (
 
 
 class Asked(NamedTuple):
-    """What a run waits for: the experts' outputs [M, H], given to `Run.go_on`."""
+    """A run's request for the experts' outputs [M, H], given to `Run.go_on`."""
 
     rows: Tensor
     ids: Tensor
@@ -74,7 +74,7 @@ class Run:
         return self._switch()
 
     def go_on(self, outputs: Tensor) -> Any:
-        """What the layer returns."""
+        """Continue the run, to the value that the layer returns."""
         found = self._switch(outputs)
         if isinstance(found, Asked):
             raise NotCut(self._cut.name, f"layer {self.index} asks its experts twice")
@@ -249,7 +249,8 @@ class CutModel:
                         raise NotCut(self.name, f"{what} depends on more than the layer before it")
 
     def _kind_like(self, index: int) -> Any:
-        """Of what a layer returned, or for one that did not run yet, one like it before it."""
+        """Kind of a layer's return value; for a layer that did not run yet, that of one like it
+        before it."""
         if index in self._kinds:
             return self._kinds[index]
         alike = [one for one in self._kinds if self._classes(one) == self._classes(index)]
@@ -260,7 +261,7 @@ class CutModel:
         return [type(one) for one in self._parted.layers[index].modules()]
 
     def _received(self, ids: Tensor, changed: Set[int]) -> list[Any]:
-        """What each layer, and the first module behind them, is called with."""
+        """Arguments of each layer, and of the first module behind them."""
 
         def answer(index: int) -> Any:
             return randomized(self._outputs[self._assumed[index]], 2 * index + (index in changed))

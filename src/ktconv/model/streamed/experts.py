@@ -82,8 +82,8 @@ class SourceExperts:
         outputs: Sequence[Tensor],
         seen: Callable[[int, OneExpert], None] = lambda *_: None,
     ) -> None:
-        """As ExpertRunner says; with the sums of the model's own module, bit by bit. `seen` gets
-        each of the source's experts, with its number, before it runs."""
+        """Run the experts, as ExpertRunner says, with the sums of the model's own module, bit by
+        bit. `seen` gets each of the source's experts, with its number, before it runs."""
         for call in calls:
             if call.side == 0:
                 for tap in self._taps:
@@ -121,7 +121,7 @@ class SourceExperts:
         return _Slot(ExpertFiller(self._reader, self._dtype), one, other)
 
     def _depth(self, layer: MoELayer) -> int:
-        """How many experts are in memory."""
+        """Number of experts in memory."""
         if self._memory is None:
             return self._threads + 1
         each = expert_memory(layer, self._dtype) * (1 if self._converted is None else 2)
@@ -159,7 +159,7 @@ class SourceExperts:
                 tap.inputs(work.layer.index, slot.expert, rows, inner, weights)
 
     def state(self) -> dict[str, Array]:
-        """Those of the taps."""
+        """State of the taps."""
         return joined_state(self._taps)
 
     def restore(self, state: Mapping[str, Array]) -> None:
@@ -188,8 +188,8 @@ class Share:
 
 
 class LayerWork:
-    """What the experts of a layer have to do for calls, and the sums of what they answer, as the
-    model's own module adds them up: experts ascend. They run on `device`."""
+    """Work of a layer's experts for calls, and the sums of their answers, as the model's own module
+    adds them up: experts ascend. They run on `device`."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ class LayerWork:
         )
 
     def shares(self, expert: int) -> list[Share]:
-        """Of the source's side first."""
+        """Shares of an expert, the source's side first."""
         found = []
         for number, (order, starts) in enumerate(self._sorted):
             place = order[starts[expert] : starts[expert + 1]]
@@ -293,7 +293,7 @@ def _gathered(parts: Sequence[tuple[Call, Share]]) -> Tensor:
 
 
 def _blocks(shares: Sequence[Share]) -> Iterator[list[Share]]:
-    """The same tokens, so many at a time."""
+    """Blocks of the same tokens, each of bounded size."""
     block: list[Share] = []
     free = ROWS_AT_ONCE
     for share in shares:
@@ -338,7 +338,7 @@ class _Added:
 
 
 class _Slots:
-    """For Aria, which adds up all of a token's outputs at once, and rounds once."""
+    """Sums as Aria makes them, which adds up all of a token's outputs at once, and rounds once."""
 
     def __init__(self, output: Tensor, ids: Tensor) -> None:
         self._output = output

@@ -123,8 +123,9 @@ class ExpertFiller:
         return self._buffers
 
     def _loaded(self, matrices: Iterable[ExpertMatrix]) -> SourceReader:
-        """What reads these: matrices whose bytes lie between those of others are read together,
-        since their runs would otherwise be read with all that is between them."""
+        """A reader with the bytes of these matrices. Those whose bytes lie between those of others
+        are read together, since their runs would otherwise be read with all that is between
+        them."""
         extents: dict[Path, list[tuple[int, int]]] = {}
         tensors: dict[Path, TensorRef] = {}
         for matrix in matrices:
@@ -203,7 +204,7 @@ def _is_dense(matrix: ExpertMatrix) -> bool:
 
 
 def _merged(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same bytes as ranges that do not overlap."""
+    """Merge ranges of bytes into ones that do not overlap."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(extents):
         if found and start < found[-1][1]:

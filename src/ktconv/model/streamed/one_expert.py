@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ktconv.errors import CheckpointError
 from ktconv.families.family import Projection
 from ktconv.model.stored import StoredExperts, bias_name, stored_in
-from ktconv.model.streamed.inputs import Seen
 
 # What modules call their numbers of experts, of those per token, and of experts that change
 # nothing (LongCat: one beside the real one, see `_routed`).
@@ -63,7 +63,7 @@ class OneExpert:
         return y.reshape(rows.shape)
 
     def seen(self, rows: Tensor, weights: Tensor) -> Seen:
-        """The same, and what happened in it."""
+        """Run the expert, and record what happened in it."""
         seen = Seen(self.down, self.intermediate)
         with seen:
             y = self(rows, weights)
@@ -72,7 +72,7 @@ class OneExpert:
         return seen
 
     def sum_dtype(self, weights: torch.dtype) -> torch.dtype:
-        """What the module adds up in, with weights of this dtype."""
+        """Dtype in which the module adds up, with weights of this dtype."""
         device = self.down.device
         rows = torch.zeros((1, self.hidden), dtype=self.down.dtype, device=device)
         added = self.seen(rows, torch.zeros(1, dtype=weights, device=device)).added
@@ -108,7 +108,7 @@ class OneExpert:
 
 
 class _Routed(nn.Module):
-    """In place of JetMoE's router: all rows to the one expert."""
+    """Router in place of JetMoE's that sends all rows to the one expert."""
 
     def __init__(self, token: Tensor, weights: Tensor, count: int) -> None:
         super().__init__()
@@ -153,3 +153,40 @@ def _count_one(module: Any) -> None:
         for name, count in _COUNTS.items():
             if hasattr(module.config, name):
                 setattr(module.config, name, count)
+
+
+_ADDING = (torch.ops.aten.index_add_, torch.ops.aten.index_add)
+
+
+class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context that sees what an expert's module does, whatever code that is.
+
+    `inner` is the matrix [n, I] that is multiplied with the parameter `down`; `added` is what is
+    first added to the module's sum, and so the expert's output before any rounding to the dtype of
+    its input. Both are None until then.
+    """
+
+    def __init__(self, down: Tensor, intermediate: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._down, self._width = [down], intermediate
+        self.inner: Tensor | None = None
+        self.added: Tensor | None = None
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function.overloadpacket in _ADDING and self.added is None:
+            self.added = args[3]
+        tensors = [one for one in args if isinstance(one, Tensor)]
+        if any(self._is_down(one) for one in tensors):
+            for one in tensors:
+                if not self._is_down(one) and one.ndim > 1 and one.shape[-1] == self._width:
+                    self.inner = one.reshape(-1, self._width)
+        result = function(*args, **(kwargs or {}))
+        if len(tensors) == 1 and self._is_down(tensors[0]) and isinstance(result, Tensor):
+            self._down.append(result)  # a view, or a copy in another dtype
+        return result
+
+    def _is_down(self, tensor: Tensor) -> bool:
+        place = tensor.untyped_storage().data_ptr()
+        return any(place == one.untyped_storage().data_ptr() for one in self._down)

@@ -61,7 +61,7 @@ class BothExperts:
         self._pool = Pool(threads)
 
     def run(self, layer: ExpertLayer, calls: Sequence[Call], outputs: Sequence[Tensor]) -> None:
-        """As ExpertRunner says."""
+        """Run both sides' experts, as ExpertRunner says."""
         experts = self._experts[layer.index]
         packed = packed_class(layer.own)(experts, self._pool, layer.own).eval()
         here = torch.from_numpy(experts.origins >= 0)
@@ -85,7 +85,7 @@ class BothExperts:
         self._source.ahead(layer)
 
     def state(self) -> Mapping[str, Array]:
-        """That of `source`."""
+        """State of `source`."""
         return self._source.state()
 
     def restore(self, state: Mapping[str, Array]) -> None:
@@ -132,7 +132,7 @@ class _Part(NamedTuple):
 def _blocks(
     calls: Sequence[Call], outputs: Sequence[Tensor], here: Tensor
 ) -> Iterator[list[_Part]]:
-    """All tokens of side 1 that chose one of `here`, so many at a time."""
+    """All tokens of side 1 that chose one of `here`, a bounded number at a time."""
     block: list[_Part] = []
     free = TOKENS_AT_ONCE
     for call, output in zip(calls, outputs, strict=True):
@@ -150,5 +150,5 @@ def _blocks(
 
 
 def _only(ids: Tensor, some: Tensor) -> Tensor:
-    """The same ids, -1 for experts that are not among `some`."""
+    """Ids with -1 in place of experts that are not among `some`."""
     return torch.where((ids >= 0) & some[ids], ids, -1)

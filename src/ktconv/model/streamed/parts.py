@@ -30,7 +30,8 @@ _WAY_OUT = "load it whole, where memory allows: ktconv.model.load_model"
 
 
 class _OnMeta(TorchFunctionMode):
-    """What `torch.empty` makes, as parameters are, is on the meta device; buffers are computed."""
+    """Context in which `torch.empty`, as parameters use it, makes tensors on the meta device;
+    buffers are computed."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -110,7 +111,7 @@ class PartedModel:
             yield from self._state[name].weight.tensors
 
     def on_read(self, read: Callable[[int], None]) -> None:
-        """From now on, call `read` with the size in bytes of each read of the source."""
+        """Call `read` from now on with the size in bytes of each read of the source."""
         self._state.read = read
 
     def check_unchanged(self) -> None:
@@ -163,8 +164,8 @@ class PartedModel:
             self._load(self._names[path], mapped=True)
 
     def _initialise(self, layer: nn.Module) -> None:
-        """What transformers does after loading to all that was not loaded, and to a part of Zaya's
-        biases that was."""
+        """Initialise what was not loaded, and a part of Zaya's biases that was, as transformers
+        does after loading."""
         from transformers.initialization import guard_torch_init_functions
 
         owner = self._owner

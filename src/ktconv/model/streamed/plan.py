@@ -1,4 +1,4 @@
-"""What a pass takes, from headers and config.json: bytes, memory, disk and time, before it runs.
+"""Plans a pass from headers and config.json: bytes, memory, disk and time, before it runs.
 
 Memory, in the layers (and similarly in the head, where logits take the place of experts):
 
@@ -52,7 +52,7 @@ BF16, F32, I64 = 2, 4, 8
 
 
 class Speed(NamedTuple):
-    """What this machine does per second: bytes of source read, bytes of encoded experts decoded
+    """Speed of this machine per second: bytes of source read, bytes of encoded experts decoded
     (infinite where they are not encoded), FLOPs of dense weights and of experts."""
 
     read: float
@@ -63,7 +63,7 @@ class Speed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PassPlan:
-    """What a pass takes; bytes, but for what is named otherwise."""
+    """Requirements of a pass; bytes, but for what is named otherwise."""
 
     read: int  # of the source
     peak_memory: int
@@ -82,7 +82,7 @@ class PassPlan:
 
     @property
     def disk(self) -> int:
-        """In the work folder."""
+        """Bytes in the work folder."""
         return self.states + self.scratch_file
 
     @property
@@ -94,7 +94,7 @@ class PassPlan:
         return max(self.read / self.speed.read, computing + self.decoded / self.speed.decode)
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Lines for people."""
         parts = [f"reads {format_size(self.read)} once"]
         parts.append(f"peak memory about {format_size(self.peak_memory)}")
         where = f" in {self.folder}" if self.folder else ""
@@ -110,7 +110,7 @@ class PassPlan:
         return found
 
     def facts(self) -> dict[str, Any]:
-        """For JSON."""
+        """Facts for JSON."""
         return {
             "source_bytes": self.read,
             "peak_memory_bytes": self.peak_memory,
@@ -137,7 +137,7 @@ def plan_pass(
     folder: Path | None = None,
     speed: Speed | None = None,
 ) -> PassPlan:
-    """The plan for windows of so many tokens each, with so many threads that decode experts.
+    """The plan for windows of tokens, with threads that decode experts.
 
     `layers`: how many are passed; None: all. `converted`: side 1 has matrices of its own in place
     of the source's, rather than packed ones. `taps`: bytes that those take. `max_memory`: of the
@@ -286,7 +286,7 @@ class _Runner:
         return self.experts_least + self._tokens
 
     def share(self, room: int) -> int:
-        """Bytes for experts, with so many more than the least that are free."""
+        """Bytes for experts, with those beyond the least that are free."""
         return min(self._most, self.experts_least + room // 4)
 
 
@@ -321,21 +321,22 @@ class _Need:
 
     @property
     def layers(self) -> int:
-        """In the layers, with one window in memory at a time: it is on its way, or with experts."""
+        """Memory in the layers, with one window in memory at a time: it is on its way, or with
+        experts."""
         return self._fixed + max(self._active, self.runner)
 
     @property
     def least(self) -> int:
-        """With one window in memory at a time, and none that waits."""
+        """Memory with one window in memory at a time, and none that waits."""
         return max(self.layers, self._head)
 
     def scratch(self, parked: int) -> int:
-        """Of tensors in Scratch: what all windows get from experts, and what those give to them
-        that do not wait in memory."""
+        """Bytes of tensors in Scratch: all that windows get from experts, and those given to
+        experts that do not wait in memory."""
         return self._outputs + max(0, self._sides * len(self._windows) - parked) * self._rows
 
     def share(self, limit: int) -> tuple[int, int]:
-        """How many windows may wait in memory, and how many bytes of Scratch may be there."""
+        """Number of windows that may wait in memory, and bytes of Scratch that may be there."""
         runs, room = self._sides * len(self._windows), max(0, limit - self.layers)
         for_runs = room - self.scratch(0)
         parked = max(0, min(runs, for_runs // self._each))
@@ -380,7 +381,8 @@ def _check_disk(folder: Path, needed: int) -> None:
 
 
 def _dense_flops(sizes: _Sizes, windows: Sequence[int], sides: int, passed: int) -> float:
-    """Of attention and of what is no expert in all layers, for both sides where they differ."""
+    """FLOPs of attention and of all that is no expert in all layers, for both sides where they
+    differ."""
     found = 0.0
     for index, layer in enumerate(sizes.layers[:passed]):
         weights = sum(one.numel() for one in layer if one.ndim > 1)
@@ -391,14 +393,14 @@ def _dense_flops(sizes: _Sizes, windows: Sequence[int], sides: int, passed: int)
 
 
 def _expert_flops(parted: PartedModel, layer: MoELayer) -> float:
-    """Of a token in a layer."""
+    """FLOPs of a token's experts in a layer."""
     each = 2.0 * len(layer.projections) * layer.hidden_size * layer.intermediate_size
     return each * _top_k(parted, layer.index)
 
 
 def measure_speed(parted: PartedModel, tokens: int, window: int) -> Speed:
-    """What this machine does, measured in about a third of a second, for `tokens` in windows of
-    `window`. At most a hundredth of the source is read."""
+    """Measure this machine in about a third of a second, for `tokens` in windows of `window`. At
+    most a hundredth of the source is read."""
     layer = next(iter(parted.experts.values())).source
     rows = tokens * _top_k(parted, layer.index) // len(layer.experts)
     hidden, inner = layer.hidden_size, layer.intermediate_size

@@ -1,4 +1,4 @@
-"""What tells whether a layer of a model depends on more than what the layer before it returned."""
+"""Finds out whether a layer of a model depends on more than the output of the layer before it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _NO_TENSORS = ("logging", "torch")  # where objects are from that are not looked
 
 
 class WriteOnly(dict[Any, Any]):
-    """In place of an empty dict that layers are given: one that they may leave data in for others,
-    as long as none reads it. Reading raises `error`."""
+    """A dict for layers that are given an empty one: they may leave data in it for others, as long
+    as none reads it. Reading raises `error`."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def kind_of(value: Any) -> Any:
 
 
 def fingerprint(value: Any) -> Any:
-    """The same for the same content, also of another run: of tensors a checksum."""
+    """A value that is equal for equal content, also of another run: of tensors a checksum."""
     return _fingerprint(value, {})
 
 
@@ -108,11 +108,11 @@ class Watch:
         self.begin()
 
     def begin(self) -> None:
-        """What is there now is as it has to be."""
+        """Take the present state as the one that must not change."""
         self._before = self._tensors()
 
     def changed(self) -> str | None:
-        """Where a tensor is that was not there, or is another."""
+        """Place of a tensor that is new, or another."""
         for path, (tensor, content) in self._tensors().items():
             before = self._before.get(path)
             if before is None or before[0] is not tensor or before[1] != content:
@@ -140,7 +140,7 @@ def _reached(value: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str,
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object has, by names."""
+    """Parts of an object, by names."""
     if isinstance(value, nn.Module):
         for name, one in vars(value).items():
             if name in ("_parameters", "_buffers", "_modules"):

@@ -66,7 +66,7 @@ class StreamedPass:
         parted.on_read(self.read)
 
     def read(self, nbytes: int) -> None:
-        """So many more bytes of the source were read."""
+        """Report more bytes of the source as read."""
         reported = min(nbytes, self._unread)
         self._unread -= reported
         self._observer.advanced(reported)
@@ -80,7 +80,7 @@ class StreamedPass:
         head: bool = False,
         layers: int | None = None,
     ) -> None:
-        """Pass all layers, or so many, and the `head`, from where an earlier run stopped.
+        """Pass all layers, or the first ones, and the `head`, from where an earlier run stopped.
 
         Raises NotCut for a model that cannot be run like this, and other KtconvErrors. States are
         kept then, and by an interrupt.
@@ -123,7 +123,7 @@ class StreamedPass:
         return range(self.sides if self.states.split else 1)
 
     def before(self, side: int, window: int) -> Any:
-        """What the layer before returned."""
+        """Output of the layer before."""
         return _moved(self.states.get(side, window), self.device)
 
     # ---- a layer ----

@@ -52,7 +52,7 @@ _ARRAY_KINDS = "biuf"  # numbers: nothing that NumPy would unpickle
 
 
 class Resumed(NamedTuple):
-    """What the last `States.commit` of an earlier run was given."""
+    """Arguments of the last `States.commit` of an earlier run."""
 
     position: int
     more: Mapping[str, Any]
@@ -60,7 +60,7 @@ class Resumed(NamedTuple):
 
 
 class _Damaged(Exception):
-    """Why the state of an earlier run cannot be used."""
+    """Reason why the state of an earlier run cannot be used."""
 
 
 class States:
@@ -153,9 +153,9 @@ class States:
         except MissingFileError:
             return None
         except (_Damaged, KtconvError) as error:
-            notify(f"the state in {self._folder} cannot be used, starting anew: {error}")
+            notify(f"the state in {self._folder} cannot be used, starting again: {error}")
         except (AttributeError, LookupError, TypeError, ValueError):
-            notify(f"the state in {self._folder} is damaged, starting anew")
+            notify(f"the state in {self._folder} is damaged, starting again")
         for slot in self._slots:
             slot.clear()
         remove(self._folder / STATE_FILE)

@@ -36,7 +36,7 @@ _LOCK_BYTE = 0
 def pass_identity(
     kind: str, checkpoint: Checkpoint, windows: Iterable[bytes], **more: Any
 ) -> dict[str, Any]:
-    """What a pass and its results depend on, JSON-ready: what is done, the files of the source, the
+    """Identity of a pass and its results, JSON-ready: what is done, the files of the source, the
     bytes of the token ids of each window, versions of packages, and `more`."""
     ids = hashlib.sha256()
     for window in windows:
@@ -51,7 +51,7 @@ def pass_identity(
 
 
 def default_root() -> Path:
-    """Where passes keep their state if --work-dir does not say: in the user's cache."""
+    """Folder for the state of passes if --work-dir names none: in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     if not Path(cache).is_absolute():  # the specification says to ignore others
         try:
@@ -65,7 +65,7 @@ def default_root() -> Path:
 
 
 def pass_folder(identity: Mapping[str, Any], root: Path | None = None) -> Path:
-    """Where a pass keeps its state, below `root` or the default."""
+    """Folder for the state of a pass, below `root` or the default."""
     canonical = json.dumps(identity, sort_keys=True)
     key = hashlib.sha256(canonical.encode()).hexdigest()[:_KEY_LENGTH]
     return (default_root() if root is None else root) / key

@@ -1,1 +1,1 @@
-"""Which expert runs where."""
+"""Placement of experts on GPUs and NUMA nodes."""

@@ -24,7 +24,8 @@ from ktconv.system.units import counted
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Which places hold which experts; without the dimension L for the load of a single layer."""
+    """Experts by place, and places by expert; without the dimension L for the load of a single
+    layer."""
 
     physical_to_logical: I64  # [L, P]
     logical_to_physical: I64  # [L, E, C]: places of an expert, ascending, then -1; C: most copies
@@ -45,7 +46,7 @@ class Replicas:
 def balance(
     load: ArrayLike, physical: int, groups: int = 1, nodes: int = 1, gpus: int = 1
 ) -> Replicas:
-    """Where `physical` places on `gpus` GPUs of `nodes` nodes hold the experts with this load.
+    """Place experts with this load on `physical` places on `gpus` GPUs of `nodes` nodes.
 
     `load` is [E], or [L, E] for many layers in one call: tokens of each logical expert, not
     negative. Where the number of `groups` of experts (those of the router's group-limited choice,
@@ -182,7 +183,8 @@ def evenness(loads: ArrayLike) -> F64:
 
 
 def checked_load(load: ArrayLike) -> F64:
-    """As float64; UsageError for an empty one, and for values that are negative or not finite."""
+    """Load as float64; UsageError for an empty one, and for values that are negative or not
+    finite."""
     found = reals("a load", load)
     if not found.ndim or not found.size:
         raise UsageError(f"a load of shape {list(found.shape)} has no experts")
@@ -192,7 +194,7 @@ def checked_load(load: ArrayLike) -> F64:
 
 
 def _integers(values: ArrayLike) -> I64:
-    """As int64; UsageError for numbers of another kind."""
+    """Values as int64; UsageError for numbers of another kind."""
     found = np.asarray(values)
     if found.dtype.kind not in "iu":
         raise UsageError(f"places and ids must be integers, not {found.dtype.name}")

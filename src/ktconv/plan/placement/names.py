@@ -1,4 +1,4 @@
-"""From names of tensors in a checkpoint to an engine's parameters and the places of experts."""
+"""Maps names of tensors in a checkpoint to an engine's parameters and the places of experts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ExpertParam(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a tensor of a checkpoint goes."""
+    """Destination of a tensor of a checkpoint."""
 
     parameter: str  # "model.layers.3.mlp.experts.w13_weight"
     physical: int
@@ -39,7 +39,7 @@ class ExpertParams:
     rows: Sequence[ExpertParam]
 
     def targets(self, name: str) -> list[Target]:
-        """Where the tensor `name` goes: to each copy of its expert, ascending.
+        """Destinations of the tensor `name`: each copy of its expert, ascending.
 
         Whole components of names are compared: `shared_experts.0.gate_proj.weight` is no routed
         expert's. CheckpointError for a name that belongs to no row.
@@ -66,7 +66,7 @@ class ExpertParams:
 
     @cached_property
     def _lengths(self) -> set[int]:
-        """How many components the names of rows have."""
+        """Numbers of components that the names of rows have."""
         return {weight.count(".") for weight in self._by_weight}
 
 

@@ -1,4 +1,4 @@
-"""How the experts of a layer are distributed over GPUs, and which numbers of GPUs are possible.
+"""Distributions of a layer's experts over GPUs, and the numbers of GPUs that are possible.
 
 Tensor parallelism gives each GPU a part of the intermediate size, which must begin and end with
 whatever is stored as a whole: a group of scales, a word of several weights. Expert parallelism
@@ -26,7 +26,7 @@ MOST = 1 << 20  # experts of a layer, or GPUs
 
 @dataclass(frozen=True, slots=True)
 class Grain:
-    """What a cut through the intermediate size must not divide."""
+    """Unit that a cut through the intermediate size must not divide."""
 
     size: int  # of the intermediate size
     words: str  # "the group size 128"
@@ -64,7 +64,7 @@ def tensor_parallel(shapes: Sequence[LayerShape], size: int) -> Split:
 
 
 def why_not_cut(intermediate: int, size: int, grains: Sequence[Grain] = ()) -> str | None:
-    """Why the intermediate size cannot be cut into `size` equal parts; None if it can."""
+    """Reason why the intermediate size cannot be cut into `size` equal parts; None if it can."""
     if intermediate % size:
         return f"intermediate size {intermediate} is not divisible by {size}"
     part = intermediate // size

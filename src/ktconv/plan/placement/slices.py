@@ -1,4 +1,4 @@
-"""What one of several GPUs takes of a tensor of an expert, and where it goes (tensor parallel).
+"""Slices of an expert's tensor for one of several GPUs, and their places (tensor parallel).
 
 Engines keep gate (w1) and up (w3) as the rows of one parameter, w13: those of gate, then those
 of up; without a gate it has the rows of up alone, which is then called w1. down is w2. Each GPU has
@@ -37,7 +37,7 @@ class TensorSlice:
     shape: tuple[int, ...]  # of the GPU's whole parameter of one expert (of all, if stacked)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: an index is a number, or [start, stop]."""
+        """The slice for JSON: an index is a number, or [start, stop]."""
         return {
             "source": [_listed(index) for index in self.source],
             "destination": [_listed(index) for index in self.destination],
@@ -59,7 +59,8 @@ def tp_slice(
     stacked: bool = False,
     act_order: bool = False,
 ) -> TensorSlice:
-    """What GPU `rank` of `tp` takes of a tensor of `shape`, and where it goes in its parameter.
+    """The slice of a tensor of `shape` that GPU `rank` of `tp` takes, and its place in the
+    parameter.
 
     A matrix is [out, in], or [in, out] if `transposed`; with `stacked` all experts' are one tensor,
     whose first dimension they are. An entry of the dimension that is cut stands for `per` numbers

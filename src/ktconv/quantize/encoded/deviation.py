@@ -1,4 +1,4 @@
-"""How far quantized matrices are from their sources; writing those that are whole in memory."""
+"""Deviation of quantized matrices from their sources; writing those that are whole in memory."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Deviation:
         raise VerificationError(f"{self._name} is wrong: {why}", _WAYS_OUT[self._method])
 
     def finish(self) -> dict[str, float]:
-        """What the manifest records."""
+        """Record for the manifest."""
         relative = self._squared_source and self._squared_error / self._squared_source
         return {
             "relative_rms_error": four_digits(relative**0.5),

@@ -1,4 +1,4 @@
-"""What the methods of a recipe are used for, in numbers."""
+"""The methods of a recipe, in numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ktconv.targets.encoded.target import Plan, encoded_bytes
 
 
 def method_facts(plan: Plan) -> list[dict[str, Any]]:
-    """By method: layers, projections, matrices, bytes and bits per weight; empty without a
+    """Facts by method: layers, projections, matrices, bytes and bits per weight; empty without a
     recipe."""
     if plan.target.recipe is None:
         return []
@@ -43,7 +43,7 @@ def method_facts(plan: Plan) -> list[dict[str, Any]]:
 
 
 def method_lines(facts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The same for people."""
+    """Lines for people about methods."""
     lines = []
     for one in facts:
         where = f"layers {one['layers']}, {' '.join(one['projections'])}"

@@ -22,7 +22,7 @@ from ktconv.writer.staging import Staging
 
 @dataclass(frozen=True)
 class Request(BaseRequest):
-    """What to quantize and how."""
+    """The request: what to quantize and how."""
 
     options: Options = field(default_factory=Options)
     experts: Path | None = None  # a file of expert_sets: only these experts
@@ -55,7 +55,7 @@ class DecodedCopy(CopyTask):
 
 
 def buffer_sizes(plan: Plan) -> BufferSizes:
-    """What a worker needs to read any matrix."""
+    """Buffers that a worker needs to read any matrix."""
     matrices = [m for layer in plan.moe_layers for m in layer.kinds]
     matrices += [weight.matrix for weight in plan.target.decoded.values()]
     return BufferSizes(max((source_buffer(matrix).source for matrix in matrices), default=0))

@@ -40,7 +40,7 @@ def second_scale(scheme: Scheme, largest: float) -> float:
 
 
 def scale_values(scheme: Scheme, scales: Array, half: bool, factor: float = 0.0) -> F32:
-    """What codes are multiplied by, of scales as kt_encode leaves them."""
+    """Factors of codes, from scales as kt_encode leaves them."""
     kind = scheme.row.kind
     if scheme.row.is_int:
         bits = scales.view(np.uint16)

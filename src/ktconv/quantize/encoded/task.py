@@ -1,5 +1,5 @@
-"""What becomes of one expert matrix: decoded, encoded, written, read back, compared, some rows at
-a time; or its codes copied, where the source has them already."""
+"""Task of one expert matrix: decoded, encoded, written, read back, compared, some rows at a time;
+or its codes copied, where the source has them already."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _INFINITE = 0x7C00  # of f16
 
 
 def encoding_buffers(plan: Plan) -> BufferSizes:
-    """What a worker needs to encode the matrices of a plan."""
+    """Buffers that a worker needs to encode the matrices of a plan."""
     source, packed, cols = 0, 0, 1
     for matrix, scheme in _kinds(plan):
         rows = min(chunk_rows(matrix), matrix.rows)
@@ -126,7 +126,7 @@ class EncodeTask(ExpertTask):
 
 
 def _bias(task: EncodeTask) -> Array:
-    """As it is stored in the source, some rows of which may be those of another matrix."""
+    """Bias as it is stored in the source, some rows of which may be those of another matrix."""
     matrix = task.matrix
     values = MatrixReader(task.reader, matrix).load_bias()
     assert values is not None and matrix.bias is not None
@@ -174,7 +174,7 @@ class _Encoder:
 
 
 class _Rounded(_Encoder):
-    """By kt_encode."""
+    """Codes rounded by kt_encode."""
 
     def __init__(self, task: EncodeTask, sizes: Sizes, half: bool) -> None:
         super().__init__(task, sizes, half)

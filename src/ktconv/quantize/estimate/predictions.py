@@ -1,4 +1,4 @@
-"""What an estimate predicts: errors by method and scale rule, layer and projection, as JSON."""
+"""Predictions of an estimate: errors by method and scale rule, layer and projection, as JSON."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Candidate:
     weighted: bool = False  # the search by the importance of inputs
 
     def options(self, options: Options) -> Options:
-        """Those of a conversion with it, as far as they decide how rows are read and which are
+        """Options of a conversion with it, as far as they decide how rows are read and which are
         kept. Only amax can be that of the reference converter."""
         compat = options.compat and self.rule == "amax"
         return Options(
@@ -51,9 +51,9 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Of one cell or of several: relative RMS errors by candidate, [candidates, 2], where the
-    second counts inputs by their importance. `deviation`: the standard error of these means; NaN
-    where one matrix alone was sampled."""
+    """Errors of one cell or of several: relative RMS errors by candidate, [candidates, 2], where
+    the second counts inputs by their importance. `deviation`: the standard error of these means;
+    NaN where one matrix alone was sampled."""
 
     mean: F64
     deviation: F64
@@ -75,7 +75,7 @@ class Estimate:
     seconds: float
 
     def cells(self) -> dict[Cell, Errors]:
-        """By layer and projection, in their order; those that time was left for."""
+        """Errors by layer and projection, in their order; those that time was left for."""
         members: dict[Cell, list[tuple[Sample, F64]]] = {}
         for sample, errors in self.measured:
             members.setdefault(sample.cell, []).append((sample, errors))
@@ -139,7 +139,7 @@ class Estimate:
         }
 
     def _layer(self, i: int, layer: int, cells: Mapping[Cell, Errors]) -> dict[str, Any]:
-        """Of one layer, by projection."""
+        """Facts of one layer, by projection."""
         own: dict[str, Any] = {
             proj: self._numbers(i, [one]) for (at, proj), one in cells.items() if at == layer
         }
@@ -155,7 +155,7 @@ class Estimate:
         )
 
     def _bytes(self, method: str) -> int:
-        """Of all converted experts, scales included."""
+        """Bytes of all converted experts, scales included."""
         return sum(
             len(unit.experts)
             * FORMATS[method].expert_bytes(

@@ -72,7 +72,7 @@ class Estimation:
 
     @property
     def stages(self) -> dict[str, int]:
-        """What an observer hears of, and the bytes of each."""
+        """Stages that an observer hears of, and the bytes of each."""
         return {name: sum(self._sizes[i] for i in at) for name, at in self._members.items()}
 
     def run(self, observer: Observer | None = None) -> Estimate:
@@ -104,7 +104,7 @@ class Estimation:
         )
 
     def _measure_all(self, reader: TimedReader, observer: Observer) -> list[tuple[Sample, F64]]:
-        """What was measured before time was over, in the order of the samples."""
+        """Samples that were measured before time was over, in their order."""
         observer.begin(list(self._members))
         found: list[tuple[Sample, F64]] = []
         executor = ThreadPoolExecutor(self._threads)

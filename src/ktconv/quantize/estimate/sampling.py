@@ -1,4 +1,4 @@
-"""Which rows of which experts stand for a model, and reading them within a time limit."""
+"""Rows of experts that stand for a model, read within a time limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGE_BYTES = 4096  # what a disk reads at least
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much an estimate may read and compute.
+    """Limits on what an estimate reads and computes.
 
     A disk that reads 100 MB/s and seeks in 10 ms needs half a minute for 512 MiB in 1500 places
     with as many places of scales; a slower one is stopped by `seconds`.
@@ -49,7 +49,7 @@ class Sample:
 
     @property
     def cell(self) -> tuple[int, Projection]:
-        """What it is a sample of."""
+        """The (layer, projection) that this sample was drawn from."""
         return self.layer.index, self.proj
 
 
@@ -93,7 +93,7 @@ def _of_expert(
 
 
 def _rows_for(matrix: ExpertMatrix, share: int, most: int) -> int:
-    """As many rows as cost no more than `share`, or than the fewest do."""
+    """Number of rows that cost no more than `share`, or than the fewest do."""
     allowed = max(share, cost_of(matrix, STEP))
     counts = range(STEP, min(most, matrix.rows) + 1, STEP)
     return max((rows for rows in counts if cost_of(matrix, rows) <= allowed), default=STEP)

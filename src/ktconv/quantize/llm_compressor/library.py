@@ -20,7 +20,7 @@ os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "CRITICAL")
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without progress bars and warnings: ktconv reports progress itself, by layers."""
+    """Suppress progress bars and warnings: ktconv reports progress itself, by layers."""
     from loguru import logger
 
     with silenced((), ()), no_progress():
@@ -33,7 +33,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def silenced(modules: Sequence[str], loggers: Sequence[str]) -> Iterator[None]:
-    """Without progress bars of these modules and warnings of these loggers and transformers."""
+    """Suppress progress bars of these modules and warnings of these loggers and transformers."""
     from transformers.utils import logging as untyped
 
     logging: Any = untyped

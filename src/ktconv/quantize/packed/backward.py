@@ -28,7 +28,8 @@ from ktconv.writer.staging import Staging
 
 
 def backward_buffers(layers: Sequence[MoELayer], options: Options) -> BufferSizes:
-    """What a worker needs for transposed matrices beside what the same layers need as they are."""
+    """Buffers that a worker needs for transposed matrices besides what the same layers need as they
+    are."""
     layout = FORMATS[options.method].layout
     pieces = _pieces(layers, options)
     packed = [layout.weight_size(step_rows(*piece), piece[0]) for piece in pieces]
@@ -51,7 +52,7 @@ def _pieces(layers: Sequence[MoELayer], options: Options) -> set[tuple[int, int]
 
 
 def backward_notes(options: Options) -> list[str]:
-    """What a user of a conversion with these options should know."""
+    """Notes for the user of a conversion with these options."""
     if not options.save_backward:
         return []
     notes = [
@@ -104,8 +105,8 @@ class BackwardTask(PackingTask):
 
 
 def _turned(view: native.Matrix) -> native.Matrix:
-    """The same rows, contiguous: faster than to gather them for search and check. That of `verify`
-    gathers them from the panel by code of its own."""
+    """Rows made contiguous: faster than to gather them for search and check. `verify` gathers them
+    from the panel by code of its own."""
     return native.Matrix(
         native.decode(view).reshape(-1).view(np.uint8), "F32", view.rows, view.cols
     )

@@ -60,7 +60,7 @@ def check_foldable(layers: Sequence[MoELayer], options: Options) -> None:
 
 
 def why_not(activation: ExpertActivation) -> str:
-    """Why up must not be scaled; empty where the result is proportional to up's output."""
+    """Reason why up must not be scaled; empty where the result is proportional to up's output."""
     if not activation.gated:
         return "without a gate their activation is not linear in the output of up"
     if activation.limited:
@@ -75,7 +75,7 @@ def why_not(activation: ExpertActivation) -> str:
 
 
 def fold_notes(layers: Sequence[MoELayer], options: Options) -> list[str]:
-    """For the plan."""
+    """Notes for the plan."""
     if not options.fold:
         return []
     integers = any(
@@ -186,8 +186,8 @@ class FoldTask:
 
 
 def expert_exponents(down: QuantizeTask, buffers: Buffers) -> I8:
-    """Of all channels [I] of an expert; those of each part, whose rows have scales of their own, by
-    that part of `down` alone."""
+    """Exponents of all channels [I] of an expert; those of each part, whose rows have scales of
+    their own, by that part of `down` alone."""
     layer, options = down.layer, down.options
     sample = _read_sample(down, buffers)
     layout, weights = FORMATS[options.method].layout, down.importance

@@ -1,4 +1,4 @@
-"""Which integers of a source go unchanged into INT8 and INT4, by its headers."""
+"""Integers of a source that go unchanged into INT8 and INT4, by its headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What all tasks of quantize-cpu share: packing some rows, writing, reading back, comparing."""
+"""Steps that all tasks of quantize-cpu share: packing some rows, writing, reading back,
+comparing."""
 
 from __future__ import annotations
 
@@ -50,11 +51,11 @@ class PackingTask(ExpertTask):
 
     @property
     def packed_as(self) -> Matrix:
-        """What the packed matrix is called."""
+        """Name of the packed matrix."""
         return self.proj
 
     def _owned(self, index: int) -> Slice:
-        """What a part has of the source."""
+        """Slice of the source that a part has."""
         layer = self.layer
         return split(
             self.proj, layer.hidden_size, layer.intermediate_size, index, self.options.numa
@@ -98,7 +99,7 @@ class PackingTask(ExpertTask):
         native.quantize_pack(part.layout, view, packed, scale, buffers.scratch, part.choice)
 
     def _facts(self, part: Part) -> dict[str, Any]:
-        """What the manifest records of a part's weights beside checksum and errors."""
+        """Facts of a part's weights in the manifest besides checksum and errors."""
         return {}
 
     def _finish(self, parts: Sequence[Part], staging: Staging) -> dict[str, Record]:
@@ -120,7 +121,7 @@ class PackingTask(ExpertTask):
 
 
 def _refuse(violation: Violation) -> None:
-    """What was just packed does not match its source."""
+    """Refuse what was just packed: it does not match its source."""
     raise VerificationError(
         violation.message,
         "check this machine's memory and disk, then run the same command again",

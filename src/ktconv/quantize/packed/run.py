@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request(BaseRequest):
-    """What to convert and how. `options.numa` of 0 means one part per NUMA node."""
+    """The request: what to convert and how. `options.numa` of 0 means one part per NUMA node."""
 
     options: Options = field(default_factory=Options)
     exclude_experts: Path | None = None  # a file of expert_sets: experts that are left out

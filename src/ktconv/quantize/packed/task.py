@@ -29,7 +29,7 @@ from ktconv.writer.staging import Staging
 
 
 def quantize_buffers(layers: Sequence[MoELayer], fmt: Format) -> BufferSizes:
-    """What a worker needs to quantize these layers."""
+    """Buffers that a worker needs to quantize these layers."""
     source, packed, cols = 0, 0, 1
     seen = set()
     for layer in layers:
@@ -85,7 +85,7 @@ class QuantizeTask(PackingTask):
         return self._new_part(index, owned.shape, choice, self._proof(choice))
 
     def _importance(self) -> F32 | None:
-        """Of the columns as they are quantized."""
+        """Importance of the columns as they are quantized."""
         if self.exponents is None or self.proj != "down" or self.options.scale != "search":
             return self.importance
         return folded_importance(self.importance, self.exponents)
@@ -108,7 +108,7 @@ class QuantizeTask(PackingTask):
             raise source.not_finite(chunk.start + error.row, first_col + error.col) from error
 
     def _proof(self, choice: native.Choice) -> Proof:
-        """What must hold of a part whose columns have this choice."""
+        """Conditions of a part whose columns have this choice."""
         return Proof(choice)
 
     def _facts(self, part: Part) -> dict[str, Any]:

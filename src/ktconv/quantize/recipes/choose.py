@@ -1,4 +1,4 @@
-"""Which item gets which of its choices, so that the sum of errors is small and the bytes fit.
+"""Choice for each item, so that the sum of errors is small and the bytes fit.
 
 Items are groups of matrices with one method, such as down of layer 3; a choice is a method with its
 bytes and its error there. For each item only choices on the lower convex hull of error over bytes

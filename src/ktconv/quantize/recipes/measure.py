@@ -41,7 +41,7 @@ class Measured:
 
 
 class Measurement:
-    """Of the methods on the layers of a plan; nothing is read before `run`."""
+    """Measurement of the methods on the layers of a plan; nothing is read before `run`."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Measurement:
 
     @property
     def stages(self) -> dict[str, int]:
-        """What an observer hears of, and the bytes of each."""
+        """Stages that an observer hears of, and the bytes of each."""
         sizes: dict[str, int] = {}
         for sample in self._samples:
             name = _stage(sample)
@@ -103,7 +103,7 @@ class Measurement:
         return Measured(errors, len(self._samples), reader.bytes_read)
 
     def _measure(self, sample: Sample, reader: TimedReader) -> list[tuple[float, float]]:
-        """By method: the sums of squared errors and of squared weights."""
+        """Sums of squared errors and of squared weights, by method."""
         matrix, rows = sample.matrix, sample.rows
         data = np.empty(buffer_bytes(matrix, len(rows)), np.uint8)
         source = MatrixReader(reader, matrix)
@@ -137,7 +137,7 @@ class Measurement:
 
 
 def _encoded(scheme: Scheme, view: native.Matrix, half: bool, largest: float) -> F32:
-    """Its values after a round trip. A second scale is that of these rows."""
+    """Values after a round trip. A second scale is that of these rows."""
     factor = second_scale(scheme, largest)
     codes, scales = native.encode(scheme.encoding(half), view, tensor_scale(scheme, factor))
     return native.decode(stored_matrix(scheme, codes, scales, view.cols, half, factor))

@@ -35,7 +35,7 @@ _WHOLE = Method("bf16", 0)  # which every model can have
 
 @dataclass(frozen=True)
 class Fitted:
-    """What was chosen, and how its error compares."""
+    """Result of a choice, and how its error compares."""
 
     recipe: Recipe
     measured: Measured
@@ -71,7 +71,7 @@ class Fitted:
         return [f"  {name:<20} {bits:7.3f}  {error:.4f}" for name, bits, error in rows]
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Lines for people."""
         lines = [
             f"Chosen by the errors of {counted(self.measured.samples, 'sample')} "
             f"({format_size(self.measured.bytes_read)} read). Bits per weight, relative RMS error:"
@@ -134,7 +134,7 @@ class Fitting:
 
     @property
     def stages(self) -> dict[str, int]:
-        """For an observer of `run`."""
+        """Stages for an observer of `run`."""
         return self._measurement.stages
 
     def run(self, observer: Observer | None = None) -> Fitted:
@@ -181,8 +181,8 @@ class Fitting:
         return [part for part in parts if part]
 
     def _output_bytes(self, recipe: Recipe) -> int:
-        """Of a whole output, from the headers that were read. UsageError for an engine that cannot
-        load it."""
+        """Bytes of a whole output, from the headers that were read. UsageError for an engine that
+        cannot load it."""
         plan = self._preflight.plan
         options = replace(plan.target.options, recipe=recipe.toml)
         target = EncodedTarget(options, plan.checkpoint)
@@ -258,7 +258,7 @@ class Fitting:
         return sqrt(total / sum(counts[cell[0]] for cell in chosen))
 
     def _recipe(self, chosen: Mapping[Item, Method]) -> Recipe:
-        """With a rule for each method but the usual one, and for each set of projections."""
+        """Recipe with a rule for each method but the usual one, and for each set of projections."""
         counts: dict[Method, int] = {}
         layers: dict[int, dict[Projection, Method]] = {}
         for (layer, part), method in chosen.items():

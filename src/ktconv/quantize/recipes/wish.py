@@ -1,4 +1,4 @@
-"""What a recipe must fit."""
+"""Limits that a recipe must fit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Wish:
 
     @property
     def words(self) -> str:
-        """As options."""
+        """The wish as options."""
         if self.nbytes is not None:
             return f"--target-size {self.nbytes}"
         return f"--target-bits {self.bits:g}"
@@ -96,7 +96,7 @@ def methods_named(text: str) -> tuple[Method, ...]:
 
 
 def fitting(methods: Sequence[Method], layers: Sequence[MoELayer]) -> dict[Method, str | None]:
-    """By method: why these layers cannot have it, None if they can."""
+    """Reasons, by method, why these layers cannot have it, None if they can."""
     found: dict[Method, str | None] = {}
     for method in methods:
         try:

@@ -13,7 +13,7 @@ _LINE = 64  # bytes; each matrix and each set of scales begins a cache line
 
 
 def part_shapes(hidden: int, width: int, gated: bool) -> Shapes:
-    """Of the matrices of a part with `width` of the intermediate size."""
+    """Shapes of the matrices of a part with `width` of the intermediate size."""
     wide = (width, hidden)
     return wide if gated else None, wide, (hidden, width)
 

@@ -86,8 +86,8 @@ class Experts:
         self.count, self.parts = layer.experts, layer.parts
 
     def with_activation(self, activation: Activation) -> Experts:
-        """The same weights, in the same memory, under another activation. ValueError for one that
-        needs a gate where there is none, or none where there is one."""
+        """Experts with these weights, in the same memory, under another activation. ValueError for
+        one that needs a gate where there is none, or none where there is one."""
         return Experts(
             self.format,
             self.layer.with_activation(activation),
@@ -133,7 +133,7 @@ class Experts:
         return f32_to_bf16(self.normed(x, ids, weights, pool))
 
     def normed(self, x: U16, ids: Array, weights: F32, pool: Pool) -> F32:
-        """As `forward`, in float32, of experts whose outputs are normalised."""
+        """Forward, in float32, of experts whose outputs are normalised."""
         assert self.norm is not None
         # The kernels add up experts: each slot is a token of its own until outputs are normalised.
         each = np.ones((ids.size, 1), np.float32)
@@ -159,7 +159,7 @@ class Experts:
         *,
         rounded: bool = False,
     ) -> F32:
-        """The same in float32, on the weights' values and biases or on other `matrices` of each
+        """Forward in float32, on the weights' values and biases or on other `matrices` of each
         origin.
 
         `rounded`: with activations rounded where the kernels round them.
@@ -227,7 +227,7 @@ def round_activations(fmt: Format, values: F32) -> F32:
 
 
 def in_blocks(compute: Callable[[F32], tuple[F32, ...]], x: F32) -> tuple[F32, ...]:
-    """What `compute` makes of the rows of x, of TOKENS_AT_ONCE at a time."""
+    """Call `compute` with the rows of x, TOKENS_AT_ONCE at a time."""
     blocks = [x[first : first + TOKENS_AT_ONCE] for first in range(0, len(x), TOKENS_AT_ONCE)]
     return tuple(map(np.concatenate, zip(*map(compute, blocks), strict=True)))
 
@@ -405,7 +405,7 @@ def _cut(matrices: Matrices, parts: int) -> list[Matrices]:
 
 
 def quantized(fmt: Format, matrix: F32) -> Quantized:
-    """By the C library where it has a quantizer, else by the reference."""
+    """Quantize by the C library where it has a quantizer, else by the reference."""
     matrix = np.ascontiguousarray(matrix)
     if fmt.traits.max_level:
         source = native.Matrix(matrix.view(np.uint8).reshape(-1), "F32", *matrix.shape)

@@ -33,7 +33,7 @@ Packer = Callable[[Wanted], F32 | None]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a layer in kernel order."""
+    """Shape of a layer in kernel order."""
 
     format: Format
     hidden: int
@@ -115,7 +115,7 @@ def _with_biases(
     matrices: Expert,
     biases: dict[tuple[int, Projection], F32],
 ) -> Expert:
-    """Those of a part's rows; that of down is added once, so part 0 has it."""
+    """Biases of a part's rows; that of down is added once, so part 0 has it."""
 
     def biased(proj: Projection, matrix: PackedMatrix) -> PackedMatrix:
         bias = biases.get((expert, proj))

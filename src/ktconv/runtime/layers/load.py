@@ -14,7 +14,9 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.activations import NAMES
 from ktconv.families.config import USUAL_TOP_K
 from ktconv.families.family import ExpertActivation
+from ktconv.families.names import post_norm_tensors
 from ktconv.formats import Kind, Projection, TensorId, kinds_of, scales
+from ktconv.formats.decode import bf16_to_f32
 from ktconv.native import Activation, Expert, PackedMatrix
 from ktconv.native.arrays import aligned_to
 from ktconv.runtime.layers.experts import Experts, OutputNorm
@@ -24,14 +26,16 @@ from ktconv.source import TensorRef
 from ktconv.source.activations import of_records
 from ktconv.source.config import CONFIG_NAME
 from ktconv.source.settings import ModelSettings
-from ktconv.system.arrays import Array
+from ktconv.system.arrays import F32, Array
 from ktconv.targets.packed.weights import (
     PackedWeights,
+    map_file,
     map_pages,
     name_of,
     no_packed_experts,
     open_packed,
 )
+from ktconv.targets.renaming import output_name
 from ktconv.writer.manifest import Manifest, read_run
 
 # Functions of the gate's outputs, and of up's where there is no gate: what kernels call them.
@@ -145,11 +149,11 @@ class ConvertedModel:
 
     @cached_property
     def packed(self) -> PackedWeights:
-        """Its headers."""
+        """Headers of the packed weights."""
         return open_packed(self.directory, self._layer)
 
     def other(self, names: Sequence[str]) -> TensorRef | None:
-        """The first of these tensors that it has beside the experts."""
+        """The first of these tensors that it has besides the experts."""
         found = self.packed.others
         if self._layer is not None and not any(name in found for name in names):
             found = open_packed(self.directory).others
@@ -157,7 +161,7 @@ class ConvertedModel:
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """Without its units; None where another tool wrote the output."""
+        """The manifest without its units; None where another tool wrote the output."""
         return read_run(self.directory)
 
     @cached_property
@@ -177,8 +181,8 @@ class ConvertedModel:
         return list(self.packed.layers)
 
     def activation(self, layer: int) -> ExpertActivation:
-        """By the manifest, since a map of names may have given it; where that does not say it by
-        config.json, else by `settings`, else SiLU."""
+        """Activation by the manifest, since a map of names may have given it; where that does not
+        say it by config.json, else by `settings`, else SiLU."""
         stated = (self.config or self._settings).activation(layer)
         return self._recorded.get(layer, stated)
 
@@ -315,3 +319,40 @@ class _Mapped:
         """Pages that were read do not count as this process's memory any more."""
         for pages, _ in self._files.values():
             pages.madvise(mmap.MADV_DONTNEED)
+
+
+# ---- with the norm of outputs ----------------------------------------------------------
+
+_VECTORS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+
+def open_converted(
+    model: ConvertedModel, layer: int | None = None, slots: Slots | None = None
+) -> Experts:
+    """Open experts as `open_experts`, and with the norm of their outputs where the model has one.
+
+    Raises CheckpointError also where that norm is not among its tensors.
+    """
+    number, experts = model.open_layer(layer, slots)
+    stated = model.activation(number)
+    experts.weight_on_input = stated.weight_on_input
+    if stated.post_norm:
+        experts.norm = _norm(model, number, experts.hidden)
+    return experts
+
+
+def _norm(model: ConvertedModel, layer: int, hidden: int) -> OutputNorm:
+    manifest = model.manifest
+    source = manifest.layers.get(layer, {}).get("source") if manifest else None
+    names = [output_name(name) for name in post_norm_tensors(str(source))]
+    found = model.other(names)
+    if found is None or found.dtype not in _VECTORS or found.shape != (hidden,):
+        raise CheckpointError(
+            f"{model.directory} does not have the norm of experts' outputs in layer {layer}, "
+            f"{' or '.join(names)} with {hidden} numbers",
+            "convert the model without --experts-only, or use ktconv.model.replace_experts",
+        )
+    stored = map_file(found.file)[found.offset : found.offset + found.nbytes].tobytes()
+    weight = np.frombuffer(stored, _VECTORS[found.dtype])
+    values: F32 = bf16_to_f32(weight) if found.dtype == "BF16" else weight.astype(np.float32)
+    return OutputNorm(values, model.config.post_norm_epsilon)

@@ -1,4 +1,4 @@
-"""Which weight formats of the kernels hold the numbers of a stored matrix exactly, by its headers.
+"""Weight formats of the kernels that hold the numbers of a stored matrix exactly, by its headers.
 
 A format holds a matrix if a code of the format is a stored number, and if all that share a scale in
 the format share one in the source: a scale that is stored once is written as often as needed.
@@ -74,7 +74,7 @@ def _codes_of(matrix: ExpertMatrix) -> Sequence[str]:
 
 
 def scale_block(fmt: Format, cols: int) -> tuple[int, int]:
-    """Rows and columns of a matrix with so many columns that share a scale in `fmt`: one of those
+    """Rows and columns of a matrix with `cols` columns that share a scale in `fmt`: one of those
     among its codes, where there are some."""
     if inner := fmt.traits.inner_scales:
         return 1, INNER_COLS // inner
@@ -104,7 +104,8 @@ def _is_refined(grid: BlockGrid, matrix: ExpertMatrix, rows: int, cols: int) -> 
 
 
 def _lie_within(step: int, length: int, block: int, origin: int) -> bool:
-    """The same along an axis of `length`, whose first element is number `origin` of the grid's."""
+    """Whether steps lie within blocks along an axis of `length`, whose first element is number
+    `origin` of the grid's."""
     if origin % block + length <= block:
         return True  # all of the axis does
     return block % step == 0 and origin % step == 0

@@ -9,16 +9,19 @@ Codes and scales are only put into the kernels' order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+
 from ktconv import native
 from ktconv.errors import CheckpointError, PackedExpertsError, UnknownNamesError, UsageError
-from ktconv.formats import PROJECTIONS, Format, Slice, format_named, split
+from ktconv.formats import PROJECTIONS, Format, Slice, format_named, nvfp4, split
+from ktconv.formats.decode import E4M3FN_VALUES
 from ktconv.native import PackedMatrix
 from ktconv.runtime.layers.experts import Experts, OutputNorm, check_shape
 from ktconv.runtime.layers.filling import Bind, Packer, Shape, Wanted, fill_experts
-from ktconv.runtime.layers.inner_scales import plain_reader
 from ktconv.runtime.layers.load import expect_gates, kernel_activation
 from ktconv.runtime.layers.native_formats import formats_of_layer
 from ktconv.runtime.layers.output_norms import output_norm
@@ -29,10 +32,10 @@ from ktconv.source.model_source import ModelSource
 from ktconv.source.naming_map import NamingMap, parse_map
 from ktconv.source.reading.buffers import Buffers, BufferSizes
 from ktconv.source.reading.decoded import source_buffer
-from ktconv.source.reading.matrices import MatrixReader, chunks
+from ktconv.source.reading.matrices import MatrixReader, Scales, chunks
 from ktconv.source.reading.reader import SourceReader
 from ktconv.source.reading.tensors import SourceTensors
-from ktconv.system.arrays import F32
+from ktconv.system.arrays import F32, U8, Array
 
 _HINT = (
     "convert it with ktconv quantize-cpu, or quantize its weights as they are loaded: MoELayer.pack"
@@ -94,7 +97,7 @@ def open_stored(path: str | Path) -> Checkpoint:
 
 @cache
 def _reordered_names() -> NamingMap:
-    """Those of KTransformers' export of AWQ (SPEC 7)."""
+    """Names of KTransformers' export of AWQ (SPEC 7)."""
     lines = (f'{proj} = "blk.{{layer}}.ffn_{proj}_exps.{{expert}}"' for proj in PROJECTIONS)
     return parse_map("\n".join(("[experts]", *lines)), "the map of awq")
 
@@ -119,7 +122,7 @@ def layer_of(checkpoint: Checkpoint, layer: int | None) -> MoELayer:
 def _formats(
     checkpoint: Checkpoint, layer: MoELayer, experts: list[int], parts: int, method: str | None
 ) -> list[Format]:
-    """Those to try, for kernels of this shape; at least one."""
+    """Formats to try, for kernels of this shape; at least one."""
     possible = formats_of_layer(layer, experts)
     where, encoding = f"layer {layer.index} of {checkpoint.path}", _encoding(layer)
     if not possible:
@@ -145,7 +148,7 @@ def _formats(
 
 
 def _encoding(layer: MoELayer) -> str:
-    """Of all experts, in words."""
+    """Encodings of all experts, in words."""
     first = next(iter(layer.experts[0].values())).tensor
     return f"{' and '.join(layer.encodings)} ({first.name} is {first.dtype})"
 
@@ -161,7 +164,7 @@ def _refuse_shape(fmt: Format, layer: MoELayer, parts: int) -> None:
 
 
 def norm_of(checkpoint: Checkpoint, layer: MoELayer) -> OutputNorm | None:
-    """That of the experts' outputs, if the model has one."""
+    """Norm of the experts' outputs, if the model has one."""
     try:
         return output_norm(SourceTensors(checkpoint), checkpoint.config, layer)
     except CheckpointError as error:
@@ -170,7 +173,8 @@ def norm_of(checkpoint: Checkpoint, layer: MoELayer) -> OutputNorm | None:
 
 
 def _first_exact(formats: Sequence[Format], load: Callable[[Format], Experts]) -> Experts:
-    """By the first of these formats that has all numbers; the error of the first, if none has."""
+    """Experts in the first of these formats that has all numbers; the error of the first, if none
+    has."""
     refused: NotExactError | None = None
     for fmt in formats:
         try:
@@ -183,7 +187,7 @@ def _first_exact(formats: Sequence[Format], load: Callable[[Format], Experts]) -
 
 
 def _packer(fmt: Format, reader: SourceReader, layer: MoELayer) -> Callable[[], Packer]:
-    """What reads and packs matrices of a layer, with buffers of its own."""
+    """A function that reads and packs matrices of a layer, with buffers of its own."""
     sizes = [source_buffer(matrix) for matrix in layer.kinds]
     largest = BufferSizes(max(size.source for size in sizes))
 
@@ -223,3 +227,39 @@ def _place(
     packed = native.pack_weight(layout, len(chunk), cols, codes, scale, place.codes[start:stop])
     if place.scale is not None:
         place.scale[layout.scale_size(first, cols) : layout.scale_size(last, cols)] = packed
+
+
+_E4M3 = E4M3FN_VALUES[:127]  # those that are not negative
+
+
+@dataclass(frozen=True, slots=True)
+class InnerScaleReader(PlainReader):
+    """A row's scale is the second level, which all of a matrix share: where the source divides by
+    it, the reciprocal, rounded to float32."""
+
+    factor: float  # `scales` are those of groups alone
+
+    def codes(self, chunk: range, data: U8, part: Slice) -> Array:
+        nibbles = PlainReader.codes(self, chunk, data, part)
+        grid, scales = self.source.matrix.scale, self.scales
+        assert grid is not None and scales is not None
+        inner = self._of_grid(grid, scales, chunk, part)
+        return nvfp4.plain(nibbles, np.searchsorted(_E4M3, inner).astype(np.uint8))
+
+    def scale(self, chunk: range, data: U8, part: Slice) -> Array | None:
+        grid = self.source.matrix.scale
+        assert grid is not None
+        values = np.full(len(chunk), self.factor, np.float32)
+        return self._as_stored(values, (grid.outer or grid).tensor.name)
+
+
+def plain_reader(fmt: Format, source: MatrixReader) -> PlainReader:
+    """A reader of a matrix in the plain form of `fmt`."""
+    if not fmt.traits.inner_scales:
+        return PlainReader(fmt, source, source.load_scales())
+    grid = source.matrix.scale
+    if grid is None or grid.outer is None:
+        return InnerScaleReader(fmt, source, source.load_scales(), 1.0)
+    blocks, factor, divides = source.load_levels()
+    factor = float(np.float32(1 / factor)) if divides else factor
+    return InnerScaleReader(fmt, source, Scales(blocks), factor)

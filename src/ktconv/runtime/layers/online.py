@@ -167,7 +167,7 @@ def _pack(given: _Given, wanted: Wanted, fmt: Format, pack_part: _PartPacker) ->
 
 
 def _quantizer(fmt: Format, scale: str) -> _PartPacker:
-    """By the C library where it has a quantizer, else by the reference. What it returns raises
+    """Quantizer of a part: the C library's where it has one, else the reference. It raises
     NonFiniteError."""
     choice = Choice(scale)
 

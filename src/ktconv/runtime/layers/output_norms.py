@@ -11,7 +11,7 @@ from ktconv.source.settings import ModelSettings
 
 
 def norm_tensor(tensors: SourceTensors, layer: MoELayer) -> TensorRef | None:
-    """Its weight, of as many elements as the experts have outputs; None for models without.
+    """Weight of the norm, of as many elements as the experts have outputs; None for models without.
 
     Raises CheckpointError where it is missing or of another shape.
     """

@@ -52,7 +52,7 @@ class PlainReader:
     scales: Scales | None
 
     def codes(self, chunk: range, data: U8, part: Slice) -> Array:
-        """Of the columns of `part` in the rows that `source.read` left in `data`."""
+        """Codes of the columns of `part` in the rows that `source.read` left in `data`."""
         if block := self._block:
             return block.plain_codes(self._blocks(chunk, data, part))
         if self.format.code == "bf16" and self.scales is not None:
@@ -69,7 +69,7 @@ class PlainReader:
         return codes
 
     def scale(self, chunk: range, data: U8, part: Slice) -> Array | None:
-        """Of the same elements."""
+        """Scales of the same elements."""
         tensor, grid = self.source.matrix.tensor, self.source.matrix.scale
         if block := self._block:
             values = block.scales(self._blocks(chunk, data, part))

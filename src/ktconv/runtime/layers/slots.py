@@ -1,4 +1,4 @@
-"""Which expert each slot of a layer has: physical-to-logical maps."""
+"""Experts by the slots of a layer: physical-to-logical maps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What packed matrices stand for: their values as float32, some rows at a time."""
+"""Values of packed matrices as float32, some rows at a time."""
 
 from __future__ import annotations
 

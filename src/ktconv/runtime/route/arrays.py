@@ -10,7 +10,7 @@ from ktconv.system.arrays import F32, I64
 
 
 def floats(name: str, array: Any, shape: tuple[int, ...]) -> F32:
-    """Where they lie if they are float32 and contiguous; bf16 and fp16 are widened."""
+    """Floats in place if they are float32 and contiguous; bf16 and fp16 are widened."""
     owner = operand(name, array, shape, ("fp32",), ("bf16", "fp16")).owner
     values: F32 = kind_of(name, owner).numpy(owner)
     return values

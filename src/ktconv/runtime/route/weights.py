@@ -1,4 +1,4 @@
-"""What some families do with the weights of chosen experts."""
+"""Steps of some families on the weights of chosen experts."""
 
 from __future__ import annotations
 

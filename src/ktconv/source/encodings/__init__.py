@@ -38,7 +38,7 @@ ENCODINGS = tuple(dict.fromkeys((*_SAFETENSORS, *GGUF)))
 
 
 def _rows(gguf: bool) -> tuple[Encoding, ...]:
-    """Those for a kind of file: dtypes and names that both have, as F32 `scale`, differ in what
+    """Encodings of a kind of file: dtypes and names that both have, as F32 `scale`, differ in what
     they mean."""
     return GGUF if gguf else _SAFETENSORS
 
@@ -61,7 +61,7 @@ class Candidate:
         return {role: self._parts[part] for role, part in self._names}
 
     def of(self, parts: Parts) -> Candidate:
-        """The same of another weight, whose tensors have the same names, dtypes and shapes."""
+        """Candidate for another weight, whose tensors have the same names, dtypes and shapes."""
         return Candidate(self.encoding, self._names, parts)
 
     def matrix(self, view: StoredView, config: ModelConfig) -> ExpertMatrix | None:
@@ -78,7 +78,7 @@ class Candidate:
 
 
 def candidates(parts: Parts) -> Sequence[Candidate]:
-    """What the weight whose tensors are `parts` can be, at least one.
+    """Encodings that the weight whose tensors are `parts` can have, at least one.
 
     Raises CheckpointError that names the unsupported tensor.
     """
@@ -103,7 +103,7 @@ def stored_matrix(
     config: ModelConfig,
     wrong_shape: Callable[[TensorRef, str], CheckpointError],
 ) -> tuple[Candidate, ExpertMatrix]:
-    """What a weight is, and its matrix, where `view_of` says that it lies.
+    """The encoding of a weight, and its matrix, where `view_of` says that it lies.
 
     Raises CheckpointError that names the unsupported tensor, or the one whose shape is wrong.
     """

@@ -39,7 +39,7 @@ class Companion:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How the numbers of an expert weight are stored.
+    """An encoding: a way to store the numbers of an expert weight.
 
     A weight can have this encoding if its tensor `primary` has one of `dtypes`, the tensors beside
     it are `companions`, and everything else is `ignored`. It has it if also the shape of the

@@ -50,8 +50,8 @@ def _nv(roles: Roles, view: StoredView, divides: bool) -> Quantization | None:
 
 
 def _outer_index(outer: TensorRef, view: StoredView) -> int | None:
-    """Which of the second scales is that of the matrix: of one for all, one for each expert, or
-    where gate and up are fused one for each of both, gate's first. None if there are others."""
+    """Index of the matrix's second scale: of one for all, one for each expert, or where gate and up
+    are fused one for each of both, gate's first. None if there are others."""
     count, experts = prod(outer.shape), view.experts or 1
     if count == 1:
         return 0

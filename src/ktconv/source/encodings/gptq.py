@@ -47,7 +47,7 @@ _REFUSED = ("gptq_p", "marlin", "qqq", "bitblas", "exl3", "exl2", "gemv", "gemv_
 
 
 def _format(config: ModelConfig, roles: Roles) -> str:
-    """What config.json calls the packing; CheckpointError for one that is not supported."""
+    """Name of the packing in config.json; CheckpointError for one that is not supported."""
     declared = config.packing
     if declared in _REFUSED:
         raise CheckpointError(

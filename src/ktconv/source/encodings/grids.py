@@ -21,8 +21,8 @@ _HINT = "The checkpoint is damaged, or was written by a faulty quantizer; downlo
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """How the numbers of a grid are stored: in words of `nbytes`; `words` of them, one below the
-    other, have `rows` numbers, one below the other.
+    """Storage of the numbers of a grid: in words of `nbytes`; `words` of them, one below the other,
+    have `rows` numbers, one below the other.
 
     `decode`: words as uint32 [rows, cols] to float32, exactly. `beyond`: of scales, the smallest
     word that is not a finite number of no sign; smaller words are in the order of their numbers.
@@ -57,7 +57,7 @@ def _e8m0(bits: NDArray[np.uint32]) -> Any:
 
 
 def _e4m3(bits: NDArray[np.uint32]) -> Any:
-    """As a half of the same mantissa, whose exponent is 8 smaller; magnitude 127 is NaN."""
+    """E4M3 as a half of the same mantissa, whose exponent is 8 smaller; magnitude 127 is NaN."""
     import numpy as np
 
     half = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).astype(np.uint16).view(np.float16)
@@ -162,8 +162,8 @@ def load_block_scale(scale: BlockGrid, rows: int, cols: int, data: Buffer) -> ND
 
 
 def scan_block_scale(scale: BlockGrid, rows: int, cols: int, data: Buffer) -> tuple[int, float]:
-    """How many scales of a matrix are zero, and the largest magnitude: what `load_block_scale`
-    refuses is refused, in a fraction of its time.
+    """Number of scales of a matrix that are zero, and the largest magnitude: what
+    `load_block_scale` refuses is refused, in a fraction of its time.
 
     Words of finite numbers without a sign are in the order of their numbers, so that the largest
     word tells of all. Others are looked at one by one.
@@ -281,8 +281,8 @@ def _check_values(scale: BlockGrid, grid: NDArray[np.float32]) -> None:
 
 
 def _negative_or_not_finite(grid: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """By bits, because a process that treats denormals as zero would not find negative ones. Zero
-    is fine with either sign."""
+    """Mask of scales that are negative or not finite, by bits, because a process that treats
+    denormals as zero would not find negative ones. Zero is fine with either sign."""
     import numpy as np
 
     bits = grid.view(np.uint32)
@@ -291,7 +291,7 @@ def _negative_or_not_finite(grid: NDArray[np.float32]) -> NDArray[np.bool_]:
 
 
 def _of_expert(scale: BlockGrid) -> str:
-    """Which expert's grid it is, where one tensor has all of them."""
+    """Words for the expert whose grid it is, where one tensor has all of them."""
     shape = scale.tensor.shape
     if len(shape) != 3 and not (len(shape) == 1 and scale.tensor.file.suffix == ".gguf"):
         return ""

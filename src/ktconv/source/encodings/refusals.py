@@ -1,4 +1,4 @@
-"""Why a weight cannot be read: sentences that name the tensor, and the way out."""
+"""Reasons why a weight cannot be read: sentences that name the tensor, and the way out."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _without_primary(parts: Parts, encodings: Iterable[Encoding]) -> CheckpointE
 
 
 def _behind(part: str) -> str:
-    """What follows the name of a stack: nothing for `weight`, _scale, _blocks."""
+    """Ending behind the name of a stack: nothing for `weight`, _scale, _blocks."""
     return part.removeprefix(WEIGHT) if part.startswith(WEIGHT) else f"_{part}"
 
 
@@ -199,7 +199,7 @@ class _Fault(NamedTuple):
 
 
 def _faults(parts: Parts, weight: TensorRef, encoding: Encoding) -> list[_Fault]:
-    """Why `parts` are not a weight of `encoding`, which has its primary tensor."""
+    """Reasons why `parts` are not a weight of `encoding`, which has its primary tensor."""
     faults = []
     for one in encoding.companions:
         there = [parts[name] for name in one.names if name in parts]

@@ -1,4 +1,4 @@
-"""Which grid of numbers beside a weight a tensor's shape says it is."""
+"""Grids of numbers next to a weight, recognised by a tensor's shape."""
 
 from __future__ import annotations
 

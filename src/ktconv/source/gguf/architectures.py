@@ -1,4 +1,4 @@
-"""What llama.cpp calls model families, and what Hugging Face's config.json calls them."""
+"""Names of model families in llama.cpp, and in Hugging Face's config.json."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def _scoring(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dense(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers are dense, unless every n-th has experts: then the tensors show it."""
+    """Dense layers, unless every n-th has experts: then the tensors show it."""
     leading = given.get("leading_dense_block_count")
     steps = (given.get(key) for key in ("interleave_moe_layer_step", "moe_every_n_layers"))
     if leading is None or any(step not in (None, 0, 1) for step in steps):

@@ -88,7 +88,7 @@ def read_gguf_header(path: Path) -> Header:
 
 
 def float32_bytes(path: Path) -> int:
-    """Of all weights in float32, as which transformers has them while it loads the file."""
+    """Bytes of all weights in float32, as which transformers has them while it loads the file."""
     return sum(4 * math.prod(tensor.shape) for tensor in read_gguf_header(path).tensors)
 
 
@@ -111,7 +111,7 @@ class _Source:
         return min(self.file_bytes, MAX_HEADER_BYTES) - self.position
 
     def take(self, length: int) -> int:
-        """Where the next `length` bytes begin in `data`, which are passed over."""
+        """Position where the next `length` bytes begin in `data`, which are passed over."""
         start, end = self.position, self.position + length
         if end > len(self.data):
             self._load(end)
@@ -293,7 +293,7 @@ def _read_entries(source: _Source, count: int, alignment: int) -> Sequence[_Entr
 
 
 class _FaultError(Exception):
-    """What is wrong with a tensor's entry, as the end of a sentence, and perhaps the way out."""
+    """Fault of a tensor's entry, as the end of a sentence, and perhaps the way out."""
 
     def __init__(self, fault: str, hint: str = _DAMAGED) -> None:
         super().__init__(fault)

@@ -43,7 +43,7 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class HubNames:
-    """Of one architecture; names within a layer are those behind blk.L. and model.layers.L."""
+    """Names of one architecture; those within a layer are behind blk.L. and model.layers.L."""
 
     layer: Mapping[str, str]  # modules, or whole names of tensors that are none of a module
     block: str  # of the experts
@@ -65,7 +65,7 @@ class HubNames:
         return _in_layer(name) in self.float32
 
     def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of a tensor in the output that has `shape` in the GGUF file."""
+        """Shape of a tensor in the output that has `shape` in the GGUF file."""
         is_row = len(shape) == 1 and _in_layer(name) in self.rows
         return (1, *shape) if is_row else shape
 

@@ -1,4 +1,4 @@
-"""Which GGUF files make up a model: one, or the numbered parts of a split."""
+"""The GGUF files that make up a model: one, or the numbered parts of a split."""
 
 from __future__ import annotations
 

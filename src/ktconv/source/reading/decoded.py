@@ -14,7 +14,7 @@ from ktconv.system.arrays import F32, U16
 
 
 def source_buffer(matrix: ExpertMatrix) -> BufferSizes:
-    """What reading a matrix needs."""
+    """Buffer that reading a matrix needs."""
     rows = min(chunk_rows(matrix), matrix.rows)
     return BufferSizes(buffer_bytes(matrix, rows))
 

@@ -40,7 +40,7 @@ ROWS_STEP = 128  # chunks are whole row blocks of every format
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """What `ExpertMatrix.quantization` names, as arrays; grids start at element (0, 0)'s block."""
+    """Arrays that `ExpertMatrix.quantization` names; grids start at element (0, 0)'s block."""
 
     scale: F32  # both levels
     zero_point: F32 | None = None
@@ -50,14 +50,14 @@ class Scales:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """What rows and columns of a whole matrix are multiplied by; None: ones."""
+    """Factors of the rows and columns of a whole matrix; None: ones."""
 
     rows: F32 | None = None
     cols: F32 | None = None
 
     @staticmethod
     def of(projection: Projection, exponents: I8) -> Factors | None:
-        """Those of folding (SPEC 9) by exponents [I]; None of a gate, which has none."""
+        """Factors of folding (SPEC 9) by exponents [I]; None of a gate, which has none."""
         if projection == "gate":
             return None
         if projection == "up":
@@ -111,8 +111,8 @@ def source_bytes(matrix: ExpertMatrix) -> int:
 
 
 def spans_of(matrix: ExpertMatrix) -> list[Span]:
-    """What reading a matrix touches: the bytes from its first to its last one, and its scales and
-    what belongs to them, in the order of reading."""
+    """Spans that reading a matrix touches: the bytes from its first to its last one, and its scales
+    and what belongs to them, in the order of reading."""
     spans = [] if matrix.bias is None else [_grid_span(matrix.bias, matrix.rows, 1)]
     found = matrix.quantization
     if found is not None:
@@ -148,7 +148,7 @@ class MatrixReader:
         return self.reader.open(self.matrix.tensor.file)
 
     def load_scales(self) -> Scales | None:
-        """Its scales and what belongs to them, if it has some."""
+        """Load its scales and what belongs to them, if it has some."""
         found, (rows, cols) = self.matrix.quantization, (self.matrix.rows, self.matrix.cols)
         if found is None:
             return None
@@ -220,7 +220,7 @@ class MatrixReader:
             )
 
     def load_bias(self) -> F32 | None:
-        """What is added to its outputs, [rows], if something is. CheckpointError for a NaN or an
+        """Load the bias of its outputs, [rows], if there is one. CheckpointError for a NaN or an
         infinity."""
         grid, rows = self.matrix.bias, self.matrix.rows
         if grid is None:
@@ -265,7 +265,7 @@ class MatrixReader:
         return data
 
     def not_finite(self, row: int, col: int) -> CheckpointError:
-        """Why the value at (row, col) is a NaN or an infinity."""
+        """Error for the value at (row, col), a NaN or an infinity, with the reason."""
         tensor, matrix = self.matrix.tensor, self.matrix
         unit = matrix.element
         at = matrix.start + row // unit.unit_rows * matrix.row_stride
@@ -368,7 +368,7 @@ class MatrixReader:
             yield chunk, native.decode(view)
 
     def views(self, buffer: U8, bounce: U8) -> Iterator[tuple[range, native.Matrix]]:
-        """The same for the C library; a view is good until the next one."""
+        """Chunks as views for the C library; a view is good until the next one."""
         with self.open() as fd:
             scales = self.load_scales()
             for chunk in chunks(self.matrix, self.matrix.rows):

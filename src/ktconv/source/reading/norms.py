@@ -12,14 +12,14 @@ from ktconv.system.arrays import F32
 
 
 def find_norm(tensors: SourceTensors, config: ModelSettings, layer: MoELayer) -> TensorRef | None:
-    """By its name; its shape may be any."""
+    """Find the norm by its name; its shape may be any."""
     return tensors.find(norm_tensors(layer.source, config.family))
 
 
 def norm_scale(
     tensors: SourceTensors, config: ModelSettings, layer: MoELayer, norm: TensorRef
 ) -> F32:
-    """What the norm multiplies each channel by, [width]. Some families store that less 1."""
+    """Factors of the norm for each channel, [width]. Some families store them less 1."""
     row = config.family
     less_one = row is not None and row.norm_less_one and not is_gguf(layer.source)
     scale: F32 = tensors.vector(norm) + np.float32(less_one)

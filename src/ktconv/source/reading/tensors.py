@@ -67,8 +67,8 @@ class SourceTensors:
             raise CheckpointError(f"{tensor.name} is {tensor.dtype}, which is not supported")
 
     def plain(self, tensor: TensorRef) -> Array:
-        """Its integers as int64 or its other numbers as float32, in its shape; CheckpointError
-        where `check_plain` raises it."""
+        """Integers of a tensor as int64 or its other numbers as float32, in its shape;
+        CheckpointError where `check_plain` raises it."""
         self.check_plain(tensor)
         data = bytearray(tensor.nbytes)
         with self._reader.open(tensor.file) as fd:

@@ -44,7 +44,7 @@ class _Piece:
 
 
 def requests_for(nbytes: int) -> int:
-    """About how many requests so many bytes of one layer take."""
+    """Estimated number of requests that bytes of one layer take."""
     return -(-nbytes // PIECE_BYTES)
 
 
@@ -140,13 +140,13 @@ class ReadAhead:
         self._held += piece.nbytes
 
     def _make_room(self, nbytes: int) -> bool:
-        """Whether there is room for so many bytes, after dropping what nobody needs again."""
+        """Whether there is room for `nbytes` bytes, after dropping what nobody needs again."""
         if self._held and self._held + nbytes > self._room:
             self._drop(self._held + nbytes - self._room, lambda piece: piece.spent)
         return not self._held or self._held + nbytes <= self._room
 
     def _drop(self, nbytes: int, fits: Callable[[_Piece], bool]) -> None:
-        """Forget pieces that are there and fit, the oldest first, until so many bytes are free."""
+        """Forget pieces that are there and fit, the oldest first, until `nbytes` bytes are free."""
         kept: deque[_Piece] = deque()
         while self._order:
             piece = self._order.popleft()

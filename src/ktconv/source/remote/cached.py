@@ -1,9 +1,9 @@
-"""What was read of a remote source, kept in a directory for other runs (`--cache-dir`).
+"""A cache of the bytes of remote sources, kept in a directory for other runs (`--cache-dir`).
 
 Each file of a source has a sparse file of data, and a log with a line for each range that is there:
 its start, its end and the CRC-32 of its bytes. A line is written after its data, in one call, so
 that runs can share a directory and be killed at any time; a range that a power cut left incomplete
-differs from its CRC and is read anew. Names are those of content: another ETag is another file.
+differs from its CRC and is read again. Names are those of content: another ETag is another file.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class CachedStore(Store):
     def _gaps(
         self, kept: _Kept, start: int, stop: int, *, trusted: bool = False
     ) -> list[tuple[int, int]]:
-        """What of [start, stop) is not there; unless `trusted`, what is there is checked."""
+        """Ranges of [start, stop) that are not there; unless `trusted`, what is there is
+        checked."""
         gaps, at = [], start
         with self._lock:
             there = sorted(one for one in kept.ranges if one[0] < stop and one[1] > start)
@@ -131,7 +132,7 @@ class CachedStore(Store):
         return True
 
     def _of(self, name: str) -> _Kept | None:
-        """What is kept of a file; None where its server says nothing that identifies it."""
+        """Cached ranges of a file; None where its server says nothing that identifies it."""
         file = self._files[name]
         if not file.etag:
             return None
@@ -166,6 +167,6 @@ def _ranges(text: bytes, nbytes: int) -> list[tuple[int, int, int]]:
 
 
 def kept_bytes(directory: Path) -> int:
-    """What a cache takes on its disk, in bytes."""
+    """Size of a cache on its disk, in bytes."""
     with translated("read", directory):
         return sum(path.stat().st_blocks * 512 for path in directory.glob("*/*.data"))

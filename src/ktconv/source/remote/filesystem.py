@@ -22,7 +22,16 @@ from ktconv.errors import (
     UsageError,
 )
 from ktconv.source.remote.attempts import attempt
-from ktconv.source.remote.network_errors import cause, first_line, is_cut_off, is_of_network
+from ktconv.source.remote.network_errors import (
+    AGAIN,
+    LATER,
+    REFUSED,
+    cause,
+    causes,
+    failed,
+    first_line,
+    is_of_network,
+)
 from ktconv.source.remote.store import (
     ChangedError,
     RemoteFile,
@@ -33,13 +42,10 @@ from ktconv.source.remote.store import (
 )
 from ktconv.source.remote.urls import Url
 
-LATER = (408, 425, 429, 500, 502, 503, 504)  # HTTP: the same request can succeed later
-REFUSED = (401, 403)
 _CHANGED = 412
 _NOBODY = (ConnectionRefusedError, socket.gaierror)
 BUFFER_BYTES = 1 << 20  # of a connection: 20 % less CPU time than with aiohttp's 64 KiB
 _THREADS = 8  # that ask about files
-_AGAIN = "then run the same command again: finished layers are kept"
 
 T = TypeVar("T")
 
@@ -107,7 +113,7 @@ class FsspecStore(Store):
 
     @abstractmethod
     def _about(self, path: str) -> Mapping[str, Any]:
-        """What the server says of a file, asked anew."""
+        """Facts of a file, asked of the server again."""
 
     @abstractmethod
     def _described(self, name: str, about: Mapping[str, Any]) -> RemoteFile: ...
@@ -115,7 +121,7 @@ class FsspecStore(Store):
     # ---- errors ----
 
     def _status(self, error: BaseException) -> int | None:
-        """Of HTTP, where a response caused the error."""
+        """Status of HTTP, where a response caused the error."""
         import aiohttp
 
         for one in causes(error):
@@ -160,35 +166,17 @@ class FsspecStore(Store):
         if status in LATER:
             return ResourceError(
                 f"the server answered {status} for {shown} again and again",
-                f"wait a while, {_AGAIN}",
-            )
-        if any(is_cut_off(one) for one in causes(error)):
-            return ResourceError(
-                f"the server broke off its answers for {shown} again and again: {said}",
-                f"check the network and proxies, {_AGAIN}",
+                f"wait a while, {AGAIN}",
             )
         if any(self._is_broken(one) or is_of_network(one) for one in causes(error)):
-            return ResourceError(
-                f"the server cannot be reached for {shown}: {said}",
-                f"check the network and the address, {_AGAIN}",
-            )
+            return failed("the server", shown, error)
         if isinstance(error, OSError | ValueError) or status is not None:
             return CheckpointError(f"{shown} cannot be read: {said}", "check the URL")
         return None
 
 
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, and what led to it."""
-    one: BaseException | None = error
-    for _ in range(20):
-        if one is None:
-            return
-        yield one
-        one = one.__cause__ or one.__context__
-
-
 async def received(read: Callable[[int], Awaitable[bytes]], nbytes: int) -> bytearray:
-    """A body of so many bytes, or of fewer, without a second copy of it in memory."""
+    """A body of `nbytes` bytes, or of fewer, without a second copy of it in memory."""
     data, at = bytearray(nbytes), 0
     while chunk := await read(BUFFER_BYTES):
         data[at : at + len(chunk)] = chunk

@@ -23,9 +23,12 @@ from ktconv.errors import (
     UsageError,
 )
 from ktconv.source.remote.network_errors import (
+    AGAIN,
+    LATER,
+    REFUSED,
     cause,
+    failed,
     first_line,
-    is_cut_off,
     is_of_network,
     status_of,
 )
@@ -40,8 +43,6 @@ from ktconv.source.remote.store import (
 )
 from ktconv.source.remote.urls import Url, download_command
 
-_LATER = (408, 425, 429, 500, 502, 503, 504)  # HTTP: the same request can succeed later
-_REFUSED = (401, 403)
 _PARTIAL, _BEHIND_THE_END = 206, 416
 
 
@@ -81,7 +82,7 @@ class HubStore(Store):
         return list(self._files.values())
 
     def state(self, names: Iterable[str]) -> Mapping[str, RemoteFile]:
-        """As they were: what a commit has never changes."""
+        """Files as they were: those of a commit never change."""
         return {name: self._files[name] for name in names}
 
     # ---- bytes ----
@@ -100,7 +101,7 @@ class HubStore(Store):
             try:
                 return self._get(name, signed, {}, start, stop)[0]
             except Exception as error:
-                if status_of(error) not in _REFUSED:
+                if status_of(error) not in REFUSED:
                     raise
                 with self._lock:  # it expired: the hub signs another one
                     self._signed.pop(name, None)
@@ -179,7 +180,7 @@ class HubStore(Store):
         if isinstance(error, DigestError):
             return True  # of what a proxy between made of it
         if isinstance(error, HfHubHTTPError) or status_of(error) is not None:
-            return status_of(error) in _LATER
+            return status_of(error) in LATER
         return is_of_network(error) or isinstance(error, ConnectionError | TimeoutError)
 
     @property
@@ -237,7 +238,7 @@ class HubStore(Store):
             return ResourceError(str(error), f"download the model first: {self._download}")
         said = first_line(cause(error), get_token())
         status = status_of(error)
-        if status in _REFUSED:
+        if status in REFUSED:
             return CheckpointError(
                 f"the hub does not let us read {shown} (status {status})",
                 "log in with a token that may read it: hf auth login",
@@ -245,20 +246,11 @@ class HubStore(Store):
         if status is not None:
             return ResourceError(
                 f"the hub answered {status} for {shown} again and again: {said}",
-                "wait a while, then run the same command again: finished layers are kept",
+                f"wait a while, {AGAIN}",
             )
         if not (is_of_network(error) or isinstance(error, OSError)):
             return None
-        if is_cut_off(error):
-            return ResourceError(
-                f"answers for {shown} were broken off again and again: {said}",
-                "check the network and proxies, then run the same command again: finished layers "
-                "are kept",
-            )
-        return ResourceError(
-            f"the hub cannot be reached for {shown}: {said}",
-            "check the network, then run the same command again: finished layers are kept",
-        )
+        return failed("the hub", shown, error, get_token())
 
 
 def _described(sibling: Any, folder: str) -> RemoteFile | None:

@@ -63,7 +63,7 @@ class RemoteDirectory(RemoteStore):
         transfer.add(stores=1)
 
     def __reduce__(self) -> Any:
-        """Another process opens the URL anew."""
+        """Another process opens the URL again."""
         return _opened, self._key
 
     @property

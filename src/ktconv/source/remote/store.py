@@ -47,7 +47,7 @@ def check_range(said: str | None, start: int) -> None:
 
 
 def not_in_parts(shown: str, error: WholeFileError) -> CheckpointError:
-    """What such an error means for a directory."""
+    """Error for a directory whose server does not send parts of files."""
     what = "whole files only"
     if isinstance(error, OtherRangeError):
         what = "other parts than it is asked for"
@@ -74,11 +74,12 @@ class Store(ABC):
         """The bytes from `start` to before `stop`, with one request."""
 
     def missing(self, name: str, start: int, stop: int) -> Sequence[tuple[int, int]]:
-        """Which ranges of [start, stop) must be read; `fill` has the others."""
+        """Ranges of [start, stop) that must be read; `fill` has the others."""
         return [(start, stop)]
 
     def kept(self, name: str, start: int, stop: int) -> int:
-        """How many bytes of [start, stop) are here, as far as is known without reading them."""
+        """Number of bytes of [start, stop) that are here, as far as is known without reading
+        them."""
         return 0
 
     def fill(self, name: str, target: memoryview, start: int) -> None:
@@ -87,7 +88,7 @@ class Store(ABC):
 
     @abstractmethod
     def state(self, names: Iterable[str]) -> Mapping[str, RemoteFile]:
-        """These files as they are now, asked anew; those that are gone are missing."""
+        """These files as they are now, asked again; those that are gone are missing."""
 
     @abstractmethod
     def transient(self, error: BaseException) -> bool:
@@ -105,7 +106,7 @@ class Store(ABC):
 
 
 def open_store(url: Url) -> Store:
-    """What serves `url`. UsageError names the extra where a package is missing."""
+    """Open the store that serves `url`. UsageError names the extra where a package is missing."""
     module, name = _STORES[url.scheme]
     store: Store = getattr(import_module(module), name)(url)
     return store

@@ -1,4 +1,4 @@
-"""What a MODEL argument with a URL means.
+"""Meaning of a MODEL argument with a URL.
 
     hf://org/name, hf://org/name@REVISION, hf://org/name@REVISION/folder
     s3://bucket/prefix, gs://bucket/prefix, https://host/directory/
@@ -39,12 +39,12 @@ class Url:
 
     @property
     def full(self) -> str:
-        """What opens it. May contain secrets."""
+        """URL that opens it. May contain secrets."""
         return f"{self.scheme}://{self.place}" + (f"?{self.query}" if self.query else "")
 
     @property
     def shown(self) -> str:
-        """For users: without passwords and signatures."""
+        """URL for users: without passwords and signatures."""
         revision = f"@{_in_url(self.revision)}" if self.revision else ""
         folder = f"/{self.folder}" if self.folder else ""
         return f"{self.scheme}://{self._shown_place}{revision}{folder}"
@@ -58,13 +58,13 @@ class Url:
 
     @property
     def name(self) -> str:
-        """What a user would call the model."""
+        """Name that a user would give the model."""
         last = (self.folder or self._shown_place).rstrip("/").rpartition("/")[2]
         return re.sub(r"[^\w.-]", "-", last).strip(".-") or "model"
 
 
 def download_command(repository: str, revision: str | None, *patterns: str) -> str:
-    """What brings a repository of the hub, or files of it, into the local cache."""
+    """Command that brings a repository of the hub, or files of it, into the local cache."""
     words = ["hf", "download", repository]
     words += ["--revision", revision] if revision else []
     words += ["--include", *patterns] if patterns else []

@@ -16,14 +16,8 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from ktconv.errors import CheckpointError, KtconvError
 from ktconv.source.remote.attempts import attempt
-from ktconv.source.remote.filesystem import (
-    BUFFER_BYTES,
-    LATER,
-    REFUSED,
-    FsspecStore,
-    causes,
-    received,
-)
+from ktconv.source.remote.filesystem import BUFFER_BYTES, FsspecStore, received
+from ktconv.source.remote.network_errors import LATER, REFUSED, causes
 from ktconv.source.remote.store import (
     ChangedError,
     RemoteFile,
@@ -73,7 +67,8 @@ class WebStore(FsspecStore):
         yield from found
 
     def _now(self, name: str) -> RemoteFile | None:
-        """By asking for its first byte: signatures for reading do not allow HEAD."""
+        """File as it is now, by asking for its first byte: signatures for reading do not allow
+        HEAD."""
         return self._run(self._described_there, name)  # type: ignore[no-any-return]
 
     def _about(self, path: str) -> Mapping[str, Any]:
@@ -147,9 +142,6 @@ class WebStore(FsspecStore):
 
     # ---- requests ----
 
-    def _full(self, name: str) -> str:
-        return self._base + quote(name) + self._query
-
     async def _ask(self, name: str, start: int | None = None, stop: int = 0) -> Any:
         """A response, to be closed."""
         import aiohttp
@@ -160,7 +152,7 @@ class WebStore(FsspecStore):
             headers["Range"] = f"bytes={start}-{stop - 1}"
         session = await self._fs.set_session()
         patience = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
-        address = URL(self._full(name), encoded=True)
+        address = URL(self._base + quote(name) + self._query, encoded=True)
         return await session.get(
             address, headers=headers, timeout=patience, read_bufsize=BUFFER_BYTES
         )
@@ -190,7 +182,7 @@ class WebStore(FsspecStore):
 
 
 def _size(response: Any) -> int | None:
-    """Of the whole file; None where the server does not say."""
+    """Size of the whole file; None where the server does not say."""
     if response.status in (206, 416):
         total = response.headers.get("Content-Range", "").rpartition("/")[2]
     else:
@@ -199,7 +191,7 @@ def _size(response: Any) -> int | None:
 
 
 def _etag(headers: Mapping[str, str]) -> str:
-    """What the server gives to tell contents apart: an ETag, a date, or nothing."""
+    """Text from the server that tells contents apart: an ETag, a date, or nothing."""
     return (headers.get("ETag") or headers.get("Last-Modified") or "").strip('"')
 
 
@@ -227,7 +219,7 @@ class _Links(HTMLParser):
 
 
 def _names_in(page: str, address: str) -> Iterator[str]:
-    """What a listing at `address` leads to that is in that directory."""
+    """Names in a listing at `address` that are in that directory."""
     parser = _Links()
     parser.feed(page)
     here = urlsplit(address)

@@ -29,8 +29,8 @@ RAWINT4_GROUP = 32  # kt-kernel 0.7.2 takes any group size, and computes only th
 
 
 def quantization_config(plan: Plan, renamed: Iterable[str] = ()) -> dict[str, Any] | None:
-    """What engines read of how modules are encoded; None where there is nothing to say. `renamed`:
-    see `ignored_modules`."""
+    """Section of config.json from which engines read how modules are encoded; None where there is
+    nothing to say. `renamed`: see `ignored_modules`."""
     others = (tensor for unit in plan.others for tensor in unit.tensors())
     patterns = plan.target.patterns((unit.layer, unit.experts) for unit in plan.layers)
     return quantization_section(plan.target.scheme, patterns, others, renamed)
@@ -42,8 +42,8 @@ def quantization_section(
     others: Iterable[Stored],
     renamed: Iterable[str] = (),
 ) -> dict[str, Any] | None:
-    """`quantization_config` for experts that `patterns` find, beside the tensors `others`. `scheme`
-    is that of the whole output."""
+    """`quantization_config` for experts that `patterns` find, and the tensors `others`. `scheme` is
+    that of the whole output."""
     ignored = ignored_modules(others, renamed)
     if scheme.row is MIXED:
         return mixed_precision(patterns, ignored)
@@ -61,7 +61,7 @@ def config_json(plan: Plan, renamed: Iterable[str] = ()) -> bytes:
 
 
 def recipe_yaml(plan: Plan) -> bytes:
-    """What llm-compressor was asked for. JSON is YAML, so values are written as JSON."""
+    """Recipe that llm-compressor was given. JSON is YAML, so values are written as JSON."""
     options, scheme = plan.target.options, plan.target.scheme
     group = {
         "targets": [target_pattern(plan.target.modules(plan.moe_layers))],
@@ -130,7 +130,7 @@ Made with ktconv {__version__}{tool}:
 
 
 def _how(plan: Plan) -> str:
-    """How weights became codes."""
+    """The way from weights to codes, in words."""
     options, scheme = plan.target.options, plan.target.scheme
     how = "GPTQ, calibrated" if options.method == "gptq" else "rounded to nearest"
     how += ", scales searched" if options.scale == "search" else ""
@@ -147,7 +147,7 @@ def _methods(plan: Plan) -> list[str]:
 
 
 def _library(plan: Plan) -> str:
-    """What the hub shows as a model's library."""
+    """Name that the hub shows as a model's library."""
     if uneven_paragraph(plan.checkpoint.layers):
         return "ktconv"
     recipe, row = plan.target.recipe, plan.target.row
@@ -168,7 +168,7 @@ def _biased(plan: Plan) -> bool:
 
 
 def recipe_shares(plan: Plan) -> list[Share]:
-    """What each method of a recipe is used for; empty without a recipe."""
+    """Shares of a recipe's methods; empty without a recipe."""
     recipe = plan.target.recipe
     return [] if recipe is None else shares(recipe, _chosen(plan))
 
@@ -192,7 +192,7 @@ def _use(plan: Plan, chosen: bool) -> str:
 
 
 def _of_mix(plan: Plan) -> list[str]:
-    """What each method is used for, and what loads the mix."""
+    """Lines on what each method is used for, and what loads the mix."""
     recipe = plan.target.recipe
     assert recipe is not None
     loads = [name for name in ENGINES if why_not(name, recipe, _chosen(plan)) is None]

@@ -1,4 +1,4 @@
-"""What loads an output whose matrices have several methods, and why others do not.
+"""Engines that load an output whose matrices have several methods, and why others do not.
 
 Known from the engines' own code: vLLM 0.32 asks for the method of a layer's experts once for each
 projection of expert 0, and refuses a layer where these differ. SGLang (sglang-kt 0.7.2) knows one
@@ -66,7 +66,7 @@ ENGINES: Mapping[str, Engine] = {
 
 
 def why_not(engine: str, recipe: Recipe, chosen: Chosen) -> str | None:
-    """Why the engine cannot load what a recipe makes of these experts; None if it can."""
+    """Reason why the engine cannot load what a recipe makes of these experts; None if it can."""
     return ENGINES[engine](recipe, chosen)
 
 

@@ -93,8 +93,8 @@ def _renamed(names: Set[str]) -> Iterator[str]:
 
 
 def _shorter(names: Set[str]) -> Iterator[str]:
-    """From `layers` on: SGLang compares the ends of names, and what comes before differs between
-    its models and the checkpoint (Mixtral, vision models, drafts)."""
+    """Names from `layers` on: SGLang compares the ends of names, and what comes before differs
+    between its models and the checkpoint (Mixtral, vision models, drafts)."""
     for name in names:
         if found := _IN_LAYER.fullmatch(name):
             yield found[1]

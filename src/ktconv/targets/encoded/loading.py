@@ -1,4 +1,4 @@
-"""Which engines load a checkpoint of encoded experts, by its format and by the model."""
+"""Engines that load a checkpoint of encoded experts, by its format and by the model."""
 
 from __future__ import annotations
 

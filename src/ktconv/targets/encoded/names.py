@@ -103,7 +103,7 @@ class _Place(NamedTuple):
 
 
 def _place_of(module: str) -> tuple[_Place, int, str]:
-    """With the expert's number and the projection's word."""
+    """Place of a module, with the expert's number and the projection's word."""
     *path, expert, word = module.split(".")
     at = max(i for i, part in enumerate(path) if part.isdecimal())
     place = _Place(".".join(path[:at]), int(path[at]), ".".join(path[at + 1 :]))
@@ -129,7 +129,8 @@ def _any(parts: Sequence[object]) -> str:
 
 
 def _end(path: str, others: Set[str]) -> str:
-    """Of what precedes a number: `(.*\\.)?layers\\.`; all of it where others end like that."""
+    r"""Pattern of what precedes a number: `(.*\.)?layers\.`; all of it where others end like
+    that."""
     last = path.rpartition(".")[2]
     alone = sum(other.rpartition(".")[2] == last for other in others) == 1
     return rf"(.*\.)?{re.escape(last)}\." if alone else rf"{re.escape(path)}\."

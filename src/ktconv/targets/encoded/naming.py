@@ -1,4 +1,4 @@
-"""What the experts of an encoded checkpoint are called.
+"""Names of the experts in an encoded checkpoint.
 
 Models' own names are what vLLM, SGLang and transformers read. Loaders of KTransformers know a few
 names only, by method (docs/formats.md section 10): where the model's own are among these, they

@@ -21,7 +21,7 @@ def decoded_others(
     checkpoint: Checkpoint, hub_names: HubNames | None = None
 ) -> tuple[Mapping[str, OtherWeight], frozenset[str]]:
     """The quantized matrices among the other tensors by the name of their primary tensor, and the
-    names of what stands beside those. Of GGUF models (`hub_names`) also what is float32 there
+    names of what stands next to those. Of GGUF models (`hub_names`) also what is float32 there
     although the model's own checkpoint has it in bf16.
 
     Raises CheckpointError for a model whose other tensors no engine could read then.

@@ -18,25 +18,19 @@ from __future__ import annotations
 
 import difflib
 import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from ktconv.errors import CheckpointError, UsageError
+from ktconv.errors import UsageError
 from ktconv.formats.dialects import translated
 from ktconv.source import PROJECTIONS, MoELayer, Projection
-from ktconv.system.regular_files import MissingFileError, read_small
+from ktconv.source.toml_file import parse_toml, read_toml, unknown_key
 from ktconv.system.units import counted, format_ranges, parse_ranges
 from ktconv.targets.encoded.scheme import MIXABLE, SCHEMES, Scheme
 from ktconv.targets.expert_sets import ExpertSet, check_expert_set, expert_set, read_expert_set
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 MTP = "mtp"
 FIRST_ENGINE = "vllm"
@@ -59,7 +53,7 @@ class Method:
 
     @property
     def words(self) -> str:
-        """As messages and tables have it."""
+        """Name for messages and tables."""
         row = SCHEMES[self.name]
         return f"{self.name} (group {self.group_size})" if len(row.groups) > 1 else self.name
 
@@ -108,7 +102,7 @@ class Recipe:
 
     @property
     def toml(self) -> str:
-        """As a file; `parse_recipe` gives the same recipe again."""
+        """The recipe as a file; `parse_recipe` gives the same recipe again."""
         blocks = [[*self.method.lines(), f"engine = {json.dumps(self.engine)}"]]
         blocks += [list(rule.lines()) for rule in self.rules]
         return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
@@ -161,8 +155,8 @@ class Recipe:
         ]
 
     def resolved(self, layers: Sequence[MoELayer], name: str = "the recipe") -> Recipe:
-        """For a model with these layers: numbers for "mtp". UsageError for what the model does not
-        have, and for a rule that decides nothing."""
+        """The recipe for a model with these layers: numbers for "mtp". UsageError for what the
+        model does not have, and for a rule that decides nothing."""
         drafts = tuple(layer.index for layer in layers if layer.is_mtp)
         counts = {layer.index: len(layer.experts) for layer in layers}
         rules = []
@@ -211,18 +205,10 @@ class Recipe:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """The recipe in a file; files of experts are sought beside it. UsageError names what is
+    """The recipe in a file; files of experts are sought next to it. UsageError names what is
     wrong."""
-    try:
-        data = read_small(path.parent, path.name, _MAX_BYTES)
-    except MissingFileError:
-        raise UsageError(f"--recipe {path} does not exist", _HINT) from None
-    except CheckpointError as error:
-        raise UsageError(str(error), "name a recipe, a TOML file; " + _HINT) from None
-    try:
-        return _Parser(f"--recipe {path}", path.parent).recipe(data.decode())
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--recipe {path} is not UTF-8 text: {error.reason}", _HINT) from None
+    content = read_toml(path, "--recipe", "recipe", _MAX_BYTES, _HINT)
+    return _Parser(f"--recipe {path}", path.parent).recipe(content)
 
 
 @lru_cache(64)
@@ -236,13 +222,7 @@ class _Parser:
         self._name, self._beside = name, beside
 
     def recipe(self, content: str) -> Recipe:
-        try:
-            found = tomllib.loads(content.replace("\r\n", "\n"))
-        except (ValueError, RecursionError) as error:  # also for a number of 5000 digits
-            text = str(error).partition(";")[0]  # of Python's limits without advice to programmers
-            raise UsageError(
-                f"{self._name} is not TOML: {text[:1].lower()}{text[1:]}", _HINT
-            ) from None
+        found = parse_toml(content, self._name, _HINT)
         self._check_keys("", found, _TOP_KEYS)
         rules = found.get("rule", [])
         if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
@@ -257,12 +237,10 @@ class _Parser:
         raise UsageError(" ".join(f"{self._name}: {where} {what}".split()), hint)
 
     def _check_keys(self, where: str, found: Mapping[str, Any], known: Sequence[str]) -> None:
-        for key in found:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                guess = f"; the nearest is {near[0]}" if near else ""
-                what = f"is not a key of a {'rule' if where else 'recipe'}{guess}"
-                self._fail(f"{where}{key}", what, f"known are {', '.join(known)}")
+        if (unknown := unknown_key(found, known)) is not None:
+            key, guess = unknown
+            what = f"is not a key of a {'rule' if where else 'recipe'}{guess}"
+            self._fail(f"{where}{key}", what, f"known are {', '.join(known)}")
 
     def _engine(self, name: object) -> str:
         if not isinstance(name, str):
@@ -337,7 +315,7 @@ class _Parser:
 
 
 def _why_not(name: str) -> str:
-    """Why a method cannot be in a recipe."""
+    """Reason why a method cannot be in a recipe."""
     from ktconv.formats import output_formats
 
     if name in output_formats():
@@ -377,7 +355,7 @@ class Share:
 
 
 def shares(recipe: Recipe, chosen: Iterable[tuple[MoELayer, Sequence[int]]]) -> list[Share]:
-    """What each method is used for; the methods in order of their first use."""
+    """Matrices of each method; the methods in order of their first use."""
     layers: dict[Method, dict[int, set[int]]] = {}
     projections: dict[Method, set[Projection]] = {}
     matrices: dict[Method, int] = {}

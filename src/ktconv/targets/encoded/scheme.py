@@ -193,8 +193,8 @@ class Scheme:
         )
 
     def tensors(self, module: str, rows: int, cols: int, scale_dtype: str) -> list[Tensor]:
-        """What a matrix becomes; `module` is its name without ".weight", `scale_dtype` that of the
-        weights, BF16 or F16."""
+        """Tensors of an encoded matrix; `module` is its name without ".weight", `scale_dtype` that
+        of the weights, BF16 or F16."""
         return self.layout.tensors(module, self.sizes(rows, cols, scale_dtype == "F16"))
 
     def sizes(self, rows: int, cols: int, half: bool) -> Sizes:
@@ -215,7 +215,7 @@ class Scheme:
         return self.row.kind != "bf16"
 
     def encoding(self, half: bool) -> Encoding:
-        """What the C library calls it; `half`: weights and scales are binary16, not bf16."""
+        """Encoding of the C library; `half`: weights and scales are binary16, not bf16."""
         from ktconv.native import Encoding
 
         searched = self.search and self.row.is_int
@@ -243,12 +243,12 @@ class Scheme:
         }
 
     def input_arguments(self) -> dict[str, Any] | None:
-        """The same of activations; None: they stay as they are."""
+        """Arguments for the activations; None: they stay as they are."""
         return dict(self.row.activations) if self.row.activations else None
 
     @property
     def grouping(self) -> str:
-        """In words."""
+        """Grouping of scales, in words."""
         if not self.encodes:
             return "no scales"
         if self.row.block > 1:

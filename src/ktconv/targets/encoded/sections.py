@@ -19,7 +19,7 @@ Section = Callable[["Scheme", str, Sequence[str]], "dict[str, Any] | None"]
 
 
 def no_section(scheme: Scheme, target: str, plain: Sequence[str]) -> None:
-    """Of plain weights, and of files that no library reads by their config."""
+    """No section: for plain weights, and for files that no library reads by their config."""
 
 
 def compressed_tensors(scheme: Scheme, target: str, plain: Sequence[str]) -> dict[str, Any]:

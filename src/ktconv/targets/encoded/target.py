@@ -41,7 +41,7 @@ Chosen = tuple[MoELayer, Sequence[int]]  # a layer, and ids of its experts
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Which text GPTQ sees, and how much of it."""
+    """Text that GPTQ sees, and how much of it."""
 
     dataset: str  # FILE.jsonl, FILE.txt, or NAME[:CONFIG] of a dataset
     split: str = "train"
@@ -125,7 +125,7 @@ class EncodedTarget(Target):
 
     @property
     def command(self) -> str:
-        """That wrote or writes it."""
+        """Command that wrote or writes it."""
         return self.row.command
 
     @property
@@ -156,7 +156,7 @@ class EncodedTarget(Target):
         }
 
     def serving(self) -> str | None:
-        """Of the loaders of KTransformers."""
+        """Command for serving with the loaders of KTransformers."""
         options = self.options
         subset = options.experts or options.exclude_experts
         if not self.row.kt_method or subset or options.allow_activation_mismatch:
@@ -164,7 +164,7 @@ class EncodedTarget(Target):
         return f"--kt-method {self.row.kt_method} --kt-weight-path"
 
     def scheme_of(self, layer: MoELayer, expert: int, proj: Projection) -> Scheme:
-        """Of a matrix."""
+        """Scheme of a matrix."""
         if self.recipe is None:
             return self.scheme
         return self._scheme(self.recipe.of(layer.index, expert, proj))
@@ -244,13 +244,13 @@ class EncodedTarget(Target):
         return self.row.naming.module(layer, expert, proj)
 
     def modules(self, layers: Sequence[MoELayer]) -> Iterator[str]:
-        """Of expert 0 of each layer."""
+        """Modules of expert 0 of each layer."""
         for layer in layers:
             for proj in layer.projections:
                 yield self.module(layer, 0, proj)
 
     def patterns(self, chosen: Iterable[Chosen]) -> dict[Scheme, list[str]]:
-        """By which engines find the modules of each scheme, for these experts."""
+        """Patterns by which engines find the modules of each scheme, for these experts."""
         chosen = list(chosen)
         if self.recipe is None:
             return {self.scheme: [target_pattern(self.modules([layer for layer, _ in chosen]))]}
@@ -284,8 +284,8 @@ class EncodedTarget(Target):
         return [(tensor, self.output_name(tensor.name)) for tensor in kept]
 
     def output_name(self, name: str) -> str:
-        """Of a non-expert tensor: what is decoded is a plain weight. CheckpointError for one of a
-        GGUF file that is not known."""
+        """Name of a non-expert tensor in the output: what is decoded is a plain weight.
+        CheckpointError for one of a GGUF file that is not known."""
         if self._hub_names is not None:
             return hub_name(self._hub_names, name)
         return name.rpartition(".")[0] + ".weight" if name in self.decoded else name
@@ -322,7 +322,7 @@ def weight_dtype(matrix: ExpertMatrix) -> str:
 
 
 def bias_tensors(module: str, matrix: ExpertMatrix) -> list[Tensor]:
-    """That of a matrix with a bias [rows], in the source's dtype; else none."""
+    """Tensor of a matrix's bias [rows], in the source's dtype; none without a bias."""
     if matrix.bias is None:
         return []
     dtype = matrix.bias.number

@@ -80,7 +80,7 @@ class Packed:
 
 
 class _Piece(NamedTuple):
-    """What was found in some rows; scales are [rows, 1], or [rows, groups]."""
+    """Findings in some rows; scales are [rows, 1], or [rows, groups]."""
 
     scale: F32
     allowed: Allowed

@@ -1,4 +1,4 @@
-"""What must hold of packed weights beside their source, by how they were quantized."""
+"""Conditions that packed weights meet, given their source, by how they were quantized."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMPENSATED = "gptq"  # such codes
 
 @dataclass(frozen=True)
 class Proof:
-    """Of one packed matrix.
+    """Conditions of one packed matrix.
 
     `choice` made its scales, and its codes unless `row_error` is given. The importance in it can be
     unknown (`exact` False); then scales are only proven to be possible.
@@ -34,14 +34,14 @@ class Proof:
         return self.choice.rule
 
     def columns(self, start: int, stop: int) -> Proof:
-        """The same for some of the columns."""
+        """Proof of some of the columns."""
         if self.choice.importance is None:
             return self
         return replace(self, choice=self.choice.columns(start, stop))
 
     @property
     def sentence(self) -> str:
-        """What gives a scale, as part of a sentence: "the largest weight makes"."""
+        """Origin of a scale, as part of a sentence: "the largest weight makes"."""
         if self.rule == "amax":
             return "the largest weight makes"
         if not self.exact:

@@ -18,15 +18,16 @@ _SMALLEST, _LARGEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """From `least` to `most`, [rows, 1] or [rows, groups]; both are the same where a rule gives one
-    scale. `kept`: of how many rows the integers are kept, with the scale of their source."""
+    """Allowed scales, from `least` to `most`, [rows, 1] or [rows, groups]; both are the same where
+    a rule gives one scale. `kept`: the number of rows whose integers are kept, with the scale of
+    their source."""
 
     least: F32
     most: F32
     kept: int = 0
 
     def includes(self, fmt: Format, scale: F32, factors: tuple[float, ...]) -> Bools:
-        """Which scales are allowed, times one of `factors`; NaN is not."""
+        """Whether each scale is an allowed one times one of `factors`; NaN is not."""
         found: Bools = np.zeros(scale.shape, bool)
         for factor in map(np.float32, factors):
             least, most = (storable(fmt, factor * bound) for bound in (self.least, self.most))
@@ -44,7 +45,7 @@ class Allowed:
 
     @staticmethod
     def joined(pieces: Sequence[Allowed]) -> Allowed:
-        """Of rows one piece behind the other."""
+        """Allowed scales of rows, one piece behind the other."""
         if len(pieces) == 1:
             return pieces[0]
         most = np.concatenate([piece.most for piece in pieces])
@@ -56,7 +57,7 @@ class Allowed:
 def allowed_scales(
     fmt: Format, found: native.Audit, source: native.Matrix, proof: Proof
 ) -> Allowed:
-    """Of what was audited."""
+    """Allowed scales of what was audited."""
     least = most = found.row_scale
     if not proof.exact:
         first = reference.scale_of(fmt, found.row_amax)
@@ -75,7 +76,7 @@ def allowed_scales(
 
 
 def scales_of(fmt: Format, source: native.Matrix, proof: Proof) -> Allowed:
-    """Of rows that were packed as they are in `source`."""
+    """Allowed scales of rows that were packed as they are in `source`."""
     layout = fmt.layout
     nothing = np.zeros(layout.weight_size(source.rows, source.cols), np.uint8)
     scale = np.zeros(layout.scale_size(source.rows, source.cols), np.uint8)

@@ -43,7 +43,7 @@ ScaleRule = Literal["amax", "search"]
 
 @dataclass(frozen=True, slots=True)
 class ImportanceRecord:
-    """Where the weights of squared errors come from: a file, or the model's own weights."""
+    """Origin of the weights of squared errors: a file, or the model's own weights."""
 
     file: str  # its name, without directories; empty without a file, as its checksum is
     sha256: str  # of its bytes
@@ -59,7 +59,7 @@ BY_WEIGHTS = ImportanceRecord("", "", "weights")  # `--importance weights`
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRecord:
-    """Which inputs codes were calibrated on."""
+    """Inputs that codes were calibrated on."""
 
     name: str  # of the directory or the text that was given
     kind: str  # hessian, or text

@@ -53,7 +53,7 @@ _LAYER_FOLDER = re.compile(r"_layer_[0-9]+")
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Of one layer, as the sizes of most of its tensors say."""
+    """Geometry of one layer, as the sizes of most of its tensors say."""
 
     experts: int  # that its router chooses from
     parts: int
@@ -70,7 +70,7 @@ class Geometry:
         return PROJECTIONS if self.gated else UNGATED
 
     def matrices(self, backward: bool) -> tuple[Matrix, ...]:
-        """Of an expert, those of the backward pass included if there are any."""
+        """Matrices of an expert, those of the backward pass included if there are any."""
         return (*self.projections, *(backward_of(self.projections) if backward else ()))
 
     @property
@@ -143,7 +143,7 @@ def open_packed(directory: Path, layer: int | None = None) -> PackedWeights:
     """The packed weights of a directory: its shards, or its layer folders if it has no shard.
 
     `layer`: only headers of shards that have something of this layer are parsed, and only its
-    folder is looked into; what they have beside it is found, too.
+    folder is looked into; what they have next to it is found, too.
     """
     found = PackedWeights(directory)
     shards = sorted(directory.glob("*.safetensors"))
@@ -184,7 +184,7 @@ def may_hold_packed(directory: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What the manifest of packed weights says beyond what their sizes do."""
+    """Facts in the manifest of packed weights that their sizes do not show."""
 
     left_out: ExpertSet  # experts that quantize-cpu left out on request
     layers: Mapping[int, Mapping[str, Any]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,8 +86,31 @@ class TaskResult:
     offset: int = 0  # of the first byte that differs, of a tensor
 
 
+class _Pair(ABC):
+    """Something of both sides, which are on this machine."""
+
+    __slots__ = ()
+    a: Any
+    b: Any
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.a.nbytes + self.b.nbytes)
+
+    def spans(self) -> Sequence[Span]:
+        return []
+
+    def run(self, _: Buffers, advance: Advance) -> TaskResult:
+        found = self._compare()
+        advance(self.nbytes)
+        return found
+
+    @abstractmethod
+    def _compare(self) -> TaskResult: ...
+
+
 @dataclass(frozen=True, slots=True)
-class MatrixTask:
+class MatrixTask(_Pair):
     """All parts of one projection of one expert on both sides."""
 
     layer: int
@@ -100,10 +124,6 @@ class MatrixTask:
         return unit_of(self.layer)
 
     @property
-    def nbytes(self) -> int:
-        return self.a.nbytes + self.b.nbytes
-
-    @property
     def elements(self) -> int:
         rows, cols = self.a.geometry.shape(self.proj)
         return rows * cols * self.a.geometry.parts
@@ -112,14 +132,6 @@ class MatrixTask:
     def memory(self) -> int:
         """Bytes while it runs: both sides, codes in parts and joined, and rows in float64."""
         return self.nbytes + 4 * self.elements + _CHUNK_ARRAYS * CHUNK_ELEMENTS
-
-    def spans(self) -> Sequence[Span]:
-        return []  # both are on this machine
-
-    def run(self, _: Buffers, advance: Advance) -> TaskResult:
-        found = self._compare()
-        advance(self.nbytes)
-        return found
 
     def _compare(self) -> TaskResult:
         a, b = self.a.load(), self.b.load()
@@ -139,7 +151,7 @@ class MatrixTask:
 
 
 def _biases(data: Mapping[Piece, U8]) -> U8:
-    """Of all parts, one behind the other."""
+    """Biases of all parts, one behind the other."""
     pieces = [data[piece] for piece in sorted(data) if piece[1] == "bias"]
     return np.concatenate(pieces) if pieces else np.empty(0, np.uint8)
 
@@ -194,7 +206,7 @@ def _product(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorTask:
+class TensorTask(_Pair):
     """One non-expert tensor of both sides, of the same type."""
 
     a: TensorRef
@@ -202,18 +214,6 @@ class TensorTask:
 
     unit = OTHER
     memory = 2 * CHUNK_BYTES
-
-    @property
-    def nbytes(self) -> int:
-        return self.a.nbytes + self.b.nbytes
-
-    def spans(self) -> Sequence[Span]:
-        return []  # both are on this machine
-
-    def run(self, _: Buffers, advance: Advance) -> TaskResult:
-        found = self._compare()
-        advance(self.nbytes)
-        return found
 
     def _compare(self) -> TaskResult:
         for offset in range(0, self.a.nbytes, CHUNK_BYTES):

@@ -1,4 +1,4 @@
-"""What is to be compared, and the differences that headers and side files show."""
+"""Plans a comparison: what is read, and the differences that headers and side files show."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def _plan_layer(plan: Plan, layer: int, rng: random.Random) -> list[str]:
 
 
 def _one_sided(plan: Plan, layer: int, a: Side, b: Side) -> str | None:
-    """Why a pair differs without being read; None where it can be compared, if only as bytes."""
+    """Reason why a pair differs without being read; None where it can be compared, if only as
+    bytes."""
     sizes = [{piece: place.nbytes for piece, place in side.pieces.items()} for side in (a, b)]
     if a.fault is None and b.fault is None:
         return None
@@ -116,7 +117,7 @@ def _plan_only(plan: Plan, here: Input, there: Input) -> None:
 
 
 def _only_in(here: Input, there: Input) -> Iterator[dict[str, Any]]:
-    """What is missing in `there`: layers, then projections, experts, matrices."""
+    """Layers, then projections, experts and matrices, that are missing in `there`."""
     for layer, matrices in sorted(here.layers.items()):
         if layer in there.layers:
             for place in _only_in_layer(matrices.keys(), there.layers[layer].keys()):

@@ -55,7 +55,7 @@ class Input:
             pieces[tensor.part, tensor.kind] = place
 
     def about(self) -> dict[str, Any]:
-        """Its description for the report; None for what differs between layers."""
+        """Description for the report; None for what differs between layers."""
         layers = self.packed.layers.values()
         methods = {layer.format.key if layer.format else None for layer in layers}
         parts = {layer.parts for layer in layers}
@@ -68,7 +68,7 @@ class Input:
         }
 
     def flaws(self) -> Iterator[str]:
-        """What is wrong with its files, so that it equals nothing."""
+        """Flaws of its files, with which it equals nothing."""
         for file, why in sorted(self.packed.damaged.items()):
             yield f"{self.name} has the damaged file {file}: {why.rstrip('.')}."
         for tensor, first, second in self.packed.doubles:
@@ -84,7 +84,8 @@ class Input:
         return Side(self.layers[layer][expert, proj], proj, self.packed.layers[layer], named)
 
     def _faults(self, layer: int, expert: int, proj: Matrix) -> Iterator[str]:
-        """Why a matrix cannot be dequantized: unknown format, missing tensors, wrong sizes."""
+        """Reasons why a matrix cannot be dequantized: unknown format, missing tensors, wrong
+        sizes."""
         pieces, geometry = self.layers[layer][expert, proj], self.packed.layers[layer]
         if geometry.format is None or any(p.file.name.startswith("MOE_") for p in pieces.values()):
             yield "an unknown format"
@@ -153,7 +154,7 @@ class Values:
         return found
 
     def cut(self, rows: slice, others: F32) -> Bools:
-        """Of some rows, values at the last level of which `others` are farther out: whatever is
+        """Values of some rows at the last level of which `others` are farther out: whatever is
         beyond the levels is cut to the last."""
         codes = self.codes[rows]
         farther = np.where(codes > 0, others > self.values(rows), others < self.values(rows))

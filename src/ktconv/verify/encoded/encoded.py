@@ -97,8 +97,8 @@ class EncodedCheck(ModuleCheck):
         return sums
 
     def _second_scale(self, found: float, matrix: ExpertMatrix, kept: bool) -> None:
-        """That the second scale has the very bits that the largest weight makes, or the source
-        has: codes and scales alone leave some of them open."""
+        """Check that the second scale has the very bits that the largest weight makes, or the
+        source has: codes and scales alone leave some of them open."""
         reader, scheme = self.context.reader, self.scheme
         assert reader is not None
         if kept:
@@ -157,7 +157,7 @@ class EncodedCheck(ModuleCheck):
     def _proved(
         self, stored: StoredParts, chunk: range, view: native.Matrix, codes: U8
     ) -> ErrorStats | None:
-        """By the C library, where it takes the shape and finds nothing wrong."""
+        """Compare with the C library, where it takes the shape and finds nothing wrong."""
         scheme, scales = self.scheme, stored.scales_of(chunk)
         encoding = scheme.encoding(stored.half)
         second = tensor_scale(scheme, stored.factor)
@@ -182,7 +182,7 @@ class EncodedCheck(ModuleCheck):
         return _sums(weights, values)
 
     def _named(self, stored: StoredParts, chunk: range, weights: F32, codes: U8) -> ErrorStats:
-        """What is wrong gets a name."""
+        """Compare element by element, and name the wrong ones."""
         scheme, row = self.scheme, self.scheme.row
         scales = stored.scales_of(chunk)
         if row.is_int:
@@ -206,7 +206,7 @@ class EncodedCheck(ModuleCheck):
         return found.sums
 
     def _divisors(self, stored: StoredParts, scales: U8) -> F32:
-        """What weights were divided by: a second scale that is multiplied was a divisor first."""
+        """Divisors of weights: a second scale that is multiplied was a divisor first."""
         second = tensor_scale(self.scheme, stored.factor)
         if not second:
             return scale_values(self.scheme, scales, stored.half)
@@ -214,7 +214,7 @@ class EncodedCheck(ModuleCheck):
         return found
 
     def _integers(self, stored: StoredParts, chunk: range, weights: F32, codes: U8) -> ErrorStats:
-        """By the rule of compressed-tensors, from its definition."""
+        """Compare by the rule of compressed-tensors, from its definition."""
         scheme, layout, half = self.scheme, self.scheme.layout, self.scheme.is_half(stored.half)
         size = scheme.group_size if scheme.group_size > 0 else None
         check = RoundingCheck(
@@ -234,7 +234,7 @@ class EncodedCheck(ModuleCheck):
         return check.finish()
 
     def _searched(self, stored: StoredParts, chunk: range, view: native.Matrix) -> None:
-        """That scales are those that the search finds, which is done again: by the code that
+        """Check that scales are those that the search finds, which is done again: by the code that
         wrote them, whose tests hold it against its specification."""
         encoding = self.scheme.encoding(stored.half)
         _, wanted = native.encode(encoding, view)

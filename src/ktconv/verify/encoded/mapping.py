@@ -164,7 +164,7 @@ def _shapes(output: EncodedOutput) -> Iterator[LayerShape]:
 
 
 def _grains(output: EncodedOutput, group: Group) -> list[Grain]:
-    """What the columns of a part must be a multiple of, but for groups."""
+    """Numbers that the columns of a part must be multiples of, but for groups."""
     if output.scheme is None or output.scheme.row.is_int:
         word = 32 // group.bits
         return [Grain(word, f"the {word} weights of an int32 word")]
@@ -172,7 +172,7 @@ def _grains(output: EncodedOutput, group: Group) -> list[Grain]:
 
 
 def _columns(output: EncodedOutput, packed: TensorRef, group: Group) -> int:
-    """Of down, by its codes."""
+    """Number of columns of down, by its codes."""
     if not output.layout.streamed:
         return packed.shape[0] * (32 // group.bits)
     unit = {"I32": 32, "BF16": 16}.get(packed.dtype, 8)

@@ -36,7 +36,7 @@ LEVELS = {"fp8": E4M3_LEVELS, "mxfp8": E4M3_LEVELS, "mxfp4": E2M1_LEVELS, "nvfp4
 
 
 def places(magnitudes: F32, levels: Levels) -> Array:
-    """Of the nearest levels."""
+    """Places of the nearest levels."""
     middles = levels.middles
     found = np.searchsorted(middles, magnitudes, side="left")
     tied = (found < len(middles)) & (middles[np.minimum(found, len(middles) - 1)] == magnitudes)
@@ -70,7 +70,7 @@ def expected_scales(kind: str, largest: F32, tensor_scale: float) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What comparing some rows has found."""
+    """Result of comparing some rows."""
 
     sums: ErrorStats
     wrong: Bools  # [rows, cols]: codes that are not nearest

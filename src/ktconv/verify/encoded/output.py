@@ -93,7 +93,7 @@ class EncodedOutput(OpenedOutput):
         return PACK_QUANTIZED if self.scheme is None else self.scheme.layout
 
     def scheme_of(self, module: Module) -> Scheme:
-        """That of a matrix, by our manifest."""
+        """Scheme of a matrix, by our manifest."""
         assert self.scheme is not None
         return _scheme_of(self.scheme, self.recipe, module.layer, module.where)
 
@@ -123,7 +123,7 @@ class EncodedOutput(OpenedOutput):
 
     @property
     def source_target(self) -> EncodedTarget | None:
-        """As which the source would be converted."""
+        """Target as which the source would be converted."""
         target = None if self.plan is None else self.plan.target
         return target if isinstance(target, EncodedTarget) else None
 
@@ -132,7 +132,7 @@ class EncodedOutput(OpenedOutput):
 
     @property
     def dimensions(self) -> dict[int, Dimensions]:
-        """By the rows of packed matrices; empty with a source, whose config.json is compared
+        """Sizes by the rows of packed matrices; empty with a source, whose config.json is compared
         instead. The number of experts is that of the manifest, if it says how many there are."""
         if self.checkpoint is not None:
             return {}
@@ -298,7 +298,7 @@ def _usable(manifest: Manifest | None) -> Manifest | None:
 
 
 def _recipe(manifest: Manifest | None) -> Recipe | None:
-    """That of the manifest; None without a valid one."""
+    """Recipe of the manifest; None without a valid one."""
     lines = manifest.options.get("recipe") if manifest is not None else None
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
         return None
@@ -328,8 +328,8 @@ def _scheme(manifest: Manifest | None) -> Scheme | None:
 def _quantization(
     output: Path, manifest: Manifest | None, scheme: Scheme | None
 ) -> tuple[Quantization, str | None, Mapping[str, Any]]:
-    """By config.json; by our manifest where config.json cannot be used, with the reason, or has a
-    form that is compared as a whole."""
+    """Quantization by config.json; by our manifest where config.json cannot be used, with the
+    reason, or has a form that is compared as a whole."""
     config: Mapping[str, Any] = {}
     try:
         config = read_config(output).content
@@ -433,7 +433,7 @@ def _sort(
 
 
 def _place(module: str, numbers: Mapping[str, int]) -> tuple[ExpertModule | None, int | None]:
-    """Which expert's matrix it is, and the layer's number."""
+    """The expert and projection of a module, and the layer's number."""
     where = _where(module)
     return where, numbers.get(where.source, _number_of(where.source)) if where else None
 
@@ -462,7 +462,7 @@ def _experts_by_layer(modules: Mapping[str, Module]) -> dict[int, list[int]]:
 
 
 def _method(output: Path, manifest: Manifest | None, quantization: Quantization) -> str:
-    """How weights were rounded, by the manifest or by another tool's recipe."""
+    """Method of rounding, by the manifest or by another tool's recipe."""
     if manifest is not None:
         return str(manifest.options["method"])
     try:

@@ -1,4 +1,4 @@
-"""What config.json's quantization_config says: which modules are packed, and how.
+"""The quantization_config of config.json: which modules are packed, and how.
 
 Read as engines read it, from the published format: a group's targets name modules by their whole
 name, by a regular expression after "re:" that must match from the start, or by class.
@@ -102,7 +102,8 @@ def quantization_section_of(config: Mapping[str, Any]) -> Mapping[str, Any] | No
 
 
 def unlike_ours(section: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """How a quantization_config of ktconv differs from `ours`, which it writes for this output."""
+    """Differences of a quantization_config of ktconv from `ours`, which it writes for this
+    output."""
     here, there, found = dict(section), dict(ours), []
     for key in IGNORED_KEYS:
         if key in there:

@@ -17,7 +17,7 @@ steps follow from both:
 
 That bound would let some wrong levels pass. Levels are therefore computed again where an element
 is near it; a level is right if the exact quotient, or one within 2^-21 of it (GPUs divide less
-exactly), rounds to it. GPTQ moves weights to make up for the errors of others: no element has a
+exactly), rounds to it. GPTQ moves weights to compensate the errors of others: no element has a
 bound then, but a whole matrix has.
 """
 
@@ -52,7 +52,7 @@ SMALLEST_NORMAL = {"BF16": 2.0**-126, "F16": 2.0**-14, "F32": 2.0**-126}
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What can be checked of a matrix, by how it was made."""
+    """Checks that are possible for a matrix, by how it was made."""
 
     elements: bool  # every level is its weight's, rounded to nearest
     scales: bool  # every scale follows from the largest weight of its group
@@ -142,7 +142,7 @@ class RoundingCheck:
     # ---- scales ----
 
     def _scales(self, source: F32, scale: F32, first: int) -> Bools:
-        """Which groups have a usable scale. Reports unusable and wrong ones."""
+        """Groups with a usable scale. Reports unusable and wrong ones."""
         sound: Bools = np.isfinite(scale) & (scale > 0)
         if not sound.all():
             row, group = (int(i) for i in np.argwhere(~sound)[0])

@@ -47,7 +47,7 @@ class StoredParts:
         return np.ascontiguousarray(self.scales[rows.start // block : -(-rows.stop // block)])
 
     def pieces(self) -> Iterator[Piece]:
-        """Its values."""
+        """Values, piece by piece."""
         sizes, block = self.sizes, max(self.scheme.row.block, 32)
         step = max(1, _PIECE // sizes.cols // block) * block
         codes = self.module.parts[self.scheme.layout.parts[0]]
@@ -67,8 +67,8 @@ class StoredParts:
 def stored_parts(
     scheme: Scheme, module: Module, matrix: ExpertMatrix, read: dict[str, U8] | None = None
 ) -> StoredParts:
-    """Of a module that passed level structure; `read`: its parts but for the codes, if they were
-    read already."""
+    """Parts of a module that passed level structure; `read`: its parts but for the codes, if they
+    were read already."""
     half = weight_dtype(matrix) == "F16"
     sizes = scheme.sizes(matrix.rows, matrix.cols, half)
     if read is None:

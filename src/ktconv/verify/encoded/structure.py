@@ -55,7 +55,8 @@ class EncodedStructureCheck(StructureCheck):
         return self._output.module(module).layout.parts
 
     def _expected_parts(self, name: str, matrix: ExpertMatrix | None) -> Sequence[str]:
-        """With a bias where the source has one; without a source, where it is recorded or there."""
+        """Parts with a bias where the source has one; without a source, where it is recorded or
+        there."""
         parts, module = self._parts_of(name), self._output.module(name)
         if matrix is not None:
             biased = matrix.bias is not None
@@ -201,7 +202,8 @@ class EncodedStructureCheck(StructureCheck):
                 self._shapes(module, group, matrix)
 
     def _group(self, module: Module) -> Group | None:
-        """Its group in config.json. A failure if engines would not know that it is packed."""
+        """Group of a module in config.json. A failure if engines would not know that it is
+        packed."""
         quantization = self._output.quantization
         group = quantization.group_of(module.name)
         if group is None:
@@ -240,7 +242,7 @@ class EncodedStructureCheck(StructureCheck):
         self._as_expected(shape, ("I64", "I32"), (2,), module)
 
     def _shapes_of_layout(self, module: Module, matrix: ExpertMatrix | None) -> None:
-        """Of layouts that only our manifest tells."""
+        """Check shapes of layouts that only our manifest tells."""
         if matrix is None:
             return  # checksums and sizes of files are what there is
         scheme = self._output.scheme_of(module)
@@ -304,7 +306,7 @@ def _words(group: Group) -> str:
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without sections about quantization, at any depth."""
+    """A config without sections about quantization, at any depth."""
     return {
         key: _plain(value) if isinstance(value, Mapping) else value
         for key, value in config.items()

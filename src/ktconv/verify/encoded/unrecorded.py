@@ -1,5 +1,5 @@
-"""How packed integers without a manifest were quantized: by the rule that explains most of some
-experts. `verify/packed/unrecorded.py` does the same for KTransformers' files."""
+"""Finds how packed integers without a manifest were quantized: by the rule that explains most of
+some experts. `verify/packed/unrecorded.py` does the same for KTransformers' files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Rule:
 
 @dataclass(slots=True)
 class _Tally:
-    """How many codes and scales a rule explains, of how many."""
+    """Numbers of codes and scales that a rule explains, and of all."""
 
     codes: int = 0
     scales: int = 0
@@ -138,7 +138,7 @@ def _count(
 
 
 def _different(one: U8, other: U8, bits: int) -> int:
-    """How many codes differ."""
+    """Number of codes that differ."""
     apart = one.reshape(-1) ^ other.reshape(-1).view(np.uint8)
     if bits == 8:
         return int(np.count_nonzero(apart))
@@ -146,7 +146,7 @@ def _different(one: U8, other: U8, bits: int) -> int:
 
 
 def rules_by_group(output: EncodedOutput, reader: SourceReader) -> Mapping[str, Rule | None]:
-    """By the names of groups that have experts whose rule can be told."""
+    """Rules by the names of groups that have experts whose rule can be told."""
     return {
         group.name: found_rule(output, group, reader)
         for group in output.quantization.groups

@@ -68,12 +68,12 @@ class EncodedVerifier(OutputVerifier):
             )
 
     def check_more(self) -> Facts:
-        """How engines would load and split the experts."""
+        """Check how engines would load and split the experts."""
         return {MAPPING: check_mapping(self.output, self.request, self.findings)}
 
     def thread_bytes(self) -> int:
-        """Its buffers, a chunk as float32 with its levels, and what some of its rows take while
-        they are rounded again."""
+        """Bytes of a thread: its buffers, a chunk as float32 with its levels, and what some of its
+        rows take while they are rounded again."""
         sizes = (min(chunk_rows(one), one.rows) * one.cols for one in self._matrices())
         return self.buffer_sizes().nbytes + _PER_ELEMENT * max(sizes, default=0) + _ROUNDING_BYTES
 
@@ -128,7 +128,7 @@ class EncodedVerifier(OutputVerifier):
                 yield IntegerCheck(context, module, matrix, layer, group, rules)
 
     def _unrecorded(self, context: Context) -> Mapping[str, Rule | None]:
-        """By group the rule of packed integers of which no manifest tells it: a recipe tells those
+        """Rules, by group, of packed integers of which no manifest tells it: a recipe tells those
         of GPTQ. A failure where none explains them."""
         output = self.output
         if output.ours or output.scheme or output.method == "gptq" or not context.compare:

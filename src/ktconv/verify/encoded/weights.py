@@ -103,7 +103,8 @@ class IntegerCheck(ModuleCheck):
         return check.finish()
 
     def _encoding(self, matrix: ExpertMatrix, dtype: str) -> native.Encoding | None:
-        """What the C library proves such a matrix by: rounding to nearest, with two-byte scales."""
+        """Encoding by which the C library proves such a matrix: rounding to nearest, with two-byte
+        scales."""
         group = self.group.group_size or 0
         whole = not (matrix.cols % WHOLE or group % WHOLE)
         if not (self.rules.elements and self.rules.scales and whole) or dtype == "F32":

@@ -9,55 +9,32 @@ from ktconv import native
 from ktconv.formats import (
     KINDS,
     Matrix,
-    Projection,
     Slice,
     TensorId,
     backward_of,
     cut_by_rows,
     split,
 )
-from ktconv.source import MoELayer
 from ktconv.source.reading.buffers import Buffers
-from ktconv.source.reading.matrices import MatrixReader, source_bytes, spans_of
-from ktconv.source.reading.reader import Span
+from ktconv.source.reading.matrices import MatrixReader
 from ktconv.source.reading.transposed import Seen, transposed
 from ktconv.system.arrays import F32
 from ktconv.targets.packed.matrix_check import ErrorStats
 from ktconv.targets.packed.proof import Proof
 from ktconv.targets.packed.scale_rules import Allowed
 from ktconv.targets.packed.target import Options
-from ktconv.verify.packed.output import PackedOutput
-from ktconv.verify.packed.parts import PartCheck
+from ktconv.verify.packed.parts import ExpertCheck, PartCheck
 from ktconv.verify.packed.resharded import PartsBefore
-from ktconv.verify.reading import Context
 from ktconv.verify.reading_check import expert_check
-from ktconv.verify.runner import Advance, unit_of
+from ktconv.verify.runner import Advance
 from ktconv.verify.totals import ItemResult
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardCheck:
+class BackwardCheck(ExpertCheck):
     """All parts of the transpose of one projection of one expert."""
 
-    context: Context
-    output: PackedOutput
     options: Options  # how it was quantized
-    layer: int
-    expert: int
-    proj: Projection
-    source: MoELayer | None  # None: checksums only
-
-    @property
-    def unit(self) -> str:
-        return unit_of(self.layer)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of progress: of the source if it is read, else packed ones."""
-        if self.source is not None:
-            return source_bytes(self.source.experts[self.expert][self.proj])
-        places = self.output.packed.tensors
-        return sum(places[one].nbytes for one in self._tensors() if one in places)
 
     @property
     def packed_as(self) -> Matrix:
@@ -70,11 +47,6 @@ class BackwardCheck:
             for part in range(self.output.options.numa)
             for kind in KINDS
         ]
-
-    def spans(self) -> Sequence[Span]:
-        if self.source is None:
-            return []
-        return spans_of(self.source.experts[self.expert][self.proj])
 
     def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
         proof = Proof(native.Choice(self.options.scale))
@@ -119,7 +91,7 @@ class BackwardCheck:
         return before.scales()
 
     def _owned(self, part: int, parts: int) -> Slice:
-        """What a part has of the source."""
+        """Slice of the source that a part has."""
         geometry = self.output.packed.layers[self.layer]
         return split(self.proj, geometry.hidden, geometry.intermediate, part, parts)
 

@@ -87,7 +87,7 @@ def check_cover(output: PackedOutput, other: Path, findings: Findings) -> dict[s
 
 
 def _layers(output: PackedOutput) -> Layers:
-    """Of the source if it is given, else of the manifest."""
+    """Layers of the source if it is given, else of the manifest."""
     if output.checkpoint is not None:
         return {
             layer.index: Layer(len(layer.experts), layer.source, layer.gated)

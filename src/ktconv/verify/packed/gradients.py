@@ -50,7 +50,8 @@ Errors = dict[str, float]  # by gradients.NAMES
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Of a layer. `packed`: experts of these numbers, in their order; `source`: one expert's."""
+    """Weights of a layer. `packed`: experts of these numbers, in their order; `source`: one
+    expert's."""
 
     layer: int
     packed: Callable[[Sequence[int]], Experts]
@@ -117,7 +118,8 @@ class _Group:
         )
 
     def errors(self, pool: Pool) -> tuple[Errors, Errors | None]:
-        """Of our gradients at the level in use: from those on packed and on source weights."""
+        """Errors of our gradients at the level in use: from those on packed and on source
+        weights."""
         step = Step(MoELayer(self.experts, pool), self._call)
         step.forward(self._call.ids)
         step.backward()
@@ -180,8 +182,8 @@ def with_gradients(
 
 
 def _fixed_bytes(fmt: Format, geometry: Geometry, tokens: int, top_k: int, pool: Pool) -> int:
-    """Beside LoRA: an expert's weights in fp32, tokens of an expert in autograd, results, and what
-    the kernels save and use."""
+    """Bytes besides LoRA: an expert's weights in fp32, tokens of an expert in autograd, results,
+    and what the kernels save and use."""
     hidden, inner = geometry.hidden, geometry.intermediate
     weights = len(geometry.projections) * hidden * inner
     arrays = tokens * (_OF_EXPERT_TOKENS * (hidden + inner) + _OF_ALL_TOKENS * hidden)
@@ -194,7 +196,8 @@ def _fixed_bytes(fmt: Format, geometry: Geometry, tokens: int, top_k: int, pool:
 
 
 def lora_bytes(hidden: int, intermediate: int, gated: bool) -> int:
-    """Of an expert: its matrices in the call and in the module, their gradients, those that are
-    expected on packed and source weights, in fp32 and, while they are compared, float64."""
+    """Bytes of an expert's LoRA: its matrices in the call and in the module, their gradients, those
+    that are expected on packed and source weights, in fp32 and, while they are compared,
+    float64."""
     each = 2 + 2 + 4 + 2 + 3 * 4 + 3 * 8
     return each * (3 if gated else 2) * RANK * (hidden + intermediate)

@@ -74,7 +74,7 @@ class PackedLayersCheck(LayersCheck):
             )
 
     def _experts(self, layer: MoELayer, slots: Sequence[int] | None = None) -> Experts:
-        """Those of a layer, or some of them."""
+        """Experts of a layer, or some of them."""
         return packed_experts(
             self._output.packed,
             layer.index,

@@ -36,7 +36,7 @@ class PackedOutput(OpenedOutput):
 
     @property
     def dimensions(self) -> dict[int, Dimensions]:
-        """Of layers in a known format."""
+        """Sizes of layers in a known format."""
         known = {index: here for index, here in self.packed.layers.items() if here.format}
         return {
             n: (here.experts, here.hidden, here.intermediate, here.gated)
@@ -89,8 +89,8 @@ def open_cpu_output(output: Path, source: ModelSource | str | None) -> PackedOut
 
 
 def _has_foreign_backward(packed: PackedWeights, manifest: Manifest | None) -> bool:
-    """Whether there are matrices of backward passes that another tool wrote: beside packed weights
-    without a manifest, or before ktconv merged them or cut them anew."""
+    """Whether there are matrices of backward passes that another tool wrote: next to packed weights
+    without a manifest, or before ktconv merged them or cut them again."""
     kept = manifest is None or manifest.merged or manifest.resharded_from is not None
     return kept and any(is_backward(tensor.proj) for tensor in packed.tensors)
 
@@ -110,7 +110,7 @@ def _usable(manifest: Manifest | None, output: Path) -> Manifest | None:
 
 
 def _options_of(manifest: Manifest) -> Options | None:
-    """How it was converted; None if the manifest does not say it as ours do."""
+    """Options of the conversion; None if the manifest does not say them as ours do."""
     complete = {"method", "numa"} <= manifest.options.keys()
     return options_of_record(manifest.options) if complete else None
 
@@ -147,7 +147,7 @@ def _contradiction(packed: PackedWeights, options: Options) -> str | None:
 
 
 def _options_by_tensors(packed: PackedWeights, checkpoint: Checkpoint | None) -> Options:
-    """How it was converted, by the tensors of most layers."""
+    """Options of the conversion, by the tensors of most layers."""
     kinds = Counter((one.format, one.parts) for one in packed.layers.values() if one.format)
     if not kinds:
         raise CheckpointError(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
 from ktconv import native
-from ktconv.formats import FORMATS, TensorId, kinds_of, packed_shape
+from ktconv.formats import FORMATS, Projection, TensorId, kinds_of, packed_shape
+from ktconv.source import MoELayer
 from ktconv.source.reading.buffers import Buffers
+from ktconv.source.reading.matrices import source_bytes, spans_of
+from ktconv.source.reading.reader import Span
 from ktconv.system.arrays import F32, F64
 from ktconv.targets.packed.matrix_check import (
     ErrorStats,
@@ -24,10 +28,44 @@ from ktconv.targets.packed.weights import name_of
 from ktconv.verify.packed.output import PackedOutput
 from ktconv.verify.packed.resharded import parts_before
 from ktconv.verify.reading import TOLERANCE, Context, TensorStream, check_claims
+from ktconv.verify.runner import unit_of
 from ktconv.verify.structure import where_of
 from ktconv.writer.manifest import MANIFEST
 
 LEVEL = "weights"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCheck(ABC):
+    """All parts of a matrix of one expert, packed from one projection of the source."""
+
+    context: Context
+    output: PackedOutput
+    layer: int
+    expert: int
+    proj: Projection
+    source: MoELayer | None  # None: checksums only
+
+    @property
+    def unit(self) -> str:
+        return unit_of(self.layer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of progress: of the source if it is read, else packed ones."""
+        if self.source is not None:
+            return source_bytes(self.source.experts[self.expert][self.proj])
+        places = self.output.packed.tensors
+        return sum(places[one].nbytes for one in self._tensors() if one in places)
+
+    @abstractmethod
+    def _tensors(self) -> Iterable[TensorId]:
+        """Packed tensors of all parts."""
+
+    def spans(self) -> Sequence[Span]:
+        if self.source is None:
+            return []
+        return spans_of(self.source.experts[self.expert][self.proj])
 
 
 class PartCheck:

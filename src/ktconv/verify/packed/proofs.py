@@ -1,4 +1,4 @@
-"""What level weights proves of each matrix, by how the manifest says that it was quantized."""
+"""Proofs of level weights for each matrix, by how the manifest says that it was quantized."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from ktconv.writer.manifest import MANIFEST
 
 @dataclass(frozen=True)
 class Proofs:
-    """Of an output. `unproven`: sentences on what is not proven, and which option proves it."""
+    """Proofs of an output. `unproven`: sentences on what is not proven, and which option proves
+    it."""
 
     rule: str
     words: str  # how scales and codes were chosen
@@ -40,8 +41,8 @@ class Proofs:
     exact: bool = True
 
     def exponents(self, layer: int, expert: int, widths: Sequence[int]) -> I8 | None:
-        """Of folding [I], from parts of up with so many rows; None: nothing is folded. FoldError
-        where they are not recorded."""
+        """Exponents of folding [I], from parts of up with `widths` rows; None: nothing is folded.
+        FoldError where they are not recorded."""
         if not self.fold:
             return None
         records = [self._record(layer, expert, "up", part) for part in range(len(widths))]
@@ -52,7 +53,7 @@ class Proofs:
         )
 
     def of(self, layer: int, expert: int, proj: Projection, exponents: I8 | None = None) -> Proof:
-        """Of a whole matrix; its parts take columns of it. `exponents`: of folding."""
+        """Proof of a whole matrix; its parts take columns of it. `exponents`: of folding."""
         found = self.weights.of(layer, expert, proj) if self.weights else None
         if exponents is not None and proj == "down" and self.rule == "search":
             found = folded_importance(found, exponents)
@@ -64,7 +65,7 @@ class Proofs:
     def row_error(
         self, layer: int, expert: int, proj: Projection, parts: Iterable[int]
     ) -> float | None:
-        """What the manifest says that no row of these parts exceeds; None: codes are by the rule.
+        """Error that, by the manifest, no row of these parts exceeds; None: codes are by the rule.
         NaN where it says nothing that can be."""
         parts = list(parts)
         if all(self._codes(layer, expert, proj, part) != COMPENSATED for part in parts):
@@ -75,7 +76,7 @@ class Proofs:
         return max(bounds) if sound else math.nan
 
     def _codes(self, layer: int, expert: int, proj: Projection, part: int) -> object:
-        """How those of a calibrated part were chosen; None: by the rule."""
+        """The record of how codes of a calibrated part were chosen; None: by the rule."""
         return self._record(layer, expert, proj, part).get(CODES) if self.calibrated else None
 
     def _record(self, layer: int, expert: int, proj: Projection, part: int) -> Record:
@@ -87,7 +88,7 @@ class Proofs:
         return self.weights.memory if self.weights else 0
 
     def as_dict(self) -> dict[str, Any]:
-        """For the report."""
+        """Proofs for the report."""
         return {"codes_by": self.words, "rule": self.rule, "unproven": list(self.unproven)}
 
 

@@ -1,5 +1,5 @@
-"""Where the row scales of matrices that are cut by columns (down, gate_bwd and up_bwd) come from,
-of an output that was cut anew.
+"""Finds where the row scales of matrices that are cut by columns (down, gate_bwd and up_bwd) come
+from, in an output that was cut again.
 
 `ktconv reshard` keeps scales: a part that is cut off has those of the part it was in, and parts are
 joined only where their scales are the same, or a row of one is all zeros.
@@ -23,8 +23,8 @@ from ktconv.verify.packed.output import PackedOutput
 
 
 def parts_before(output: PackedOutput) -> list[int]:
-    """How many parts the weights had: when they were quantized, ..., before the last cut. Empty if
-    they were never cut anew, or have a scale per group, which stay the same."""
+    """Numbers of parts that the weights had: when they were quantized, ..., before the last cut.
+    Empty if they were never cut again, or have a scale per group, which stay the same."""
     record = output.manifest.resharded_from if output.manifest else None
     fmt = FORMATS[output.options.method]
     if record is None or fmt.group:
@@ -51,7 +51,7 @@ def inherited(scales: Sequence[F32], counts: Sequence[int]) -> list[F32]:
 
 
 def _overlapping(before: int, after: int, index: int) -> range:
-    """Which of `before` equal parts of a matrix the part `index` of `after` has columns of.
+    """Parts, of `before` equal ones of a matrix, that the part `index` of `after` has columns of.
 
     >>> _overlapping(2, 3, 1)
     range(0, 2)
@@ -60,7 +60,7 @@ def _overlapping(before: int, after: int, index: int) -> range:
 
 
 class PartsBefore:
-    """The scales of a matrix's parts before it was cut anew, computed from the source once more;
+    """The scales of a matrix's parts before it was cut again, computed from the source once more;
     `shape` is that of the whole."""
 
     def __init__(self, output: PackedOutput, shape: tuple[int, int], proof: Proof) -> None:
@@ -85,7 +85,7 @@ class PartsBefore:
         self._allowed[part].append(scales_of(self._fmt, view, proof))
 
     def scales(self) -> Sequence[Allowed | None]:
-        """Of each part now; None if it was never cut anew."""
+        """Allowed scales of each part now; None if it was never cut again."""
         if not self._allowed:
             return [None] * self._counts[0]
         found = [Allowed.joined(pieces) for pieces in self._allowed]

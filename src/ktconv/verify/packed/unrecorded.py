@@ -1,4 +1,4 @@
-"""How outputs without a manifest were quantized, by their scales."""
+"""Finds how outputs without a manifest were quantized, by their scales."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _dimensions(geometry: Geometry) -> tuple[int, int, int]:
 def _first_scales(
     packed: PackedWeights, layer: int, proj: Seen, expert: int, geometry: Geometry
 ) -> F32 | None:
-    """Of the first rows of an expert's matrix; None where they are not there."""
+    """Scales of the first rows of an expert's matrix; None where they are not there."""
     fmt, shape = geometry.format, geometry.shape(proj)
     assert fmt is not None
     tensor = TensorId(layer, proj, expert, 0, "scale")

@@ -80,7 +80,7 @@ class PackedVerifier(OutputVerifier):
         return max((backward_memory(self._layers(), one) for one in self._transposed()), default=0)
 
     def _layers(self) -> Sequence[MoELayer]:
-        """Of the source."""
+        """Layers of the source."""
         return self.output.checkpoint.layers if self.output.checkpoint else ()
 
     def _transposed(self) -> Sequence[Options]:
@@ -110,7 +110,7 @@ class PackedVerifier(OutputVerifier):
                     )
                 for proj in geometry.projections if backward is not None else ():
                     assert backward is not None
-                    yield BackwardCheck(context, self.output, backward, layer, expert, proj, source)
+                    yield BackwardCheck(context, self.output, layer, expert, proj, source, backward)
 
     def _matching(self, layer: int, geometry: Geometry, source: MoELayer | None) -> MoELayer | None:
         """The source of a layer, if it has the same dimensions."""

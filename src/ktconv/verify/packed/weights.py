@@ -5,72 +5,45 @@ Unpacking is the audit's (native/src/audit), which shares no code with the packe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ktconv.formats import Projection, TensorId, kinds_of
+from ktconv.formats import TensorId, kinds_of
 from ktconv.formats.folding import FoldError
-from ktconv.source import MoELayer
 from ktconv.source.reading.buffers import Buffers
 from ktconv.source.reading.matrices import (
     Factors,
     MatrixReader,
     Scales,
     chunks,
-    source_bytes,
-    spans_of,
 )
-from ktconv.source.reading.reader import Span
 from ktconv.system.arrays import I8
 from ktconv.targets.packed.matrix_check import ErrorStats
 from ktconv.targets.packed.proof import Proof
 from ktconv.targets.packed.scale_rules import Allowed
-from ktconv.verify.packed.output import PackedOutput
-from ktconv.verify.packed.parts import LEVEL, PartCheck
+from ktconv.verify.packed.parts import LEVEL, ExpertCheck, PartCheck
 from ktconv.verify.packed.proofs import Proofs
 from ktconv.verify.packed.resharded import PartsBefore, parts_before
-from ktconv.verify.reading import Context
 from ktconv.verify.reading_check import ReadingCheck, expert_check
-from ktconv.verify.runner import Advance, unit_of
+from ktconv.verify.runner import Advance
 from ktconv.verify.totals import ItemResult
 from ktconv.writer.manifest import MANIFEST
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertMatrixCheck:
+class ExpertMatrixCheck(ExpertCheck):
     """All parts of one projection of one expert."""
 
-    context: Context
-    output: PackedOutput
-    layer: int
-    expert: int
-    proj: Projection
-    source: MoELayer | None  # None: checksums only
     proofs: Proofs
 
-    @property
-    def unit(self) -> str:
-        return unit_of(self.layer)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of progress: of the source if it is read, else packed ones."""
-        if self.source is not None:
-            return source_bytes(self.source.experts[self.expert][self.proj])
-        tensors = (
+    def _tensors(self) -> Iterable[TensorId]:
+        return (
             TensorId(self.layer, self.proj, self.expert, part, kind)
             for part in range(self.output.options.numa)
             for kind in kinds_of(self.proj, part, self.output.packed.layers[self.layer].biased)
         )
-        places = self.output.packed.tensors
-        return sum(places[tensor].nbytes for tensor in tensors if tensor in places)
-
-    def spans(self) -> Sequence[Span]:
-        if self.source is None:
-            return []
-        return spans_of(self.source.experts[self.expert][self.proj])
 
     def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
         exponents, numa = self._exponents(), self.output.options.numa
@@ -91,7 +64,8 @@ class ExpertMatrixCheck:
         return PartCheck(self.context, self.output, weight, proof)
 
     def _exponents(self) -> I8 | None:
-        """Of folding; None: nothing is folded, or they are not recorded, which is a failure."""
+        """Exponents of folding; None: nothing is folded, or they are not recorded, which is a
+        failure."""
         if self.source is None or self.proj == "gate":
             return None
         geometry = self.output.packed.layers[self.layer]
@@ -145,7 +119,8 @@ class ExpertMatrixCheck:
         return wider.scales() if wider else [None] * len(parts)
 
     def _compare_biases(self, source: MatrixReader | None, parts: Sequence[PartCheck]) -> None:
-        """With the source's, if it is read: the same numbers, or zeros where it has none."""
+        """Compare biases with the source's, if it is read: the same numbers, or zeros where it has
+        none."""
         expected = None
         if source is not None:
             expected = source.load_bias()
@@ -175,7 +150,7 @@ class ExpertMatrixCheck:
         return total
 
     def _proof_of(self, part: int, proof: Proof) -> Proof:
-        """Of one part, from that of the whole matrix."""
+        """Proof of one part, from that of the whole matrix."""
         cols = self.output.packed.layers[self.layer].shape(self.proj)[1]
         every = range(self.output.options.numa)
         cut_anew = self.proj == "down" and bool(parts_before(self.output))

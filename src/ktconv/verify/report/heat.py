@@ -69,7 +69,7 @@ def _shade_of(value: float | None, scale: Scale) -> str:
 def _layer_names(
     labels: Sequence[str], tops: Sequence[float], height: float
 ) -> list[tuple[str, str]]:
-    """Places and labels of so many layers as fit."""
+    """Places and labels of as many layers as fit."""
     least = math.ceil(15 / height)
     every = next((step for step in (1, 2, 5, 10, 20, 50) if step >= least), least)
     return [

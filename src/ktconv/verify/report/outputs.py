@@ -18,13 +18,13 @@ _GB = 1e9
 
 
 def named(row: Facts) -> Facts:
-    """With its size in words, and its rates by columns."""
+    """A row with its size in words, and its rates by columns."""
     rates = {f"rate {tokens}": rate for tokens, rate in mapping(row["tokens_per_s"]).items()}
     return Facts({**row, **rates, "size": size_words(row["bytes"])})
 
 
 def columns(rows: Sequence[Facts]) -> list[Column]:
-    """Of the table."""
+    """Columns of the table."""
     found: list[Column] = [
         ("conversion", "name", "text"),
         ("method", "method", "text"),

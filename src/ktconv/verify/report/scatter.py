@@ -58,7 +58,7 @@ def scatter_chart(
 
 
 def _apart(places: Sequence[tuple[float, float]]) -> list[float]:
-    """Heights of names beside their points, moved where two would overlap."""
+    """Heights of names next to their points, moved where two would overlap."""
     found = [0.0] * len(places)
     taken: list[tuple[float, float]] = []
     for index in sorted(range(len(places)), key=lambda i: places[i][1]):

@@ -67,7 +67,7 @@ def tone_of(result: Facts) -> str:
 
 
 def failure_groups(result: Facts) -> list[list[Facts]]:
-    """By level and check; lower levels first, since they often explain the others."""
+    """Failures by level and check; lower levels first, since they often explain the others."""
     groups: dict[tuple[str, str], list[Facts]] = {}
     for item in items(result["failures"]):
         failure = Facts(item if isinstance(item, Mapping) else {"message": item})
@@ -185,7 +185,7 @@ def difference_pictures(layers: Sequence[Facts]) -> dict[str, Any]:
 
 
 def _differences(experts: Sequence[Facts]) -> list[float | None]:
-    """By expert; None for those that were not compared."""
+    """Differences by expert; None for those that were not compared."""
     found = {}
     for one in experts:
         expert = one["expert"]

@@ -25,7 +25,7 @@ _TRUE_ZEROS = ("gptq_v2", "auto_round", "auto_round:gptqmodel")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a weight [rows, cols] is in a stored matrix of `outs` x `ins` numbers: its row n is
+    """Place of a weight [rows, cols] in a stored matrix of `outs` x `ins` numbers: its row n is
     output first + step * n. `experts`: the leading axis of the tensors, which the stored matrix is
     number `expert` of; None: they have none. `transposed`: stored [in, out]."""
 
@@ -50,7 +50,7 @@ class Source:
     read: Read
 
     def shape(self, part: str) -> tuple[int, ...]:
-        """Of a tensor, without the axis of experts."""
+        """Shape of a tensor, without the axis of experts."""
         shape, experts = self.parts[part].shape, self.place.experts
         if experts is not None and shape[:1] == (experts,):
             return shape[1:]
@@ -80,8 +80,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """How the codes of a weight are stored: `items` items have the numbers of `outs` outputs
-    by `ins` inputs. `decode`: [..., items] to [..., outs * ins]."""
+    """Storage of a weight's codes: `items` items have the numbers of `outs` outputs by `ins`
+    inputs. `decode`: [..., items] to [..., outs * ins]."""
 
     decode: Callable[[Array], Array]
     outs: int = 1
@@ -183,7 +183,7 @@ def _by_shape(source: Source, count: int) -> tuple[int, int] | None:
 
 def _width(source: Source, groups: int) -> int:
     """Neighbouring inputs that share a scale; 0 if nothing tells. A declared number of them counts
-    if so many groups end with the last input."""
+    if that many groups end with the last input."""
     ins = source.place.ins
     fitting = {
         size
@@ -208,7 +208,7 @@ def _declared_widths(quantization: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _plain(source: Source) -> Weight | None:
-    """Floats, and in GGUF files blocks of ggml: there a factor may be beside either."""
+    """Floats, and in GGUF files blocks of ggml: there either may have a factor."""
     dtype = source.parts["weight"].dtype
     units = Units(lambda items: numbers.floats(items, dtype))
     if dtype in TYPES:
@@ -286,7 +286,7 @@ def _groups(source: Source, part: str) -> I64 | None:
 
 
 def _bits(source: Source) -> int | None:
-    """How many bits the numbers of a row have, by the words that it takes."""
+    """Bits of a number, by the words that a row takes."""
     words, ins = source.shape("weight_packed")[-1], source.place.ins
     return next((bits for bits in range(2, 9) if words == -(-ins * bits // 32)), None)
 

@@ -32,7 +32,7 @@ def _nibbles(qs: U8) -> Array:
 
 
 def _fields(qs: U8, bits: int, run: int) -> Array:
-    """Numbers of so many bits: the lowest of `run` bytes, then the next of the same, and so on;
+    """Numbers of `bits` bits: the lowest of `run` bytes, then the next of the same, and so on;
     then those of the next `run` bytes."""
     runs = qs.reshape(*qs.shape[:-1], -1, 1, run)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]

@@ -1,4 +1,4 @@
-"""From the names of a checkpoint's tensors to the weights of experts."""
+"""Finds the weights of experts by the names of a checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ class SecondReader:
         return found
 
     def _order(self, word: str, gate_up: Parts) -> str:
-        """Of gate and up in what is called `word`: in turns in gpt-oss, whose blocks no other model
-        has, and where a family's row says so of its own name."""
+        """Order of gate and up in what is called `word`: in turns in gpt-oss, whose blocks no other
+        model has, and where a family's row says so of its own name."""
         if "weight_blocks" in gate_up:
             return "interleaved"
         if any(tensor.file.suffix == ".gguf" for tensor in gate_up.values()):
@@ -154,7 +154,7 @@ def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _data_type(quantization: Mapping[str, Any]) -> str:
-    """Of AutoRound, for all modules or those that differ: the first of an MX format."""
+    """Data type of AutoRound, for all modules or those that differ: the first of an MX format."""
     extra = quantization.get("extra_config")
     modules = extra.values() if isinstance(extra, dict) else ()
     found = [str(one.get("data_type")) for one in (quantization, *modules) if isinstance(one, dict)]

@@ -15,7 +15,7 @@ AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)  # of output 8c + i in word c
 
 
 def _e4m3() -> F32:
-    """By code: sign, exponent with bias 7, three bits of mantissa; 0x7F is NaN."""
+    """Values of E4M3 by code: sign, exponent with bias 7, three bits of mantissa; 0x7F is NaN."""
     code = np.arange(128)
     exponent, mantissa = code >> 3, code & 7
     values = np.where(

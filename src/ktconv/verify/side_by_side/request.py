@@ -1,4 +1,4 @@
-"""What to compare, and how thoroughly."""
+"""The request of `compare`: what to compare, and how thoroughly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEVELS = ("weights", "layers", "model")
 @dataclass(frozen=True, slots=True)
 class CompareRequest:
     """Outputs and the model that they were converted from. Each is verified to `level`, and its
-    experts are measured at so many `tokens`."""
+    experts are measured at these `tokens`."""
 
     outputs: Sequence[Path]
     source: ModelSource | str

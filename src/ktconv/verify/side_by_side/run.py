@@ -175,7 +175,7 @@ def _method(facts: Mapping[str, Any]) -> str:
 
 
 def _measures(facts: Mapping[str, Any]) -> dict[str, float | None]:
-    """Of the document of verify; None for what was not reached."""
+    """Measures in the document of verify; None for what was not reached."""
     weights, layers, model = (facts.get(level) or {} for level in ("weights", "layers", "model"))
     errors = [one.get("quantization_error") for one in layers.get("layers", ())]
     known = [float(error) for error in errors if isinstance(error, (int, float))]
@@ -191,7 +191,7 @@ def _measures(facts: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _weights(checkpoint: Checkpoint) -> int:
-    """How many the experts have."""
+    """Number of the experts' weights."""
     return sum(
         len(layer.experts) * matrix.rows * matrix.cols
         for layer in checkpoint.layers

@@ -90,7 +90,8 @@ def _times(request: Request, layer: Layer, pool: Pool) -> Iterator[tuple[int, fl
 
 
 def kinds_of_output(output: Path, layers: Sequence[int]) -> dict[int, object]:
-    """By layer what decides its time: the manifest's dimensions, and the recipe."""
+    """Kinds of layers of an output, by all that decides their time: the manifest's dimensions, and
+    the recipe."""
     try:
         manifest = read_manifest(output)
     except KtconvError:

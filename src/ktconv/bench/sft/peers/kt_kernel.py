@@ -135,7 +135,7 @@ class KtKernel:
 
 
 def values(method: str, matrices: GatedMatrices) -> tuple[F32, F32, F32]:
-    """What it computes with in place of gate, up and down."""
+    """Values with which it computes in place of gate, up and down."""
     gate, up, down = (quantized(FORMATS[method], matrix).values for matrix in matrices)
     return gate, up, down
 

@@ -1,4 +1,4 @@
-"""What goes to a peer's process and what comes back, as JSON of their fields."""
+"""Requests to a peer's process and its results, as JSON of their fields."""
 
 from __future__ import annotations
 

@@ -84,7 +84,8 @@ class TorchLoop:
 
 
 def saved_by(forward: Callable[[], Tensor], given: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Its result, and the bytes that autograd keeps for the backward beyond those of `given`."""
+    """Result of a forward, and the bytes that autograd keeps for the backward beyond those of
+    `given`."""
     kept: dict[int, int] = {}
 
     def pack(saved: Tensor) -> Tensor:

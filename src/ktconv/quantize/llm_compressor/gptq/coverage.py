@@ -40,7 +40,7 @@ class LayerCoverage:
         return [expert for expert, count in enumerate(self.routed) if count < self.threshold]
 
     def record(self) -> dict[str, Any]:
-        """For the journal and the manifest."""
+        """Record for the journal and the manifest."""
         return {
             "tokens": self.tokens,
             "top_k": self.top_k,

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 
 class Hessian:
-    """Of matrices with inputs of so many columns: the mean over samples of 2 X^T X, in float32."""
+    """Hessian of matrices with that number of columns: the mean over samples of 2 X^T X, in
+    float32."""
 
     def __init__(self, columns: int, device: str) -> None:
         self._linear = nn.Linear(columns, 1, bias=False, device="meta")  # only its shape is used
@@ -62,11 +63,11 @@ class Rounding:
         self._scheme = QuantizationScheme(targets=[], weights=weights, format="pack-quantized")
 
     def alike(self, matrices: Sequence[Tensor], inputs: Hessian) -> list[Rounded]:
-        """Of matrices with the same inputs."""
+        """Round matrices with the same inputs."""
         return self._round([matrices], [inputs])
 
     def each(self, matrices: Sequence[Tensor], inputs: Sequence[Hessian]) -> list[Rounded]:
-        """Of matrices of the same shape with their own inputs."""
+        """Round matrices of the same shape with their own inputs."""
         return self._round([[matrix] for matrix in matrices], inputs)
 
     def _round(

@@ -57,7 +57,7 @@ FinishedLayer = Callable[[int], Mapping[Projection, Mapping[str, Tensor]]]
 
 
 class Events(Protocol):
-    """What happens while layers are quantized."""
+    """Observer of layers that are quantized."""
 
     def finished_layer(self, layer: int) -> FinishedLayer | None:
         """The chosen experts of a layer that an earlier run has quantized."""
@@ -80,7 +80,7 @@ class Events(Protocol):
 def experts_at_once(
     hidden: int, intermediate: int, gated: bool, budget: int = ROUNDING_BYTES
 ) -> int:
-    """How many experts are rounded together: a column of many costs little more than one."""
+    """Number of experts that are rounded together: a column of many costs little more than one."""
     fixed, each = _rounding_bytes(hidden, intermediate, gated)
     return max(1, min(MOST_AT_ONCE, (budget - fixed) // each))
 
@@ -100,8 +100,8 @@ def runner_memory(layers: Iterable[MoELayer], longest: int) -> int:
 
 
 def _rounding_bytes(hidden: int, intermediate: int, gated: bool) -> tuple[int, int]:
-    """Of a layer, and of each expert that is rounded with others: matrices, and in float32 the
-    Hessians as sums, means and ordered, and weights with what a block changes in them."""
+    """Bytes of a layer, and of each expert that is rounded with others: matrices, and in float32
+    the Hessians as sums, means and ordered, and weights with what a block changes in them."""
     size, first = hidden * intermediate, 2 if gated else 1
     rounding = F32 * max(5 * first * size, 4 * intermediate**2 + 5 * size)
     return F32 * 5 * hidden**2, rounding + F32 * intermediate**2 + BF16 * (first + 1) * size

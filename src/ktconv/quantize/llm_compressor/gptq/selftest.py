@@ -33,7 +33,7 @@ class SelfTest:
     rtn_error: float
 
     def words(self) -> str:
-        """In a line."""
+        """Result in a line."""
         return (
             f"self-test: the experts of layer {self.layer} are {self.gptq_error:.4f} off with "
             f"GPTQ, {self.rtn_error:.4f} rounded to nearest"
@@ -64,14 +64,14 @@ class Answers:
         self._work.run(one, self._work.shares(expert))
 
     def finished(self) -> list[Tensor]:
-        """In float32."""
+        """Sums in float32."""
         self._work.finish()
         return [output.float() for output in self._outputs]
 
 
 class LayerTest:
-    """What the experts of a layer answer the first tokens of a few samples: as the source has
-    them, with GPTQ, and rounded to nearest."""
+    """Answers of a layer's experts to the first tokens of a few samples: as the source has them,
+    with GPTQ, and rounded to nearest."""
 
     def __init__(
         self, layer: ExpertLayer, calls: Sequence[Call], dtype: torch.dtype, device: str
@@ -89,7 +89,7 @@ class LayerTest:
 
 
 def _first_tokens(call: Call) -> Call:
-    """Of those that chose an expert: Llama 4 has a row per token and expert."""
+    """First tokens of those that chose an expert: Llama 4 has a row per token and expert."""
     chosen = (call.ids >= 0).any(dim=1).nonzero().flatten()[:TOKENS]
     return replace(call, rows=call.rows[chosen], ids=call.ids[chosen], weights=call.weights[chosen])
 

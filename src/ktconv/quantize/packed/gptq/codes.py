@@ -29,19 +29,19 @@ LEAST_DAMPING, MORE_DAMPING = 0.03, 0.25
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """What follows from H [K, K]: `order` in which columns are rounded, and U, float32 [K, K],
-    upper triangular, with H^-1 = U^T U, H in that order and damped."""
+    """Factor that follows from H [K, K]: `order` in which columns are rounded, and U, float32 [K,
+    K], upper triangular, with H^-1 = U^T U, H in that order and damped."""
 
     order: I64
     upper: Tensor
 
 
 def factor_of(hessian: F32, tokens: int, profile: F64, stretch: F32 | None = None) -> Factor:
-    """Of a symmetric matrix [K, K], the sum over so many tokens, which may have any rank but is not
-    all zero; it is overwritten. `profile` [K], of mean 1: how inputs differ by channel in the whole
-    layer (`channel_weights.layer_profile`). `stretch` [K]: what inputs are multiplied by, where
-    columns of weights are divided by it; the factor is then that of s_i s_j H_ij, H damped, under
-    which an error of the outputs counts what it does without.
+    """Factor of a symmetric matrix [K, K], the sum over `tokens`, which may have any rank but is
+    not all zero; it is overwritten. `profile` [K], of mean 1: how inputs differ by channel in the
+    whole layer (`channel_weights.layer_profile`). `stretch` [K]: what inputs are multiplied by,
+    where columns of weights are divided by it; the factor is then that of s_i s_j H_ij, H damped,
+    under which an error of the outputs counts what it does without.
 
     Raises ValueError where it is no second moment: not even damping makes it positive definite.
     """

@@ -1,4 +1,4 @@
-"""What a conversion with `--calibrate` knows about the inputs of each expert.
+"""Inputs of each expert, as a conversion with `--calibrate` knows them.
 
 calibration = open_calibration(Path("hessians"), checkpoint, plan.moe_layers)
 calibration.importance(3, 17, "down")            # float32 [I], by which scales are searched
@@ -37,7 +37,7 @@ _AGAIN = "ktconv stats MODEL --hessian DIR"
 
 
 class LayerInputs:
-    """Those of one layer, of which the diagonals are in memory."""
+    """Inputs of one layer, of which the diagonals are in memory."""
 
     def __init__(self, hessians: Hessians, layer: int) -> None:
         self._hessians, self._layer = hessians, layer
@@ -103,8 +103,8 @@ class Calibration:
         self._lock = threading.Lock()
 
     def layer(self, index: int) -> LayerInputs | None:
-        """Of a layer; None for an MTP layer that is not there. The last one is kept; for use from
-        several threads."""
+        """Inputs of a layer; None for an MTP layer that is not there. The last one is kept; for use
+        from several threads."""
         if index not in self.counts:
             return None
         with self._lock:
@@ -164,7 +164,7 @@ def check_enough(tokens: int, path: Path) -> None:
 
 
 def record_of(kind: str, name: str, origin: Origin) -> CalibrationRecord:
-    """What is recorded of calibration by files or by a text: equal ones give equal codes."""
+    """Record of a calibration by files or by a text: equal ones give equal codes."""
     return CalibrationRecord(name, kind, origin.text, origin.text_sha256, origin.run)
 
 

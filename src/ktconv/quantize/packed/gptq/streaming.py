@@ -123,7 +123,7 @@ class TextCalibration:
 
 
 def _opened(text: Path) -> tuple[Iterator[str], str]:
-    """As `open_text`, whose errors name another option."""
+    """Open a text like `open_text`, whose errors name another option."""
     try:
         return open_text(text)
     except UsageError as error:

@@ -83,7 +83,7 @@ class CompensatedExpert:
         return records
 
     def _matrix(self, projection: Projection, exponents: I8 | None = None) -> CalibratedMatrix:
-        """With the codes of the search."""
+        """A matrix with the codes of the search."""
         return CalibratedMatrix(
             self.reader, self.layer, self.expert, projection, self.verify, self.options,
             self.inputs.importance(self.expert, projection), exponents,
@@ -105,7 +105,7 @@ class CalibratedMatrix(QuantizeTask):
     scales: F32 | None = None
 
     def compensated(self, factor: Factor, buffers: Buffers) -> CalibratedMatrix:
-        """The same with compensated codes."""
+        """The matrix with compensated codes."""
         fmt = FORMATS[self.options.method]
         weights = self._weights(buffers)
         scale = self._searched(weights)

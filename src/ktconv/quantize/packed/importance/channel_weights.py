@@ -1,5 +1,5 @@
-"""What squared errors of each input channel of an expert's matrix count: from the mean squares of
-its inputs, drawn towards those of its layer where it saw few tokens.
+"""Importance of each input channel of an expert's matrix: from the mean squares of its inputs,
+drawn towards those of its layer where it saw few tokens.
 
 With m[e] the mean squares of expert e over n[e] tokens, divided by their mean over the channels,
 

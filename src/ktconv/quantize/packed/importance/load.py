@@ -15,13 +15,12 @@ from pathlib import Path
 
 from ktconv.errors import SourceChangedError, UsageError
 from ktconv.quantize.packed.importance.channel_weights import channel_weights
-from ktconv.quantize.packed.importance.coverage import LayerCoverage
 from ktconv.source import Checkpoint, MoELayer, Projection
 from ktconv.stats.importance import open_importance
 from ktconv.stats.importance_file import ImportanceFile
 from ktconv.stats.origin import Sizes
 from ktconv.stats.router_sample import notes_on_origin
-from ktconv.system.arrays import F32
+from ktconv.system.arrays import F32, I64
 from ktconv.system.files import translated
 from ktconv.system.regular_files import opened_regular
 from ktconv.system.text import path_text
@@ -36,7 +35,7 @@ _Identity = tuple[int, int, int]  # inode, size and modification time of a file
 
 
 class LayerWeights:
-    """Those of one layer: gate_up [E, H], down [E, I]."""
+    """Weights of one layer: gate_up [E, H], down [E, I]."""
 
     def __init__(self, gate_up: F32, down: F32) -> None:
         self._gate_up, self._down = gate_up, down
@@ -55,7 +54,7 @@ class ExpertWeights:
         file: ImportanceFile,
         record: ImportanceRecord,
         identity: _Identity,
-        coverage: Mapping[int, LayerCoverage],
+        coverage: Mapping[int, I64],
         notes: Sequence[str],
     ) -> None:
         self.record, self.coverage, self.notes = record, coverage, notes
@@ -64,8 +63,8 @@ class ExpertWeights:
         self._lock = threading.Lock()
 
     def layer(self, index: int) -> LayerWeights | None:
-        """Of one layer; None for an MTP layer that the file lacks. SourceChangedError for a file
-        that is another now."""
+        """Weights of one layer; None for an MTP layer that the file lacks. SourceChangedError for a
+        file that is another now."""
         if index not in self.coverage:
             return None
         found = self._file.layer(index)
@@ -122,8 +121,8 @@ def open_weights(path: Path, checkpoint: Checkpoint, layers: Sequence[MoELayer])
     return weights
 
 
-def _covered(file: ImportanceFile, index: int) -> LayerCoverage:
-    """How many tokens the experts of a layer got; its values are checked too."""
+def _covered(file: ImportanceFile, index: int) -> I64:
+    """Tokens that the experts of a layer got; its values are checked too."""
     found = file.layer(index)
     for values, what in ((found.gate_up, "gate and up"), (found.down, "down")):
         if not (values.any(axis=1) & (found.counts > 0)).any():
@@ -132,7 +131,7 @@ def _covered(file: ImportanceFile, index: int) -> LayerCoverage:
                 + ("no expert got a token" if not found.counts.any() else "all are 0"),
                 "record it with more text",
             )
-    return LayerCoverage(found.counts)
+    return found.counts
 
 
 # ---- whether it is of this model -------------------------------------------------------

@@ -42,8 +42,8 @@ def squares_memory(matrix: ExpertMatrix) -> int:
 
 
 def _rows(matrix: ExpertMatrix) -> int:
-    """Of a chunk: few, so that lanes stay in the cache, but for a matrix that is gathered from many
-    short runs."""
+    """Rows of a chunk: few, so that lanes stay in the cache, but for a matrix that is gathered from
+    many short runs."""
     return min(ROWS_STEP if matrix.col_stride == 1 else chunk_rows(matrix), matrix.rows)
 
 
@@ -64,7 +64,7 @@ def _of_chunk(
 def _added(
     source: MatrixReader, scales: Scales | None, chunk: range, data: U8, factors: Array
 ) -> Array:
-    """In the precision of `factors`."""
+    """Sums in the precision of `factors`."""
     lanes = np.zeros((len(chunk), _LANES), factors.dtype)
     for first in range(0, len(factors), _LANES):
         cols = min(_LANES, len(factors) - first)

@@ -26,7 +26,6 @@ from ktconv.conversion.tasks import Advance
 from ktconv.errors import CheckpointError
 from ktconv.quantize.packed.folding import FoldTask
 from ktconv.quantize.packed.importance.channel_weights import normalised
-from ktconv.quantize.packed.importance.coverage import LayerCoverage
 from ktconv.quantize.packed.importance.row_squares import row_squares, squares_memory
 from ktconv.quantize.packed.task import QuantizeTask
 from ktconv.source import Checkpoint, MoELayer, Projection
@@ -34,7 +33,7 @@ from ktconv.source.reading.buffers import Buffers
 from ktconv.source.reading.norms import find_norm, norm_scale
 from ktconv.source.reading.reader import SourceReader, Span
 from ktconv.source.reading.tensors import SourceTensors
-from ktconv.system.arrays import F32, F64
+from ktconv.system.arrays import F32, F64, I64
 from ktconv.system.units import listed
 from ktconv.targets.packed.target import BY_WEIGHTS
 from ktconv.writer.staging import Staging
@@ -45,7 +44,7 @@ _KEPT = 64  # experts whose weights of down are kept
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """Those of one layer that follow from its norm alone."""
+    """Weights of one layer that follow from its norm alone."""
 
     gate_up: F32 | None  # [H]; None: all errors count the same
 
@@ -58,7 +57,7 @@ class SourceWeights:
     """Weights of some layers of a checkpoint; the same interface as that of a file's."""
 
     record = BY_WEIGHTS
-    coverage: Mapping[int, LayerCoverage] = {}  # no text, and so no tokens
+    coverage: Mapping[int, I64] = {}  # no text, and so no tokens
 
     def __init__(self, checkpoint: Checkpoint, layers: Sequence[MoELayer]) -> None:
         """Reads the norms. CheckpointError for a NaN or an infinity in one."""
@@ -71,7 +70,7 @@ class SourceWeights:
         self._places = threading.BoundedSemaphore(_TOGETHER)
 
     def layer(self, index: int) -> NormWeights:
-        """What is known before matrices are read."""
+        """Weights that are known before matrices are read."""
         return NormWeights(self._gate_up.get(index))
 
     def of(self, layer: int, expert: int, projection: Projection) -> F32 | None:
@@ -103,8 +102,8 @@ class SourceWeights:
 
 
 def _norms(checkpoint: Checkpoint, layers: Sequence[MoELayer]) -> dict[int, F32]:
-    """What each layer's norm multiplies the experts' inputs by, [H]; without those of other widths,
-    as where inputs are latent, and those that cannot be read or are 0."""
+    """Factors by which each layer's norm multiplies the experts' inputs, [H]; without those of
+    other widths, as where inputs are latent, and those that cannot be read or are 0."""
     tensors, config = SourceTensors(checkpoint), checkpoint.config
     found = {}
     for layer in layers:

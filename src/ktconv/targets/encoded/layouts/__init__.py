@@ -1,1 +1,1 @@
-"""Which tensors an encoded matrix becomes, by file format."""
+"""Tensors that an encoded matrix becomes, by file format."""

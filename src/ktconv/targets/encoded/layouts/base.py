@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What kt_encode makes of a matrix [rows, cols]; without scales `scale_shape` is (0, 0)."""
+    """Sizes of kt_encode's result for a matrix [rows, cols]; without scales `scale_shape` is (0,
+    0)."""
 
     rows: int
     cols: int
@@ -26,9 +27,9 @@ class Sizes:
 
 
 class Layout(ABC):
-    """How the codes and scales of kt_encode lie in a file. An array of scales has the bytes that
-    kt_encode leaves; `factor` is the second scale of a whole matrix as it is stored, `zeros`
-    [rows, groups] are the codes that mean 0 where they are not those of kt_encode."""
+    """Layout of the codes and scales of kt_encode in a file. An array of scales has the bytes that
+    kt_encode leaves; `factor` is the second scale of a whole matrix as it is stored, `zeros` [rows,
+    groups] are the codes that mean 0 where they are not those of kt_encode."""
 
     name: str  # in manifests and messages
     parts: Sequence[str]  # the last components of the tensors' names; the first one has the codes

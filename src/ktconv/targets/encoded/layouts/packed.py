@@ -1,4 +1,4 @@
-"""compressed-tensors' pack-quantized: codes in int32 words, and the shape of the matrix beside.
+"""compressed-tensors' pack-quantized: codes in int32 words, and the shape of the matrix.
 
 A matrix [rows, cols] becomes `weight_packed` int32 [rows, cols * bits / 32], each level q stored as
 q + 2^(bits-1), first column in the lowest bits; `weight_scale` [rows, cols / group size];
