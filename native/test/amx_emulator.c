@@ -12,6 +12,10 @@
  *
  *   cc -std=c11 -O2 -shared -fPIC native/test/amx_emulator.c -o amx_emulator.so -lm
  *
+ * kt_amx_emulator_step() makes a thread stop behind every instruction from its first product on, so
+ * that those between two products are counted: a CPU switches AMX off where nothing is multiplied
+ * for some hundred nanoseconds, which no counter of AMX instructions shows.
+ *
  * Load it into a process (it installs itself), or LD_PRELOAD it: then it also grants the
  * tile state that a process asks the kernel for, and with KT_AMX_EMULATOR_REPORT=FILE it
  * writes its counters there at exit. Others may take SIGILL over (Python's faulthandler does):
@@ -38,7 +42,7 @@
 #include <unistd.h>
 #include <xmmintrin.h>
 
-enum { TILES = 8, ROWS = 16, ROW_SIZE = 64, THREADS = 512 };
+enum { TILES = 8, ROWS = 16, ROW_SIZE = 64, THREADS = 512, TRAP_FLAG = 0x100 };
 
 /* ---- Counters -------------------------------------------------------------- */
 
@@ -57,7 +61,18 @@ void kt_amx_emulator_counts(uint64_t out[COUNTERS]) {
   for (int i = 0; i < COUNTERS; i++) out[i] = atomic_load(&counters[i]);
 }
 
+/* Between two products of a thread: how many other instructions at most, and how often more than
+ * `gap_limit`, which is 0 where no thread stops behind instructions. AMX's own do not count. */
+static atomic_ullong gap_limit, longest_gap, long_gaps;
+
+void kt_amx_emulator_gaps(uint64_t out[2]) {
+  out[0] = atomic_load(&longest_gap);
+  out[1] = atomic_load(&long_gaps);
+}
+
 void kt_amx_emulator_reset(void) {
+  atomic_store(&longest_gap, 0);
+  atomic_store(&long_gaps, 0);
   for (int i = 0; i < COUNTERS; i++) atomic_store(&counters[i], 0);
   atomic_fetch_add(&resets, 1);
 }
@@ -75,6 +90,7 @@ typedef struct tile {
 typedef struct state {
   atomic_int thread; /* 0: free */
   int palette, start_row, resets;
+  int64_t since; /* instructions since the last product */
   tile tiles[TILES];
 } state;
 
@@ -384,6 +400,18 @@ __attribute__((target("fma"))) static void bf16_product(tile *c, const tile *a, 
   clear_rest(c);
 }
 
+static void end_gap(state *s, ucontext_t *context) {
+  const uint64_t limit = atomic_load(&gap_limit), gap = (uint64_t)s->since;
+  greg_t *const flags = &context->uc_mcontext.gregs[REG_EFL];
+  if (limit && *flags & TRAP_FLAG) {
+    uint64_t longest = atomic_load(&longest_gap);
+    while (gap > longest && !atomic_compare_exchange_weak(&longest_gap, &longest, gap)) continue;
+    if (gap > limit) atomic_fetch_add(&long_gaps, 1);
+  }
+  s->since = 0;
+  if (limit) *flags |= TRAP_FLAG;
+}
+
 static void product(state *s, const instruction *in) {
   if (in->vvvv >= TILES) undefined_instruction("a product of a tile that does not exist");
   tile *c = usable(s, in->reg), *a = usable(s, in->rm), *b = usable(s, in->vvvv);
@@ -468,6 +496,7 @@ static void on_illegal(int number, siginfo_t *info, void *opaque) {
   state *const s = decode(&in, context) ? own_state() : NULL;
   if (s) take_config(s, context);
   if (s && perform(s, &in)) {
+    if (in.opcode == 0x5c || in.opcode == 0x5e) end_gap(s, context);
     give_config(s, context);
     context->uc_mcontext.gregs[REG_RIP] += in.length;
   } else
@@ -483,6 +512,22 @@ void kt_amx_emulator_install(void) {
   sigaction(SIGILL, NULL, &now);
   if (now.sa_flags & SA_SIGINFO && now.sa_sigaction == on_illegal) return;
   sigaction(SIGILL, &ours, &before);
+}
+
+static void on_step(int number, siginfo_t *info, void *opaque) {
+  ucontext_t *const context = opaque;
+  (void)number, (void)info;
+  own_state()->since++;
+  if (!atomic_load(&gap_limit)) context->uc_mcontext.gregs[REG_EFL] &= ~(greg_t)TRAP_FLAG;
+}
+
+/* 0: no more. Takes SIGTRAP. */
+void kt_amx_emulator_step(uint64_t limit) {
+  struct sigaction ours = {.sa_flags = SA_SIGINFO | SA_ONSTACK};
+  ours.sa_sigaction = on_step;
+  sigemptyset(&ours.sa_mask);
+  sigaction(SIGTRAP, &ours, NULL);
+  atomic_store(&gap_limit, limit);
 }
 
 static void write_report(void) {

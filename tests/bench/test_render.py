@@ -50,9 +50,26 @@ def test_a_table_is_aligned_and_says_what_marks_mean() -> None:
 
 def test_columns_that_say_nothing_are_left_out() -> None:
     heads = render(report(QUIET), "table").splitlines()[0].split()
-    assert not {"engine", "ratio", "before"} & set(heads)
+    assert not {"engine", "ratio", "before", "ours"} & set(heads)
     with_peer = render(report(QUIET, row(engine="torch", isa="own")), "table")
     assert with_peer.splitlines()[0].split()[1] == "engine"
+
+
+def test_shares_of_both_limits_are_shown() -> None:
+    shown = replace(QUIET, share_of_memory=0.37, share_of_peak=1.02)
+    head, line = render(report(shown), "markdown").splitlines()[::2]
+    cells = dict(zip(head.split(" | "), line.split(" | "), strict=True))
+    assert (cells["of memory"], cells["of peak"]) == ("37%", "102% int8")
+
+
+def test_peers_are_shown_beside_ours() -> None:
+    peer = row(engine="kt-kernel", isa="own")
+    peer = replace(peer, detail="amx", times_ours=2.5)
+    head, _, *lines = render(report(QUIET, peer), "markdown").splitlines()
+    names = head.strip("| ").split(" | ")
+    ours, theirs = (dict(zip(names, line.strip("| ").split(" | "), strict=True)) for line in lines)
+    assert (ours["isa"], ours["time / ours"]) == ("avx512", "-")
+    assert (theirs["isa"], theirs["time / ours"]) == ("own (amx)", "2.50")
 
 
 def test_comparisons_are_data() -> None:

@@ -41,6 +41,18 @@ def test_the_limit_that_takes_longer_binds() -> None:
     assert floats.share_of_bound == pytest.approx(2.5 * many.share_of_bound)
 
 
+@pytest.mark.parametrize(("unit", "peak"), [("int8", 500.0), ("bf16", 200.0)])
+def test_each_row_has_its_share_of_memory_and_of_the_peak_of_its_unit(
+    unit: str, peak: float
+) -> None:
+    for pairs, bound in ((12.0, "memory"), (20000.0, "compute")):
+        row = judge(case(unit=unit), Sample(TIMES, pairs, 8.0), LIMITS, LIMITS, ERRORS)
+        assert (row.unit, row.bound) == (unit, bound)
+        assert row.share_of_memory == pytest.approx(row.weight_gb_s / 10.0)
+        assert row.share_of_peak == pytest.approx(row.gops / peak)
+        assert row.share_of_bound == max(row.share_of_memory, row.share_of_peak)
+
+
 def test_the_better_of_the_limits_before_and_after_counts() -> None:
     slower = replace(LIMITS, read_gb_s=9.0, int8_gops=450.0)
     for before, after in ((LIMITS, slower), (slower, LIMITS)):

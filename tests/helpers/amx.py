@@ -18,6 +18,8 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +74,22 @@ class Emulator:
         out = (ctypes.c_uint64 * len(COUNTERS))()
         self._lib.kt_amx_emulator_counts(out)
         return Counts(*out)
+
+    @contextmanager
+    def stepping(self, limit: int) -> Iterator[None]:
+        """While open, instructions between products are counted (see `gaps`), slowly."""
+        self._lib.kt_amx_emulator_step(ctypes.c_uint64(limit))
+        try:
+            yield
+        finally:
+            self._lib.kt_amx_emulator_step(ctypes.c_uint64(0))
+
+    def gaps(self) -> tuple[int, int]:
+        """Instructions other than AMX's between two products of a thread: at most how many, and
+        how often more than the limit."""
+        out = (ctypes.c_uint64 * 2)()
+        self._lib.kt_amx_emulator_gaps(out)
+        return out[0], out[1]
 
     def environment(self, report: Path) -> dict[str, str]:
         """For a program that is to run under the emulator and leave its counters in `report`."""

@@ -74,7 +74,7 @@ const kt_weight_format kt_bf16_format = {
     .product[KT_ISA_AVX512] = kt_bf16_product_float_avx512,
     .product[KT_ISA_AVX2] = kt_bf16_product_avx2,
     .product[KT_ISA_AMX] = kt_bf16_product_amx,
-    .stream = kt_bf16_stream_amx,
+    .stream[KT_ISA_AMX] = kt_bf16_stream_amx,
     .least_tokens = {1},
     .transposed = kt_bf16_transposed_amx,
 #endif

@@ -59,13 +59,15 @@ struct kt_weight_format {
   /* Multiplying. */
   kt_rows_kind rows_kind;
   kt_product_fn *product[KT_LEVELS]; /* without a scalar one there are no kernels */
-  kt_stream_fn *stream;              /* of the level amx, or NULL: products one after the other */
-  int32_t least_tokens[3]; /* for `stream`, of each of `groups`; fewer are faster without */
+  /* Beside the product of the same level; NULL: it is called for several strips. */
+  kt_stream_fn *stream[KT_LEVELS];
+  int32_t least_tokens[3]; /* for that of amx, of each of `groups`; fewer are faster without */
   int32_t block_rows;      /* 0: strips lie whole; else blocks of rows as in int_tiles.h */
   kt_transpose_fn *transpose[KT_LEVELS];
   kt_transposed_fn *transposed; /* with AMX; NULL: by strips */
   int splits;                   /* whether it reads split rows */
   uint32_t scaled_strips; /* the dtypes, as a set, of scales that strips of `transpose` contain */
+  int32_t least_avx512;   /* tokens, for a stream of avx512 */
 };
 
 extern const kt_weight_format kt_int8_format, kt_int4_format, kt_bf16_format, kt_fp8_format,

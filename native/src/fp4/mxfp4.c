@@ -61,8 +61,8 @@ const kt_weight_format kt_mxfp4_format = {
     .product[KT_ISA_AVX512] = kt_mxfp4_product_float_avx512,
     .product[KT_ISA_AVX2] = kt_mxfp4_product_avx2,
     .product[KT_ISA_AMX] = kt_mxfp4_product_amx,
-    .stream = kt_mxfp4_stream_amx,
-    .least_tokens = {4},
+    .stream[KT_ISA_AMX] = kt_mxfp4_stream_amx,
+    .least_tokens = {3},
     .transposed = kt_mxfp4_transposed_amx,
 #endif
 };

@@ -80,8 +80,8 @@ const kt_weight_format kt_fp8_format = {
     .product[KT_ISA_AVX512] = kt_fp8_product_float_avx512,
     .product[KT_ISA_AVX2] = kt_fp8_product_avx2,
     .product[KT_ISA_AMX] = kt_fp8_product_amx,
-    .stream = kt_fp8_stream_amx,
-    .least_tokens = {4, 4},
+    .stream[KT_ISA_AMX] = kt_fp8_stream_amx,
+    .least_tokens = {2, 2},
     .transposed = kt_fp8_transposed_amx,
 #endif
 };

@@ -6,22 +6,27 @@
  *
  * A strip lies in one run of tiles per column block of 3584. Micro kernel: up to 12 tokens
  * x 32 rows in registers (24 sums), alternating between the half tiles, so that each broadcast
- * serves two lines. How the first block of tokens reads a strip from memory differs:
+ * serves two lines. How a strip is read from memory differs:
  *
- *   Zen 4   in strictly ascending order: one half tile after the other, one line for all tokens.
- *           Alternating reads DRAM at a third of its speed: hardware prefetchers lose the stream
- *           (10 against 30 GB/s; software prefetching did not mend it).
- *   others  alternating too, prefetched. (Emerald Rapids, 2048 x 768, one core, INT4, microseconds
- * of 64 tokens with 64 experts: ascending 14 872, the same prefetched 11 741, alternating and
- * prefetched 9725; one token 841, 735, 773.)
+ *   Zen 4   by the first block of tokens, in strictly ascending order: one half tile after the
+ *           other, one line for all tokens. Alternating reads DRAM at a third of its speed:
+ * hardware prefetchers lose the stream (10 against 30 GB/s; software prefetching did not mend it).
+ *           Further blocks find the strip in L2.
+ *   others  beside all blocks of the strip before (moe/beside.h), alternating, in parts that go
+ *           round several pages. (Sapphire Rapids, 2048 x 768, 64 experts, one core, balanced
+ *           routing, weights on huge pages: the time of a layer where the first block prefetched
+ *           4 KiB ahead instead, over this, with 2, 4, 8, 16, 32, 64 and 128 tokens an expert: INT4
+ *           1.20, 1.09, 1.06, 1.27, 1.17, 1.07 and 1.0; INT8 0.93, 0.94, 1.02, 1.37, 1.46, 1.20 and
+ *           1.10.) Few tokens of INT8, and single ones of INT4, still prefetch ahead.
  *
- * Further blocks, if any, find the strip in L2. Then columns are cut into blocks of K_BLOCK, so
- * that those of the activations and of the strip stay in L2 meanwhile.
+ * Columns are cut into blocks of K_BLOCK, so that those of the activations and of the strip stay in
+ * L2 meanwhile.
  *
  * `int4` is a constant in every call. Include after KT_TARGET_BEGIN(AVX512_VNNI). */
 #ifndef KT_INT_GEMM_AVX512_H
 #define KT_INT_GEMM_AVX512_H
 
+#include "../moe/beside.h"
 #include "../simd/unroll.h"
 #include "int_gemm.h"
 
@@ -34,8 +39,8 @@ enum {
 /* How a micro kernel reads weights. */
 typedef enum kt_int_order {
   KT_INT_ASCENDING, /* from memory, Zen */
-  KT_INT_AHEAD_OF,  /* from memory, others */
-  KT_INT_CACHED
+  KT_INT_AHEAD_OF,  /* from memory, others, few tokens */
+  KT_INT_CACHED     /* and what `beside` is to fetch, if anything, meanwhile */
 } kt_int_order;
 
 /* (v ^ 8) & 15 in each byte: a two's complement nibble plus 8. */
@@ -86,7 +91,7 @@ KT_INLINE void kt_int_prefetch(const uint8_t *at) {
 /* sum[t][32 rows] += w[32 rows][columns of `tiles` tiles] * x[t][same columns] */
 KT_INLINE void kt_int_micro(const int int4, const kt_int_order order, const int tokens,
                             const uint8_t *w, int64_t tiles, const uint8_t *x, int64_t stride,
-                            int32_t *sum) {
+                            kt_beside *beside, int32_t *sum) {
   const uint8_t *base[KT_INT_BLOCK / 3] = {x, x + 3 * stride, x + 6 * stride, x + 9 * stride};
   /* Few tokens make few chains of sums: then high nibbles have sums of their own. */
   const int split = int4 && tokens <= 4;
@@ -109,6 +114,7 @@ KT_INLINE void kt_int_micro(const int int4, const kt_int_order order, const int 
     }
 #pragma GCC unroll 4
     for (int p = 0; p < (tokens + 2) / 3; p++) base[p] += int4 ? 128 : 64;
+    if (order == KT_INT_CACHED) kt_beside_fetch_step(beside);
   }
 #pragma GCC unroll 12
   for (int t = 0; t < tokens; t++) {
@@ -118,43 +124,50 @@ KT_INLINE void kt_int_micro(const int int4, const kt_int_order order, const int 
 }
 
 typedef void kt_int_micro_fn(const uint8_t *w, int64_t tiles, const uint8_t *x, int64_t stride,
-                             int32_t *sum);
+                             kt_beside *beside, int32_t *sum);
 
-/* Of a format, by tokens - 1. A block that is not the first has at least half of the tokens that
- * fit. */
+/* Of a format, by tokens: for the first block of tokens, and those behind it. */
 typedef struct kt_int_kernels {
   kt_int_micro_fn *const *first, *const *further;
 } kt_int_kernels;
 
 #define KT_INT_MICRO(n, name, int4, order)                                                         \
   KT_NOINLINE void name##n(const uint8_t *w, int64_t tiles, const uint8_t *x, int64_t stride,      \
-                           int32_t *sum) {                                                         \
-    if (order != KT_INT_CACHED || n >= KT_INT_BLOCK / 2)                                           \
-      kt_int_micro(int4, order, n, w, tiles, x, stride, sum);                                      \
+                           kt_beside *beside, int32_t *sum) {                                      \
+    kt_int_micro(int4, order, n, w, tiles, x, stride, beside, sum);                                \
   }
 
-/* Defines kt_int_kernels `kernels` and `kernels_zen`. */
-#define KT_INT_KERNELS(int4)                                                                       \
+#define KT_INT_FEW(n, name, int4, few)                                                             \
+  KT_NOINLINE void name##n(const uint8_t *w, int64_t tiles, const uint8_t *x, int64_t stride,      \
+                           kt_beside *beside, int32_t *sum) {                                      \
+    if (n < few) kt_int_micro(int4, KT_INT_AHEAD_OF, n, w, tiles, x, stride, beside, sum);         \
+  }
+
+/* Defines kt_int_kernels `kernels_few` (fewer tokens than `few`), `kernels_streamed` and
+ * `kernels_zen`. */
+#define KT_INT_KERNELS(int4, few)                                                                  \
+  KT_1_TO_12(KT_INT_FEW, ahead_, int4, few)                                                        \
   KT_1_TO_12(KT_INT_MICRO, ascending_, int4, KT_INT_ASCENDING)                                     \
-  KT_1_TO_12(KT_INT_MICRO, ahead_, int4, KT_INT_AHEAD_OF)                                          \
   KT_1_TO_12(KT_INT_MICRO, cached_, int4, KT_INT_CACHED)                                           \
-  static kt_int_micro_fn *const ascending[] = {KT_1_TO_12(KT_NUMBERED, ascending_)};               \
-  static kt_int_micro_fn *const ahead[] = {KT_1_TO_12(KT_NUMBERED, ahead_)};                       \
-  static kt_int_micro_fn *const cached[] = {KT_1_TO_12(KT_NUMBERED, cached_)};                     \
-  static const kt_int_kernels kernels = {ahead, cached}, kernels_zen = {ascending, cached};
+  static kt_int_micro_fn *const ahead[] = {NULL, KT_1_TO_12(KT_NUMBERED, ahead_)};                 \
+  static kt_int_micro_fn *const ascending[] = {NULL, KT_1_TO_12(KT_NUMBERED, ascending_)};         \
+  static kt_int_micro_fn *const cached[] = {NULL, KT_1_TO_12(KT_NUMBERED, cached_)};               \
+  static const kt_int_kernels kernels_few = {ahead, NULL}, kernels_streamed = {cached, cached},    \
+                              kernels_zen = {ascending, cached};
 
 /* Columns k .. k + cols of one strip for all tokens, in blocks of nearly equal size. */
 KT_INLINE void kt_int_strip(const int int4, const kt_int_kernels *kernels, const kt_weight *w,
                             int64_t block_rows, int64_t strip, int64_t k, int64_t cols,
-                            const uint8_t *x, int64_t stride, int64_t tokens, int32_t *sum) {
+                            const uint8_t *x, int64_t stride, int64_t tokens, kt_beside *beside,
+                            int32_t *sum) {
   const int64_t tile_cols = int4 ? 128 : 64;
   const int64_t start = kt_tile_start(w->rows, w->cols, block_rows, strip * KT_STRIP, k);
   const uint8_t *const tiles = w->codes + (int4 ? start / 2 : start);
   const int64_t blocks = (tokens + KT_INT_BLOCK - 1) / KT_INT_BLOCK;
   for (int64_t b = 0; b < blocks; b++) {
     const int64_t t = tokens * b / blocks, count = tokens * (b + 1) / blocks - t;
-    kt_int_micro_fn *const micro = (b == 0 ? kernels->first : kernels->further)[count - 1];
-    micro(tiles, cols / tile_cols, x + t * stride + k, stride, sum + t * KT_STRIP);
+    kt_int_micro_fn *const micro = (b == 0 ? kernels->first : kernels->further)[count];
+    micro(tiles, cols / tile_cols, x + t * stride + k, stride, beside, sum + t * KT_STRIP);
   }
 }
 
@@ -189,18 +202,43 @@ KT_INLINE void kt_int_product_avx512(const int int4, const kt_int_kernels *kerne
                                      int64_t strips, const uint8_t *x, int64_t stride,
                                      int64_t tokens, float *out) {
   int32_t *const sum = (int32_t *)(void *)out;
+  kt_beside nothing = kt_beside_of(NULL, NULL);
   const int64_t k_block = tokens <= KT_INT_BLOCK ? KT_COL_BLOCK : KT_INT_K_BLOCK;
   kt_int_start(int4 ? 8 : 128, x, w->cols, stride, strips, tokens, sum);
   for (int64_t k = 0, cols; k < w->cols; k += cols) {
     const int64_t left = w->cols - k;
     cols = left < k_block ? left : k_block;
     for (int64_t s = 0; s < strips; s++)
-      kt_int_strip(int4, kernels, w, block_rows, strip + s, k, cols, x, stride, tokens,
+      kt_int_strip(int4, kernels, w, block_rows, strip + s, k, cols, x, stride, tokens, &nothing,
                    sum + s * tokens * KT_STRIP);
   }
   for (int64_t s = 0; s < strips; s++)
     kt_int_finish(int4 ? 16.0f : 1.0f, (const float *)w->scale + (strip + s) * KT_STRIP, x, w->cols,
                   stride, tokens, out + s * tokens * KT_STRIP);
+}
+
+/* kt_stream_fn of `kernels_streamed`. */
+KT_INLINE void kt_int_stream_avx512(const int int4, const kt_int_kernels *kernels,
+                                    int64_t block_rows, const kt_weight *w, int64_t strip,
+                                    const uint8_t *x, int64_t stride, int64_t tokens,
+                                    kt_beside *beside, int32_t *sum, kt_sums *sums) {
+  const int64_t blocks = (tokens + KT_INT_BLOCK - 1) / KT_INT_BLOCK;
+  const int64_t k_block = blocks == 1 ? KT_COL_BLOCK : KT_INT_K_BLOCK;
+  kt_beside_finish(beside); /* while the sums of the strip before are in L1 */
+  kt_beside_start(beside, w->cols / (int4 ? 128 : 64) * blocks);
+  kt_int_start(int4 ? 8 : 128, x, w->cols, stride, 1, tokens, sum);
+  for (int64_t k = 0, cols; k < w->cols; k += cols) {
+    const int64_t left = w->cols - k;
+    cols = left < k_block ? left : k_block;
+    kt_int_strip(int4, kernels, w, block_rows, strip, k, cols, x, stride, tokens, beside, sum);
+  }
+  *sums = (kt_sums){.sum = sum,
+                    .whole = 1,
+                    .step = int4 ? 16.0f : 1.0f,
+                    .tokens = tokens,
+                    .row_scale = (const float *)w->scale + strip * KT_STRIP,
+                    .x_scale = x + w->cols,
+                    .stride = stride};
 }
 
 #endif

@@ -106,8 +106,8 @@ const kt_weight_format kt_gint4_format = {
     .product[KT_ISA_AVX512_VNNI] = kt_gint4_product_avx512,
     .product[KT_ISA_AVX2] = kt_gint4_product_avx2,
     .product[KT_ISA_AMX] = kt_gint4_product_amx,
-    .stream = kt_gint4_stream_amx,
-    .least_tokens = {14, 10, 8},
+    .stream[KT_ISA_AMX] = kt_gint4_stream_amx,
+    .least_tokens = {7, 7, 4},
     .transposed = kt_gint4_transposed_amx,
 #endif
 };

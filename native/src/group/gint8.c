@@ -82,8 +82,8 @@ const kt_weight_format kt_gint8_format = {
     .product[KT_ISA_AVX512_VNNI] = kt_gint8_product_avx512,
     .product[KT_ISA_AVX2] = kt_gint8_product_avx2,
     .product[KT_ISA_AMX] = kt_gint8_product_amx,
-    .stream = kt_gint8_stream_amx,
-    .least_tokens = {12, 8, 8},
+    .stream[KT_ISA_AMX] = kt_gint8_stream_amx,
+    .least_tokens = {2, 2, 2},
     .transposed = kt_gint8_transposed_amx,
 #endif
 };

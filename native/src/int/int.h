@@ -9,13 +9,13 @@
 #include "../format/format.h"
 #include "../format/int_tiles.h"
 
-enum { KT_INT8_TILE_COLS = 64, KT_INT8_BLOCK_ROWS = 64 };
-enum { KT_INT4_TILE_COLS = 128, KT_INT4_BLOCK_ROWS = 128 };
+enum { KT_INT8_TILE_COLS = 64, KT_INT8_BLOCK_ROWS = 64, KT_INT8_LEAST_STREAMED = 6 };
+enum { KT_INT4_TILE_COLS = 128, KT_INT4_BLOCK_ROWS = 128, KT_INT4_LEAST_STREAMED = 2 };
 
 kt_quantize_pack_fn kt_int8_quantize_pack_avx2, kt_int8_quantize_pack_avx512,
     kt_int8_quantize_pack_neon;
 kt_transpose_fn kt_int8_transpose_scalar, kt_int8_transpose_avx512;
-kt_stream_fn kt_int8_stream_amx;
+kt_stream_fn kt_int8_stream_amx, kt_int8_stream_avx512;
 kt_transposed_fn kt_int8_transposed_amx;
 kt_product_fn kt_int8_product_avx2, kt_int8_product_avx512, kt_int8_product_zen,
     kt_int8_product_amx;
@@ -23,7 +23,7 @@ kt_product_fn kt_int8_product_avx2, kt_int8_product_avx512, kt_int8_product_zen,
 kt_quantize_pack_fn kt_int4_quantize_pack_avx2, kt_int4_quantize_pack_avx512,
     kt_int4_quantize_pack_neon;
 kt_transpose_fn kt_int4_transpose_scalar, kt_int4_transpose_avx512;
-kt_stream_fn kt_int4_stream_amx;
+kt_stream_fn kt_int4_stream_amx, kt_int4_stream_avx512;
 kt_transposed_fn kt_int4_transposed_amx;
 kt_product_fn kt_int4_product_avx2, kt_int4_product_avx512, kt_int4_product_zen,
     kt_int4_product_amx;

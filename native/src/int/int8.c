@@ -70,8 +70,10 @@ const kt_weight_format kt_int8_format = {
     .product[KT_ISA_AVX512_VNNI] = kt_int8_product_avx512,
     .product[KT_ISA_AVX2] = kt_int8_product_avx2,
     .product[KT_ISA_AMX] = kt_int8_product_amx,
-    .stream = kt_int8_stream_amx,
-    .least_tokens = {4},
+    .stream[KT_ISA_AVX512_VNNI] = kt_int8_stream_avx512,
+    .stream[KT_ISA_AMX] = kt_int8_stream_amx,
+    .least_tokens = {2},
+    .least_avx512 = KT_INT8_LEAST_STREAMED,
     .transposed = kt_int8_transposed_amx,
     .splits = 1,
 #elif KT_ARM64

@@ -115,7 +115,8 @@ static inline void kt_beside_start(kt_beside *b, int64_t steps) {
   if (b->work_products) b->work_products--;
 }
 
-static inline __attribute__((always_inline)) void kt_beside_step(kt_beside *b) {
+/* A step that only fetches: for kernels whose sums would have to leave their registers for work. */
+static inline __attribute__((always_inline)) void kt_beside_fetch_step(kt_beside *b) {
   b->line_part += b->line_rate;
   for (; b->line_part >= KT_BESIDE_ONE && b->lines; b->line_part -= KT_BESIDE_ONE) {
     const uint8_t *at = b->at;
@@ -133,6 +134,10 @@ static inline __attribute__((always_inline)) void kt_beside_step(kt_beside *b) {
     if (--b->lines == 0) kt_beside_next_region(b);
   }
   b->line_part %= KT_BESIDE_ONE;
+}
+
+static inline __attribute__((always_inline)) void kt_beside_step(kt_beside *b) {
+  kt_beside_fetch_step(b);
   b->work_part += b->work_rate;
   if (b->next < b->end && b->work_part >= KT_BESIDE_ONE) {
     const int64_t left = b->end - b->next, some = b->work_part / KT_BESIDE_ONE;

@@ -325,8 +325,10 @@ static kt_forward_run start(const kt_moe *moe, const kt_lora *lora, int saves, c
   f.x_stride = (int64_t)kt_rows_stride(f.run.format->rows_kind, moe->hidden, moe->layout.group);
   f.mid_stride = (int64_t)kt_rows_stride(f.run.format->rows_kind, f.run.width, moe->layout.group);
   f.adapted.saves = saves;
-  f.stream = kt_format_stream(f.run.format);
-  f.least_tokens = kt_least_tokens(&moe->layout);
+  /* Products of B go beside a stream only where they have a stream of their own. */
+  const int beside = !(lora || saves) || f.adapted.adapter.add_beside;
+  f.stream = beside ? kt_format_stream(f.run.format) : NULL;
+  f.least_tokens = kt_least_streamed(&moe->layout);
   f.most_tokens = f.stream ? block_tokens(f.x_stride) : KT_MAX_TOKENS;
   return f;
 }

@@ -12,11 +12,19 @@ kt_product_fn *kt_format_product(const kt_weight_format *format) {
 }
 
 kt_stream_fn *kt_format_stream(const kt_weight_format *format) {
+  return format->stream[kt_isa_cell(format->product, sizeof *format->product)];
+}
+
+int64_t kt_least_streamed(const kt_layout *layout) {
+  const kt_weight_format *const format = kt_format_of(layout);
   const int level = kt_isa_cell(format->product, sizeof *format->product);
-  return level == KT_ISA_AMX ? format->stream : NULL;
+  return level == KT_ISA_AMX ? kt_least_tokens(layout) : format->least_avx512;
 }
 
 int64_t kt_least_tokens(const kt_layout *layout) {
+#ifdef KT_LEAST_TOKENS
+  return KT_LEAST_TOKENS; /* for benchmarks/sweep.py, which measures where AMX becomes faster */
+#endif
   const kt_weight_format *const format = kt_format_of(layout);
   int i = 0;
   while (i < format->group_count - 1 && format->groups[i] != layout->group) i++;

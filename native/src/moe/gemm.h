@@ -71,8 +71,9 @@ static inline kt_sums kt_sums_of(const float *numbers, int64_t tokens) {
   return (kt_sums){.sum = numbers, .tokens = tokens};
 }
 
-/* One strip for `tokens` (least_tokens .. KT_STREAM_TOKENS) rows x; sums: [tokens][32], 64-byte
- * aligned. The numbers are those of kt_product_fn, and on no more does an element depend. */
+/* One strip for 1 .. KT_STREAM_TOKENS `tokens`, rows x; sums: [tokens][32],
+ * 64-byte aligned. The numbers are those of kt_product_fn, and on no more does an element depend.
+ */
 typedef struct kt_beside kt_beside;
 typedef void kt_stream_fn(const kt_weight *w, int64_t strip, const uint8_t *x, int64_t stride,
                           int64_t tokens, kt_beside *beside, void *out, kt_sums *sums);
@@ -82,9 +83,12 @@ typedef void kt_stream_fn(const kt_weight *w, int64_t strip, const uint8_t *x, i
 typedef void kt_adding_stream_fn(const kt_weight *w, int64_t strip, const uint8_t *x,
                                  int64_t stride, int64_t tokens, kt_beside *beside, float *out);
 
-/* The best cell of a format for the level in use, or NULL; from how many tokens on it is faster
- * than the product of the level below. */
+/* The cell of a format beside its best product for the level in use, or NULL, and from how many
+ * tokens on it is faster than that product alone. */
 kt_stream_fn *kt_format_stream(const kt_weight_format *format);
+int64_t kt_least_streamed(const kt_layout *layout);
+
+/* From how many tokens on AMX is faster than AVX-512. */
 int64_t kt_least_tokens(const kt_layout *layout);
 
 /* kt_product_fn of a streamed product: each strip, and while it is multiplied the next is fetched.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ktconv import native
 from ktconv.bench.cases import Session, different_experts, from_cache
@@ -19,19 +20,37 @@ from ktconv.system.text import Notify
 from ktconv.system.units import counted
 
 
-def peer_rows(session: Session, shape: Shape, methods: Sequence[Format]) -> Iterator[Row]:
-    """Rows of every installed peer with weights like those of one of our methods.
+def peer_rows(
+    session: Session, shape: Shape, methods: Sequence[Format], ours: Sequence[Row]
+) -> Iterator[Row]:
+    """Rows of every installed peer with weights like those of one of our methods, with their time
+    over that of `ours`.
 
-    A peer that is missing or fails is left out with a message. Limits are measured at the last
-    level of the request.
+    A peer that is missing or fails is left out with a message. Limits are those of this machine's
+    highest level, because a peer uses what it finds, whatever level was asked for.
     """
-    native.use_isa(session.request.isas[-1])
+    native.use_isa(native.isa_available()[-1])
     for spec in chosen(methods, session.notify):
         if not fits(spec, shape):
             session.notify(f"{spec.name}: left out, too little memory is free")
             continue
         for pool in session.pools.values():
-            yield from _measured(session, spec, shape, pool)
+            for row in _measured(session, spec, shape, pool):
+                yield replace(row, times_ours=_times_ours(row, spec, ours))
+
+
+def _times_ours(row: Row, spec: Spec, ours: Sequence[Row]) -> float | None:
+    """The peer's median over that of our row for the same work: the first of the peer's methods
+    that was measured, at the level that is fastest."""
+    for method in spec.methods:
+        same = [
+            one.median_us
+            for one in ours
+            if (one.method, one.tokens, one.threads) == (method, row.tokens, row.threads)
+        ]
+        if same:
+            return row.median_us / min(same)
+    return None
 
 
 def chosen(methods: Sequence[Format], notify: Notify) -> list[Spec]:
@@ -74,7 +93,8 @@ def _measured(session: Session, spec: Spec, shape: Shape, pool: Pool) -> Iterato
     for result in results:
         sample = Sample(tuple(result.seconds), result.pairs, result.distinct)
         errors = Errors(result.relative_error, result.source_error)
-        yield judge(_case(spec, asked, result), sample, *around, errors, meter.best(pool))
+        row = judge(_case(spec, asked, result), sample, *around, errors, meter.best(pool))
+        yield replace(row, detail=result.detail)
 
 
 def _case(spec: Spec, asked: Request, result: Result) -> Case:

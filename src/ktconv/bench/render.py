@@ -17,7 +17,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "shape": lambda row: str(row.shape["name"]),
     "engine": lambda row: row.engine,
     "method": lambda row: row.method,
-    "isa": lambda row: row.isa,
+    "isa": lambda row: f"{row.isa} ({row.detail})" if row.detail else row.isa,
     "threads": lambda row: str(row.threads),
     "tokens": lambda row: str(row.tokens),
     "experts": lambda row: f"{row.distinct_experts:.0f} x {row.tokens_per_expert:.1f}",
@@ -26,8 +26,10 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "tokens/s": lambda row: f"{row.tokens_per_s:.0f}",
     "GB/s": lambda row: f"{row.weight_gb_s:.1f}",
     "GOPS": lambda row: f"{row.gops:.0f}",
-    "of limit": lambda row: f"{row.share_of_bound:.0%} {row.bound}",
+    "of memory": lambda row: f"{row.share_of_memory:.0%}",
+    "of peak": lambda row: f"{row.share_of_peak:.0%} {row.unit}",
     "error": lambda row: f"{row.relative_error:.1e}",
+    "time / ours": lambda row: "-" if row.times_ours is None else f"{row.times_ours:.2f}",
     "": lambda row: _marks(row),
     "before us": lambda row: "-" if row.old_median_us is None else f"{row.old_median_us:.0f}",
     "ratio": lambda row: _ratio(row),
@@ -86,7 +88,7 @@ def _wanted(rows: Sequence[Row]) -> list[str]:
     """Columns that say something in this report."""
     useless = set()
     if all(row.engine == "ktconv" for row in rows):
-        useless.add("engine")
+        useless |= {"engine", "time / ours"}
     if not any(map(_marks, rows)):
         useless.add("")
     if all(row.ratio is None for row in rows):

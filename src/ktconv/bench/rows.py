@@ -56,7 +56,7 @@ class Row:
     weight_gb_s: float
     gops: float
     bound: str  # "memory" or "compute": whichever limit takes longer
-    share_of_bound: float
+    share_of_bound: float  # the larger of the two shares below
     tokens_per_expert: float
     distinct_experts: float
     relative_error: float  # these three: see Errors
@@ -68,7 +68,12 @@ class Row:
     kernel_error: float | None = None
     read_gb_s: float = 0.0  # the limits around this row
     peak_gops: float = 0.0
+    unit: str = ""  # of the products that peak_gops is the limit of: "int8" or "bf16"
+    share_of_memory: float = 0.0  # weight_gb_s over read_gb_s
+    share_of_peak: float = 0.0  # gops over peak_gops
     in_cache: bool = False  # the layer fits into the caches: its share can exceed 100 %
+    detail: str = ""  # of a peer: its build, or how it stores weights
+    times_ours: float | None = None  # of a peer: its median over that of our row beside it
     old_median_us: float | None = None  # of --compare
     ratio: float | None = None  # new time over old
     regressed: bool | None = None
@@ -161,5 +166,8 @@ def judge(
         kernel_error=errors.kernel,
         read_gb_s=limits.read_gb_s,
         peak_gops=peak,
+        unit=unit,
+        share_of_memory=memory / median,
+        share_of_peak=compute / median,
         in_cache=case.in_cache,
     )

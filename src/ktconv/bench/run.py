@@ -58,7 +58,8 @@ def bench(
             report.rows.append(row)
             notify(
                 f"  {row.isa}, {counted(row.threads, 'thread')}, {counted(row.tokens, 'token')}: "
-                f"{row.median_us:.0f} us, {row.share_of_bound:.0%} of {row.bound}"
+                f"{row.median_us:.0f} us, {row.share_of_memory:.0%} of memory, "
+                f"{row.share_of_peak:.0%} of {row.unit}"
             )
         report.limits = list(session.meter.found.values())
     return report
@@ -76,14 +77,16 @@ def measure_machine(session: Session) -> None:
 
 
 def _all_rows(session: Session, plan: Plan) -> Iterator[Row]:
-    for layer in plan.layers:
-        yield from _rows(session, layer)
-    if session.request.peers:
-        from ktconv.bench.peer_rows import peer_rows
+    for shape, group in groupby(plan.layers, key=lambda layer: layer.shape):
+        layers, ours = list(group), []
+        for layer in layers:
+            for row in _rows(session, layer):
+                ours.append(row)
+                yield row
+        if session.request.peers:
+            from ktconv.bench.peer_rows import peer_rows
 
-        for shape, layers in groupby(plan.layers, key=lambda layer: layer.shape):
-            methods = [layer.method for layer in layers]
-            yield from peer_rows(session, shape, methods)
+            yield from peer_rows(session, shape, [layer.method for layer in layers], ours)
 
 
 def _rows(session: Session, layer: Layer) -> Iterator[Row]:

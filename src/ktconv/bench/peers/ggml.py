@@ -142,7 +142,7 @@ class GgmlPeer:
         self._api.backend_tensor_set(tensor, values.ctypes.data, 0, values.nbytes)
 
     @property
-    def layout(self) -> str:
+    def detail(self) -> str:
         """ggml's name of the buffer type of the weights."""
         return self._weights.layout
 

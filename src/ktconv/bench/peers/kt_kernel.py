@@ -80,7 +80,9 @@ class KtKernel:
 
     def _start(self, experts: list[list[Handed]]) -> None:
         """It copies and repacks all weights; the arrays are free afterwards."""
-        extension = importlib.import_module("kt_kernel").kt_kernel_ext
+        package = importlib.import_module("kt_kernel")
+        extension = package.kt_kernel_ext
+        self.detail = str(getattr(package, "__cpu_variant__", ""))  # which of its builds runs
         made = getattr(extension.moe, self._kind.class_name, None)
         if made is None:
             raise PeerError(f"this build of kt-kernel has no {self._kind.class_name}")

@@ -46,4 +46,4 @@ class Result:
     expert_bytes: int
     relative_error: float  # against float32 on the peer's own quantized weights
     source_error: float  # against float32 on the weights before quantization
-    detail: str = ""  # how the peer stores the weights, where it has a name for it
+    detail: str = ""  # which of its builds runs, or how it stores weights, where that has a name

@@ -75,5 +75,5 @@ def _measure(
         expert_bytes=peer.expert_bytes(),
         relative_error=error,
         source_error=source_error,
-        detail=str(getattr(peer, "layout", "")),
+        detail=str(getattr(peer, "detail", "")),
     )

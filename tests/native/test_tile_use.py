@@ -1,0 +1,90 @@
+"""What a layer does with AMX, counted by the emulator: how often tiles are loaded, stored and
+multiplied, and for how long nothing is multiplied. On any machine these tell what the time on one
+with AMX depends on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers import amx
+
+from ktconv import native
+from ktconv.bench.weights import RandomWeights
+from ktconv.formats import FORMATS
+from ktconv.formats.decode import f32_to_bf16
+from ktconv.runtime.layers import pack_experts
+
+pytestmark = pytest.mark.slow
+
+WIDTH, EXPERTS, TOKENS = 128, 2, 32  # of hidden and intermediate size; all experts get all tokens
+STRIPS = EXPERTS * 3 * WIDTH // 32
+TILES = 4  # sums of a strip for 32 tokens
+# Columns of a step, and steps after which sums are stored, or a spare tile in their place: so that
+# a core does not switch off what stores tiles.
+STEPS = {
+    "int8": (64, None),
+    "int4": (64, None),
+    "bf16": (32, 4),
+    "fp8": (32, None),
+    "fp8-channel": (32, 4),
+    "mxfp4": (32, 4),
+    "nvfp4": (32, 4),
+}
+GROUPS = {"gint4-32": 32, "gint4-64": 64, "gint4-128": 128, "gint8-32": 32, "gint8-128": 128}
+# Instructions: hundreds of nanoseconds, after which a core switches AMX off. Compilers differ.
+GAP = 10_000
+
+
+def forward(key: str, emulator: amx.Emulator, gap: int = 0) -> None:
+    """Of a layer in this format, counted; gap: see `Emulator.stepping`."""
+    emulator.install()
+    source = RandomWeights(0, WIDTH, WIDTH).expert
+    layer = pack_experts(FORMATS[key], source, range(EXPERTS), WIDTH, WIDTH).layer
+    pool = native.Pool(1)
+    x = np.random.default_rng(0).standard_normal((TOKENS, WIDTH), np.float32)
+    ids = np.tile(np.arange(EXPERTS, dtype=np.int64), (TOKENS, 1))
+    weights = np.full(ids.shape, 1 / EXPERTS, np.float32)
+    before = native.isa()
+    native.use_isa("amx")
+    try:
+        scratch = layer.scratch(TOKENS, EXPERTS, pool)
+        rows = f32_to_bf16(x)
+        call = layer.call(pool, rows, ids, weights, np.empty_like(rows), scratch)
+        emulator.reset()
+        with emulator.stepping(gap):
+            call()
+    finally:
+        native.use_isa(before)
+
+
+@pytest.mark.parametrize("key", [*STEPS, *GROUPS])
+def test_tiles_of_a_layer(key: str, emulator: amx.Emulator) -> None:
+    """A load for each product. Sums are stored once for a strip, or for each group of columns."""
+    forward(key, emulator)
+    if key in GROUPS:
+        columns, stores = min(GROUPS[key], 64), STRIPS * TILES * WIDTH // GROUPS[key]
+    else:
+        columns, spare = STEPS[key]
+        stores = STRIPS * (TILES + (WIDTH // columns // spare if spare else 0))
+    counts = emulator.counts()
+    assert counts.products == STRIPS * TILES * WIDTH // columns
+    assert counts.loads == counts.products
+    assert counts.stores == stores
+    assert counts.configs == 1
+
+
+@pytest.mark.parametrize("key", ["int4", "int8", "bf16"])
+def test_products_follow_one_another(key: str, emulator: amx.Emulator) -> None:
+    """Only where an expert's middle is quantized, between up and down, is nothing multiplied for
+    long: scaling, the activation and the weighted sum lie within the products of the next strip."""
+    forward(key, emulator, GAP)
+    longest, long = emulator.gaps()
+    assert long == EXPERTS, f"{long} gaps of more than {GAP} instructions, the longest {longest}"
+
+
+def test_gaps_are_seen(emulator: amx.Emulator) -> None:
+    """Without room between products each gap is long."""
+    forward("int8", emulator, 1)
+    longest, long = emulator.gaps()
+    products = emulator.counts().products
+    assert longest > GAP and products / 4 <= long < products
