@@ -145,6 +145,35 @@ def test_what_re_knows(text: str) -> None:
         assert Patterns([text]).first(name) == by_re([text], name), name
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(?R)",
+        "(a)(?1)",
+        r"\p{L}+",
+        r"\X",
+        "(?e)a",
+        "(?|a|b)",
+        "(?<n>a)",
+        "(?<=a+)b",
+        "a{0,99999999999}",
+    ],
+)
+def test_what_only_regex_knows(text: str) -> None:
+    """PEFT cannot read it either; (?R) would take all memory."""
+    with pytest.raises((re.error, OverflowError)):
+        re.compile(f"({text})")
+    with pytest.raises(PatternError, match="which is no regular expression"):
+        Patterns([text])
+
+
+@pytest.mark.parametrize("text", [r"a\\{e<=1}", "[[:alpha:]]+", "[[:alpha:]", "[:a]+", r"\[:a"])
+@pytest.mark.filterwarnings("ignore:Possible nested set:FutureWarning")
+def test_what_regex_reads_otherwise(text: str) -> None:
+    for name in ("a", "b", "a\\", "a\\{e<=1}", "h]", "[:]]", ":a", "[:a", "[", ""):
+        assert Patterns([text]).first(name) == by_re([text], name), name
+
+
 def test_too_many_groups_in_one_another() -> None:
     with pytest.raises(PatternError, match="too many groups in one"):
         Patterns(["(" * 5000 + ")" * 5000])
