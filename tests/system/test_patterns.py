@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import time
@@ -124,6 +125,23 @@ def test_two_hundred_thousand_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
             many.first("x" * 200 + str(n))
     with pytest.raises(PatternError, match="take too long"):
         Patterns(["(x|xx)+y"]).first("x" * 200)
+
+
+def test_the_time_is_for_all_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that goes on after the first refusal, as for lists of exclusions, waits once."""
+    monkeypatch.setattr(module, "MAX_SECONDS", 0.2)
+    patterns, started = Patterns(["(x|xx)+y"]), time.thread_time()
+    for n in range(50):
+        with pytest.raises(PatternError, match="take too long"):
+            patterns.first("x" * 200 + str(n))
+    assert time.thread_time() - started < 5
+
+
+def test_the_time_of_other_threads_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()  # a second of theirs whenever somebody looks
+    monkeypatch.setattr(time, "process_time", lambda: float(next(clock)))
+    patterns = Patterns([r"layers\.\d+\.q_proj"])
+    assert all(patterns.first(f"layers.{n}.q_proj") for n in range(20))
 
 
 @pytest.mark.parametrize(
