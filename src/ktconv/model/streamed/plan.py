@@ -137,7 +137,7 @@ def plan_pass(
     folder: Path | None = None,
     speed: Speed | None = None,
 ) -> PassPlan:
-    """The plan for windows of tokens, with threads that decode experts.
+    """The plan for `windows`, the tokens of each, with `threads` threads that decode experts.
 
     `layers`: how many are passed; None: all. `converted`: side 1 has matrices of its own in place
     of the source's, rather than packed ones. `taps`: bytes that those take. `max_memory`: of the
