@@ -329,6 +329,8 @@ WRONG(asked, no_experts, L.expert = NULL)
 WRONG(asked, few_experts, L.experts = absurd())
 WRONG(asked, too_many_experts, L.experts = huge())
 WRONG(asked, all_experts, L.experts = INT32_MAX)
+WRONG(asked, more_than_fit,
+      (L.intermediate = L.intermediate / L.parts << 30, L.parts = 1 << 30, L.experts = INT32_MAX))
 WRONG(asked, few_parts, L.parts = absurd())
 WRONG(asked, many_parts, L.parts = one_in(2) ? huge() : INT32_MAX)
 WRONG(asked, other_parts, L.parts = 7 * L.parts)
@@ -390,6 +392,7 @@ static const layer_refusal layer_refusals[] = {
     BY(few_experts, OF_LAYER | OF_CALL),
     BY(too_many_experts, OF_LAYER | OF_CALL),
     BY(all_experts, OF_CALL),
+    BY(more_than_fit, OF_LAYER | OF_CALL),
     BY(few_parts, OF_LAYER | OF_CALL),
     BY(many_parts, OF_LAYER | OF_CALL),
     BY(other_parts, OF_LAYER | OF_CALL),

@@ -33,7 +33,7 @@ typedef struct kt_amx_codes {
   const uint8_t *at, *scale;
 } kt_amx_codes;
 
-/* One of 4 * steps equal parts of what unpacks a slot; `part` is a constant. */
+/* One of 4 * steps equal parts of what unpacks a slot: `part`, a constant but in amx_blocks.h. */
 typedef void kt_amx_unpack_fn(kt_amx_codes codes, uint8_t *tiles, const int part);
 
 /* What tells formats apart: constants of the loop. */

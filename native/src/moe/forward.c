@@ -64,7 +64,7 @@ static void lay_out_worker(kt_arena *a, const kt_forward_run *f, kt_worker *w) {
   kt_take_lora_worker(a, &f->run, &f->adapted.adapter, w ? &w->lora : NULL);
 }
 
-/* Threads of the smallest team, at least. */
+/* Threads of a team, on average, at least 1: groups are those of all. */
 static int64_t team_size(const kt_run *r) {
   return kt_larger(1, kt_pool_threads(r->pool) / r->team_count);
 }

@@ -8,6 +8,9 @@
 
 enum { LINE = 64, STRIPS_PER_THREAD = 4 };
 
+/* Of all parts. Their pointers alone would fill half of what a process can address. */
+static const int64_t most_experts = (int64_t)1 << 40;
+
 /* ---- Memory ---------------------------------------------------------------- */
 
 void *kt_take(kt_arena *arena, int64_t count, size_t size) {
@@ -72,7 +75,8 @@ static kt_status check_activation(const kt_activation *a) {
 
 kt_status kt_check_layer(const kt_moe *moe) {
   if (!moe || !moe->expert || moe->hidden < 1 || moe->intermediate < 1 || moe->experts < 1 ||
-      moe->experts > INT32_MAX || moe->parts < 1 || moe->parts > INT32_MAX)
+      moe->experts > INT32_MAX || moe->parts < 1 || moe->parts > INT32_MAX ||
+      moe->experts > most_experts / moe->parts)
     return KT_ERR_ARGUMENT;
   if (check_activation(&moe->activation) != KT_OK) return KT_ERR_ARGUMENT;
   if (moe->intermediate % moe->parts) return KT_ERR_SHAPE;
@@ -84,7 +88,8 @@ kt_status kt_check_layer(const kt_moe *moe) {
 
 /* The slots of a batch are counted in 32 bits, and the caller's arrays must fit the address space.
  * No size computed from what passes exceeds 63 bits: hidden and width are at most KT_MAX_COLS, so a
- * team's memory is below 2^50 bytes and a part's below 2^29. */
+ * team's memory is below 2^50 bytes and a part's sums are below 2^29. A part has no more groups
+ * than experts, so those of all parts, with shares of 4096 threads, are below 2^60. */
 kt_status kt_check_batch(const kt_moe *moe, int64_t tokens, int64_t top_k) {
   if (tokens < 0 || top_k < 1 || top_k > INT32_MAX / KT_BATCH) return KT_ERR_ARGUMENT;
   const int64_t most = INT64_MAX / (int64_t)sizeof(int64_t) / kt_larger(top_k, moe->hidden);

@@ -10,9 +10,11 @@
 
 enum {
   LINE = 64,
-  LEAST_BLOCK = 32, /* slots of a block, where an expert has as many */
   GROUP_SLOTS = 96, /* of a group, per thread: no more blocks are added */
 };
+
+_Static_assert((int)KT_CHUNK <= KT_TRANSPOSED_TOKENS && (int)KT_CHUNK <= KT_OUTER_SLOTS,
+               "a block is multiplied at once");
 
 /* ---- Scratch ------------------------------------------------------------------ */
 
@@ -92,10 +94,10 @@ static void lay_out_shared(kt_arena *a, kt_back *b) {
   b->dot = kt_take(a, strips * b->slots, sizeof(float));
 }
 
-/* As many blocks as there can be of any level: one of an expert is not filled. */
+/* As many blocks as there can be: one of an expert is not filled. */
 static void lay_out_groups(kt_arena *a, kt_back *b, int there) {
   const int64_t parts = b->run.moe->parts, experts = kt_smaller(b->run.moe->experts, b->slots);
-  const int64_t most = experts + b->slots / LEAST_BLOCK;
+  const int64_t most = experts + b->slots / KT_CHUNK;
   b->blocks = kt_take(a, most, sizeof *b->blocks);
   b->first_block = kt_take(a, experts + 1, sizeof *b->first_block);
   kt_back_group *const groups = kt_take(a, parts * most, sizeof *groups);
@@ -241,7 +243,7 @@ static void make_blocks(kt_back *b) {
   const kt_route *const route = &b->run.route;
   kt_back_block *next = b->blocks;
   for (int64_t a = 0; a < route->active_count; a++) {
-    const kt_blocks all = kt_expert_blocks(route, a, b->most_slots);
+    const kt_blocks all = kt_expert_blocks(route, a, KT_CHUNK);
     b->first_block[a] = (int32_t)(next - b->blocks);
     for (int64_t i = 0; i < all.number; i++) {
       const int64_t slot = kt_block_start(&all, i);
@@ -328,14 +330,6 @@ static kt_folding folding_of(const kt_back *b) {
   return has_scales(b, 1) && !b->transposed ? KT_FOLD_GROUPS : KT_FOLD_NONE;
 }
 
-/* Slots of a block. With AMX, its rows are read from L2 for every strip. */
-static int64_t most_slots(const kt_back *b) {
-  enum { IN_L2 = 15 << 17 }; /* 1.9 MB of 2 */
-  const int64_t cols = kt_smaller(longest_sum(b), KT_TRANSPOSED_SUM);
-  if (!b->transposed) return KT_CHUNK;
-  return kt_larger(LEAST_BLOCK, kt_smaller(KT_CHUNK, IN_L2 / (2 * cols)));
-}
-
 /* Of rows [gate | up | h]: no gate, or no h, where there is none. Strides of 4096 bytes would meet
  * in one cache set. */
 static int64_t row_stride(const kt_back *b) {
@@ -358,7 +352,6 @@ static kt_back start(const kt_moe *moe, const kt_lora *lora, const kt_pool *pool
   b.outer_product = kt_outer_best();
   b.folding = folding_of(&b);
   b.w_stride = row_stride(&b);
-  b.most_slots = most_slots(&b);
   return b;
 }
 

@@ -66,7 +66,7 @@ typedef enum kt_folding {
   KT_FOLD_GROUPS, /* one per row and group of columns: folded for each strip */
 } kt_folding;
 
-/* Slots that are multiplied together: of the expert active[active]. */
+/* Slots that are multiplied together, at most KT_CHUNK: of the expert active[active]. */
 typedef struct kt_back_block {
   int64_t active, slot, count;
 } kt_back_block;
@@ -130,9 +130,9 @@ typedef struct kt_back {
   kt_activate_back_fn *activate;
   kt_folding folding;
   kt_matrix x, dy;
-  int64_t h_stride, w_stride;      /* bytes of bf16 rows */
-  int64_t slots, partial_size;     /* of the largest batch */
-  int64_t most_slots, group_slots; /* of a block; of any group */
+  int64_t h_stride, w_stride;  /* bytes of bf16 rows */
+  int64_t slots, partial_size; /* of the largest batch */
+  int64_t group_slots;         /* of any group, at most */
   kt_back_block *blocks;
   int32_t *first_block; /* [active + 1] of an expert; the last: behind all */
   int64_t groups;
