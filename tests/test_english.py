@@ -32,6 +32,8 @@ READ = [
     if not any(path.is_relative_to(SOURCE / room) for room in UNREAD)
     or path.is_relative_to(SOURCE / "source/remote")
 ]
+# Text of outputs, whose bytes stay as they are.
+KEPT = {SOURCE / "targets/encoded/config.py": "names, beside `--kt-weight-path`"}
 # A phrase, and what to write in its place.
 AVOID = {
     r"anew": "again, or re-quantize",
@@ -60,7 +62,7 @@ def prose(path: Path) -> str:
 
 @pytest.mark.parametrize("path", [*PAGES, *READ], ids=lambda path: str(path.relative_to(ROOT)))
 def test_phrases_to_avoid(path: Path) -> None:
-    text = " ".join(prose(path).split())
+    text = " ".join(prose(path).split()).replace(KEPT.get(path, ""), "")
     for phrase, better in AVOID.items():
         found = re.search(rf"(.{{0,40}}\b(?:{phrase})\b.{{0,40}})", text, re.IGNORECASE)
         assert not found, f"{found[1]}: write {better}" if found else ""

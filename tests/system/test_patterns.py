@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import time
@@ -126,6 +127,23 @@ def test_two_hundred_thousand_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
         Patterns(["(x|xx)+y"]).first("x" * 200)
 
 
+def test_the_time_is_for_all_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that goes on after the first refusal, as for lists of exclusions, waits once."""
+    monkeypatch.setattr(module, "MAX_SECONDS", 0.2)
+    patterns, started = Patterns(["(x|xx)+y"]), time.thread_time()
+    for n in range(50):
+        with pytest.raises(PatternError, match="take too long"):
+            patterns.first("x" * 200 + str(n))
+    assert time.thread_time() - started < 5
+
+
+def test_the_time_of_other_threads_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()  # a second of theirs whenever somebody looks
+    monkeypatch.setattr(time, "process_time", lambda: float(next(clock)))
+    patterns = Patterns([r"layers\.\d+\.q_proj"])
+    assert all(patterns.first(f"layers.{n}.q_proj") for n in range(20))
+
+
 @pytest.mark.parametrize(
     "text", ["(", ")", "a)", "[a", "*", "a**", "a|*", "x{2,1}", "(?P<>a)", "\\", "[b-a]"]
 )
@@ -142,6 +160,35 @@ def test_what_is_no_regular_expression(text: str) -> None:
 def test_what_re_knows(text: str) -> None:
     """References, characters by number, and braces that repeat nothing."""
     for name in ("a", "x.aa", "a_a", "a_b", "aab", "b", ""):
+        assert Patterns([text]).first(name) == by_re([text], name), name
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(?R)",
+        "(a)(?1)",
+        r"\p{L}+",
+        r"\X",
+        "(?e)a",
+        "(?|a|b)",
+        "(?<n>a)",
+        "(?<=a+)b",
+        "a{0,99999999999}",
+    ],
+)
+def test_what_only_regex_knows(text: str) -> None:
+    """PEFT cannot read it either; (?R) would take all memory."""
+    with pytest.raises((re.error, OverflowError)):
+        re.compile(f"({text})")
+    with pytest.raises(PatternError, match="which is no regular expression"):
+        Patterns([text])
+
+
+@pytest.mark.parametrize("text", [r"a\\{e<=1}", "[[:alpha:]]+", "[[:alpha:]", "[:a]+", r"\[:a"])
+@pytest.mark.filterwarnings("ignore:Possible nested set:FutureWarning")
+def test_what_regex_reads_otherwise(text: str) -> None:
+    for name in ("a", "b", "a\\", "a\\{e<=1}", "h]", "[:]]", ":a", "[:a", "[", ""):
         assert Patterns([text]).first(name) == by_re([text], name), name
 
 

@@ -238,8 +238,8 @@ def run(out, kind, rank):
     torch.distributed.destroy_process_group()
 
 # Forked, since it takes seconds to import all this.
-for kind, port in zip(sys.argv[3::2], sys.argv[4::2]):
-    children = []
+for kind in sys.argv[3:]:
+    children, port = [], t.free_port()  # just before it is used
     for rank in range(2):
         child = os.fork()
         if child:
@@ -271,9 +271,8 @@ def free_port() -> str:
 def test_two_processes(tmp_path: Path) -> None:
     """DistributedDataParallel on CPUs: both end with the best model, and one directory has it."""
     kinds = ("before", "without")
-    words = [word for kind in kinds for word in (kind, free_port())]
     done = subprocess.run(
-        [sys.executable, "-c", _DDP, str(Path(__file__).parents[1]), str(tmp_path), *words],
+        [sys.executable, "-c", _DDP, str(Path(__file__).parents[1]), str(tmp_path), *kinds],
         env={**os.environ, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip

@@ -92,7 +92,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows that will be measured, in order. Those of peers come after them."""
+    """Rows that will be measured, in order. Those of peers come after the rows of each shape."""
 
     request: Request
     layers: list[Layer]

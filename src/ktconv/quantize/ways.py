@@ -16,7 +16,7 @@ def _same(value: Any) -> Any:
 
 
 def importance_of(given: str | None) -> Path | Literal["weights"] | None:
-    """What --importance means. A file of that name is given as ./weights."""
+    """The meaning of --importance. A file of that name is given as ./weights."""
     if given == "weights":
         return "weights"
     return None if given is None else Path(given)

@@ -83,7 +83,7 @@ def _select_without_index(directory: Path, names: Sequence[str]) -> ShardSelecti
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """What the headers of the selected files say."""
+    """The selected files, by their headers."""
 
     headers: Sequence[Header]  # with the tensors that belong to the checkpoint
     notes: Sequence[str]  # about how files and their tensors were chosen
@@ -98,7 +98,7 @@ class Shards:
 
     @property
     def tensors(self) -> Iterator[TensorRef]:
-        """Of all files, in their order."""
+        """Tensors of all files, in their order."""
         return (tensor for header in self.headers for tensor in header.tensors)
 
     @property

@@ -3,8 +3,10 @@ bounded time.
 
 PEFT's rule: of many patterns the first that `re.match(r"(.*\.)?(PATTERN)$", name)` finds counts.
 Adapters come from strangers, and a pattern such as (x|xx)+y has more ways to match than there is
-time: the package `regex` tries them, which `re` cannot be stopped at. Names without any syntax, of
-which an adapter may have one for each module, are looked up.
+time: the package `regex` tries them, which `re` cannot be stopped at. It has more syntax, such as
+(?R) for the whole pattern again: what `re` does not take is refused, and what it takes otherwise is
+written so that both mean the same. Names without any syntax, of which an adapter may have one for
+each module, are looked up.
 """
 
 from __future__ import annotations
@@ -12,16 +14,20 @@ from __future__ import annotations
 import math
 import re
 import time
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 MAX_CHARACTERS = 200_000  # of all patterns that are more than names, with repeats written out
-MAX_SECONDS = 5.0  # of CPU time, which `regex` counts too, for all names
+# Of CPU time, for all names; `regex`, which is told what is left, counts that of all threads.
+MAX_SECONDS = 5.0
 
 _PLAIN = re.compile(r"\^?(?:[A-Za-z0-9_-]|\\?\.|\\-)+")  # a name, in which . may be any character
 _TIMES = re.compile(r"\{([0-9]+)")  # `regex` compiles {1000} as a thousand parts
-_BRACE = re.compile(r"(?<!\\)\{(?![0-9]*,?[0-9]*\})")  # repeats nothing in `re`; fuzzy in `regex`
+# Characters in `re`: a brace that repeats nothing, and a colon after a bracket in a set. In `regex`
+# a number of errors begins with one, a class of POSIX with the other. What is escaped is passed by.
+_OTHERWISE = re.compile(r"(\\N\{[^}]*\}|\\.)|(?<=\[):|\{(?![0-9]*,?[0-9]*\})", re.DOTALL)
 
 
 class PatternError(Exception):
@@ -53,23 +59,24 @@ class Patterns:
     def first(self, name: str) -> str | None:
         """The first that matches, None where none does."""
         if name not in self._found:
-            started = time.process_time()
+            started = time.thread_time()
             try:
                 number = self._first(name)
             except TimeoutError:
+                self._seconds = 0.0  # for other names, too
                 raise PatternError("take too long to be matched") from None
-            self._seconds -= time.process_time() - started
+            self._seconds -= time.thread_time() - started
             self._found[name] = None if number is None else self._texts[number]
         return self._found[name]
 
     def _first(self, name: str) -> int | None:
         found = (names.get(shape.of(name)) for shape, names in self._names.items())
         best = min((number for number in found if number is not None), default=None)
-        deadline = time.process_time() + self._seconds
+        deadline = time.thread_time() + self._seconds
         for number, pattern in self._others.items():
             if best is not None and number > best:
                 break
-            if (left := deadline - time.process_time()) <= 0:
+            if (left := deadline - time.thread_time()) <= 0:
                 raise TimeoutError
             if pattern.match(name, timeout=left):
                 return number
@@ -84,13 +91,19 @@ def _characters(text: str) -> int:
 def _compiled(text: str) -> Any:
     import regex
 
-    literal = _BRACE.sub(r"\\{", text)
     try:
-        return regex.compile(rf"(.*\.)?({literal})$")
-    except regex.error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of sets that later versions may read otherwise
+            re.compile(rf"(.*\.)?({text})$")
+        return regex.compile(rf"(.*\.)?({_OTHERWISE.sub(_as_in_re, text)})$")
+    except (re.error, regex.error, OverflowError):
         raise PatternError(f"include {text!r:.60}, which is no regular expression") from None
     except RecursionError:
         raise PatternError(f"include {text!r:.60}, which has too many groups in one") from None
+
+
+def _as_in_re(found: re.Match[str]) -> str:
+    return found[0] if found[1] else f"\\{found[0]}"
 
 
 # ---- names -------------------------------------------------------------------------------

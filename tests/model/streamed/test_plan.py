@@ -176,6 +176,27 @@ def test_a_measurement_reads_little(parted: PartedModel, monkeypatch: pytest.Mon
     assert all(one > 0 for one in speed) and np.isfinite([speed.dense, speed.experts]).all()
 
 
+def test_a_speed_is_that_of_its_threads(
+    parted: PartedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is measured once in a process, but again when torch has another number of threads."""
+    torch, multiplied = pytest.importorskip("torch"), []
+    linear, before = torch.nn.functional.linear, torch.get_num_threads()
+
+    def counted(*arguments: Any) -> Any:
+        multiplied.append(torch.get_num_threads())
+        return linear(*arguments)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", counted)
+    try:
+        for threads in (before + 1, before + 1, before + 2):
+            torch.set_num_threads(threads)
+            measure_speed(parted, sum(WINDOWS), max(WINDOWS))
+    finally:
+        torch.set_num_threads(before)
+    assert {*multiplied} == {before + 1, before + 2}
+
+
 # ---- against the peak of a process -----------------------------------------------------
 
 HIDDEN, INNER, EXPERTS, LAYERS, VOCAB = 512, 512, 32, 16, 2048

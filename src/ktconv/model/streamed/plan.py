@@ -137,7 +137,7 @@ def plan_pass(
     folder: Path | None = None,
     speed: Speed | None = None,
 ) -> PassPlan:
-    """The plan for windows of tokens, with threads that decode experts.
+    """The plan for `windows`, the tokens of each, with `threads` threads that decode experts.
 
     `layers`: how many are passed; None: all. `converted`: side 1 has matrices of its own in place
     of the source's, rather than packed ones. `taps`: bytes that those take. `max_memory`: of the
@@ -404,18 +404,20 @@ def measure_speed(parted: PartedModel, tokens: int, window: int) -> Speed:
     layer = next(iter(parted.experts.values())).source
     rows = tokens * _top_k(parted, layer.index) // len(layer.experts)
     hidden, inner = layer.hidden_size, layer.intermediate_size
-    matrix = layer.experts[0]["up"]
+    matrix, threads = layer.experts[0]["up"], torch.get_num_threads()
+    few, dtype = max(1, min(rows, ROWS_AT_ONCE)), parted.dtype
     return Speed(
         read=_read_speed(parted),
         decode=_decode_speed(parted, matrix) if _is_encoded(layer) else math.inf,
-        dense=_product_speed(min(window, ROWS_AT_ONCE), hidden, hidden, parted.dtype),
-        experts=_product_speed(max(1, min(rows, ROWS_AT_ONCE)), hidden, inner, parted.dtype),
+        dense=_product_speed(min(window, ROWS_AT_ONCE), hidden, hidden, dtype, threads),
+        experts=_product_speed(few, hidden, inner, dtype, threads),
     )
 
 
 @cache  # passes of the same shapes in one process wait for it once
-def _product_speed(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> float:
-    """FLOPs per second of a matrix product, of a part of it where it is large."""
+def _product_speed(rows: int, inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> float:
+    """FLOPs per second of a matrix product, of a part of it where it is large. `threads`: those
+    that torch has."""
     inputs, outputs = min(inputs, _PRODUCT), min(outputs, _PRODUCT)
     left, right = torch.ones(rows, inputs, dtype=dtype), torch.ones(outputs, inputs, dtype=dtype)
     torch.nn.functional.linear(left[:1], right)  # what it does once is not counted

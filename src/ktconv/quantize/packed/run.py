@@ -159,7 +159,7 @@ class QuantizeCpu(Conversion):
         return self.preflight.buffers
 
     def expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
-        """What the ways make of each expert, one after the other: first the rule for scales."""
+        """Tasks of each expert, from the ways one after the other: first the rule for scales."""
         layer, verify, options = unit.layer, self.request.verify, self.plan.target.options
         given = (way.weights(layer.index) for way in self.ways)
         weights = next((one for one in given if one is not None), None)

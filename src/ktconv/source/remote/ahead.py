@@ -44,7 +44,7 @@ class _Piece:
 
 
 def requests_for(nbytes: int) -> int:
-    """Estimated number of requests that bytes of one layer take."""
+    """Estimated number of requests that `nbytes` bytes of one layer take."""
     return -(-nbytes // PIECE_BYTES)
 
 
