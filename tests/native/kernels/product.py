@@ -316,6 +316,15 @@ def loads_per_product(tokens: int) -> tuple[int, int]:
     return 4 * blocks + 3 * few, 4 * blocks + 2 * few
 
 
+def tiles_of_strips(tokens: int, strips: int, cols: int) -> tuple[int, int]:
+    """Loads and products of formats that become bf16: a step has 32 columns. For more than 32
+    tokens each block of four steps but the first loads the sums again (amx_blocks.h)."""
+    loads, products = loads_per_product(tokens)
+    steps = cols // 32
+    again = 2 * -(-tokens // 16) * (-(-steps // 4) - 1) if tokens > 32 else 0
+    return strips * (steps * loads + again), strips * steps * products
+
+
 def bf16_rounded(x: F32) -> F64:
     """What a BF16 activation row holds."""
     return bf16_to_f32(f32_to_bf16(x)).astype(np.float64)
