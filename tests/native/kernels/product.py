@@ -316,12 +316,13 @@ def loads_per_product(tokens: int) -> tuple[int, int]:
     return 4 * blocks + 3 * few, 4 * blocks + 2 * few
 
 
-def tiles_of_strips(tokens: int, strips: int, cols: int) -> tuple[int, int]:
+def tiles_of_strips(tokens: int, strips: int, cols: int, scaled: bool = False) -> tuple[int, int]:
     """Loads and products of formats that become bf16: a step has 32 columns. For more than 32
-    tokens each block of four steps but the first loads the sums again (amx_blocks.h)."""
+    tokens each block of four steps but the first loads the sums again (amx_blocks.h), unless they
+    are scaled behind each block."""
     loads, products = loads_per_product(tokens)
     steps = cols // 32
-    again = 2 * -(-tokens // 16) * (-(-steps // 4) - 1) if tokens > 32 else 0
+    again = 2 * -(-tokens // 16) * (-(-steps // 4) - 1) if tokens > 32 and not scaled else 0
     return strips * (steps * loads + again), strips * steps * products
 
 
