@@ -19,7 +19,8 @@ SOURCES = sorted(path.as_posix() for path in (NATIVE / "src").rglob("*.c"))
 
 
 def declarations() -> str:
-    """What cffi understands of the public header: of its parts, as it includes them."""
+    """Declarations for cffi: the parts of the public header in the order of its includes, without
+    what cffi cannot parse."""
     include = (Path(__file__).parent if "__file__" in globals() else NATIVE) / "include"
     header = (include / "ktconv.h").read_text(encoding="utf-8")
     names = re.findall(r'^#include "(\w+\.h)"', header, re.MULTILINE)

@@ -113,7 +113,7 @@ app(words)
 
 
 def test_a_way_to_choose_codes_is_a_file_and_a_row(tmp_path: Path) -> None:
-    """Its option, its record, its notes, its tasks and what is proven of it follow from these."""
+    """A way to choose codes that exists only here: its option, record, notes, tasks and proof."""
     (tmp_path / "turned.py").write_text(WAY_FILE)
     model, plain, turned = write_model(tmp_path / "model"), tmp_path / "plain", tmp_path / "turned"
 

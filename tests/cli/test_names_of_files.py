@@ -62,7 +62,7 @@ def assert_utf8(directory: Path) -> None:
 
 
 def done(where: Commands, *words: object, code: int = 0) -> str:
-    """In a process forked in an environment."""
+    """Runs commands in processes forked from one that started in a given environment."""
     result = where.run(words)
     assert "Traceback" not in result.stderr, result.stderr
     assert result.returncode == code, result.stderr

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 
 def forked(work: Callable[[], object]) -> int:
-    """How the process ended: its exit code, 1 after an exception; minus the signal."""
+    """Run `work` in a forked process. Returns its exit code: 1 after an exception, minus the number
+    of the signal that ended it."""
     child = os.fork()
     if not child:
         code = 1

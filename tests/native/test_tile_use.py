@@ -1,6 +1,6 @@
-"""What a layer does with AMX, counted by the emulator: how often tiles are loaded, stored and
-multiplied, and for how long nothing is multiplied. On any machine these tell what the time on one
-with AMX depends on."""
+"""Counts of AMX instructions in a layer, by the emulator: loads, stores and products of tiles, and
+the gaps in which nothing is multiplied. The time of a layer on a CPU with AMX depends on them, and
+any machine can count them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ GAP = 10_000
 
 
 def forward(key: str, emulator: amx.Emulator, gap: int = 0) -> None:
-    """Of a layer in this format, counted; gap: see `Emulator.stepping`."""
+    """Run a layer in this format once under the emulator, which counts. gap: see
+    `Emulator.stepping`."""
     emulator.install()
     source = RandomWeights(0, WIDTH, WIDTH).expert
     layer = pack_experts(FORMATS[key], source, range(EXPERTS), WIDTH, WIDTH).layer

@@ -18,8 +18,8 @@ else:
 
 
 def read_toml(path: Path, option: str, kind: str, limit: int, hint: str) -> str:
-    """The text of FILE of `option`, a `kind` ("map") of at most `limit` bytes. UsageError where it
-    cannot be read, or is no text."""
+    """The text of the file that `option` names, a `kind` ("map") of at most `limit` bytes.
+    UsageError if it cannot be read or is not UTF-8 text."""
     try:
         return read_small(path.parent, path.name, limit).decode()
     except MissingFileError:

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_CHARACTERS = 200_000  # of all patterns that are more than names, with repeats written out
-# Of CPU time, for all names; `regex`, which is told what is left, counts that of all threads.
+# CPU time for all names together. `regex` gets what is left of it as its limit, and counts the
+# CPU time of all threads.
 MAX_SECONDS = 5.0
 
 _PLAIN = re.compile(r"\^?(?:[A-Za-z0-9_-]|\\?\.|\\-)+")  # a name, in which . may be any character

@@ -21,8 +21,8 @@ class PointerError(CheckpointError):
 
 
 def refuse_pointer(path: Path, nbytes: int, take: Callable[[int], bytes]) -> None:
-    """PointerError if the file `path` of `nbytes` bytes is a pointer; `take` reads as
-    many of its first bytes as it is told, and is called for short files only."""
+    """PointerError if the file `path` of `nbytes` bytes is a pointer. `take(n)` returns its first
+    `n` bytes; it is called for short files only."""
     if not len(_START) <= nbytes < POINTER_BYTES:
         return
     text = take(nbytes)
