@@ -34,7 +34,7 @@ _DIGITS = 5  # of a bound
 
 
 def expert_memory(layers: Sequence[MoELayer]) -> int:
-    """Bytes that a worker needs at most for an expert of these layers, beside its buffers."""
+    """Bytes that a worker needs at most for an expert of these layers, besides its buffers."""
     return max((_memory(layer) for layer in layers), default=0)
 
 
