@@ -33,7 +33,7 @@ class TreeStore(RemoteStore):
     def _unused(self, *_: Any) -> Any:
         raise AssertionError("names alone are asked for")
 
-    open = advise = kept = confirm = nbytes = local = _unused
+    open = advise = kept = confirm = nbytes = local = _unused  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ class RemotePath(PosixPath):
 
     def glob(self, pattern: Any, **_: Any) -> Iterator[RemotePath]:  # type: ignore[override]
         """Files and folders of the store whose names match, in order; `**` is any folders."""
-        first, _, rest = str(pattern).partition("/")
+        first, _slash, rest = str(pattern).partition("/")
         if not first:
             raise ValueError(f"Unacceptable pattern: {pattern!r}")
         here = sorted(self.iterdir()) if self.is_dir() else []

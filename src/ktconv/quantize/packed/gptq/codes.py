@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ktconv import native
-from ktconv.formats.multiples import MULTIPLES
+from ktconv.formats.search import MULTIPLES
 from ktconv.native import Layout
 from ktconv.system.arrays import F32, F64, I8, I32, I64
 

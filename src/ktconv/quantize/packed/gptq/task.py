@@ -12,7 +12,7 @@ import numpy as np
 from ktconv import native
 from ktconv.conversion.tasks import Advance
 from ktconv.formats import FORMATS, Slice
-from ktconv.formats.multiples import MULTIPLES
+from ktconv.formats.search import MULTIPLES
 from ktconv.quantize.packed.folding import expert_exponents
 from ktconv.quantize.packed.gptq.codes import Factor, best_codes
 from ktconv.quantize.packed.gptq.inputs import LayerInputs
