@@ -56,8 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(libc, "mallopt"):  # of glibc
         for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
             libc.mallopt(option, 256 << 20)
-    # Else programs of tests compile all modules of the package again, each time, and the processes
-    # of a run all files of tests, whose assertions pytest rewrites: half of the time of a collection.
+    # Else programs of tests compile all modules of the package again, each time, and pytest all
+    # files of tests, whose assertions it rewrites: half of the time of a collection.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     if int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 2:
