@@ -66,7 +66,7 @@ SUBJECTS = {
         ),
         (
             *PACKING, "tests/native/kernels/test_integers.py",
-            "tests/native/kernels/test_groups.py", "tests/native/test_training.py",
+            "tests/native/kernels/test_groups.py",
         ),
     ),
     "stored formats": Subject(
