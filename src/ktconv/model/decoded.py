@@ -18,7 +18,14 @@ import numpy as np
 from ktconv.errors import CheckpointError
 from ktconv.families.family import Projection
 from ktconv.families.names import layer_number
-from ktconv.source import Checkpoint, ExpertMatrix, MoELayer, TensorRef, open_checkpoint
+from ktconv.source import (
+    Checkpoint,
+    ExpertMatrix,
+    ModelSource,
+    MoELayer,
+    TensorRef,
+    open_checkpoint,
+)
 from ktconv.source.encodings.base import BLOCKS, WEIGHT, Parts
 from ktconv.source.fused import fused_name
 from ktconv.source.gguf.as_hub import hub_names_of
@@ -28,7 +35,7 @@ from ktconv.source.reading.matrices import MatrixReader, buffer_bytes, chunk_row
 from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.source.settings import ModelSettings
 from ktconv.system.arrays import U8
-from ktconv.system.stores import is_remote
+from ktconv.system.opened import LOCAL, store_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -181,7 +188,7 @@ class StateDict(dict[str, Any]):
         stored = self[name].weight.stored
         if stored is None or _torch_dtype(stored) != dtype or not stored.nbytes:
             return None
-        if is_remote(stored.file):
+        if store_of(stored.file) is not LOCAL:
             return None
         with self.reader.open(stored.file):  # as it was
             # "c": a tensor that cannot be written to warns
@@ -276,12 +283,12 @@ def _under_hub_names(checkpoint: Checkpoint, weights: Mapping[str, Weight]) -> d
 
 def encoded_weights(checkpoint: Checkpoint) -> SourceWeights | None:
     """The weights of a safetensors checkpoint that has encoded ones, layers with different numbers
-    of experts, or tensors that transformers, which disregards the index, would take from other
-    shards; else None."""
+    of experts, adapters added to its weights, or tensors that transformers, which disregards the
+    index, would take from other shards; else None."""
     if checkpoint.is_gguf:
         return None
     weights = SourceWeights(checkpoint)
-    needed = weights.encoded or weights.counts or checkpoint.index_decides
+    needed = weights.encoded or weights.counts or checkpoint.index_decides or checkpoint.adapters
     return weights if needed else None
 
 
@@ -291,16 +298,16 @@ def different_counts(layers: Sequence[MoELayer]) -> Mapping[int, int]:
     return counts if len(set(counts.values())) > 1 else {}
 
 
-def open_encoded(directory: Path) -> SourceWeights | None:
-    """`encoded_weights` of the checkpoint in a directory.
+def open_encoded(directory: Path, adapters: Sequence[str] = ()) -> SourceWeights | None:
+    """`encoded_weights` of the checkpoint in a directory, with adapters added to its weights.
 
     Raises CheckpointError for a quantized checkpoint that cannot be read. One that is not quantized
     may have a structure that only transformers knows.
     """
     try:
-        return encoded_weights(open_checkpoint(directory))
+        return encoded_weights(open_checkpoint(ModelSource(directory, adapter=tuple(adapters))))
     except CheckpointError:
-        if _says_quantized(directory):
+        if adapters or _says_quantized(directory):
             raise
         return None
 

@@ -45,13 +45,15 @@ def load_model(
     config_directory: Path | None = None,
     decode: bool = True,
     experts: bool = True,
+    adapters: Sequence[str] = (),
 ) -> tuple[Any, Any]:
     """(model, tokenizer) of a local checkpoint, on the CPU, through transformers.
 
     `source` is a directory, or one GGUF file; then config.json and tokenizer are those of
     `config_directory`. Encoded weights are decoded by ktconv; without `decode`, by what
     transformers has for them. Without `experts` those of MoE layers are not loaded (they are on the
-    meta device): `replace_experts` does not need them.
+    meta device): `replace_experts` does not need them. `adapters`: DIR or DIR:WEIGHT of LoRA
+    that is added to the weights, see `ModelSource.adapter`.
 
     Raises ResourceError, before anything is loaded, where the weights do not fit into the memory
     that is free; CheckpointError where transformers cannot load the checkpoint, or only
@@ -60,14 +62,14 @@ def load_model(
     """
     path = source if isinstance(source, Path) else Path(source)
     if not experts:
-        return _without_experts(path, _dtype(dtype), config_directory)
+        return _without_experts(path, _dtype(dtype), config_directory, adapters)
     directory, gguf, decoded = path, None, None
     if directory.is_file():
         gguf, directory = directory, check_gguf(directory, config_directory)
     elif not directory.is_dir():
         raise UsageError(f"{directory} is not a directory")
     elif decode:
-        decoded = open_encoded(directory)
+        decoded = open_encoded(directory, adapters)
     wanted = _dtype(dtype)
     size = _bytes_in_memory(gguf or directory, wanted) if decoded is None else decoded.nbytes
     _check_memory(gguf or directory, size)
@@ -77,10 +79,15 @@ def load_model(
 
 
 def _without_experts(
-    source: Path, dtype: str | torch.dtype, config_directory: Path | None
+    source: Path,
+    dtype: str | torch.dtype,
+    config_directory: Path | None,
+    adapters: Sequence[str] = (),
 ) -> tuple[Any, Any]:
     directory = directory_of(source, config_directory)
-    parted = PartedModel(open_checkpoint(ModelSource(source, config_directory)), dtype)
+    parted = PartedModel(
+        open_checkpoint(ModelSource(source, config_directory, adapter=tuple(adapters))), dtype
+    )
     _check_memory(source, sum(parted.layer_bytes) + parted.outside_bytes)
     model: Any = parted.load()
     if (settings := read_generation_config(directory)) is not None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktconv.errors import CheckpointError, KtconvError, ResourceError
 from ktconv.model.guard import RefusedError, no_code_of
-from ktconv.source.adapters import CONFIG as ADAPTER_CONFIG
+from ktconv.source.adapter.beside import CONFIG as ADAPTER_CONFIG
 from ktconv.source.config import CONFIG_NAME, read_config
 from ktconv.source.side_files import find_side_files
 from ktconv.source.strict_json import parse_object

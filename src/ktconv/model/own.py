@@ -4,30 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from ktconv.families.family import Projection
+from ktconv.source.adapter.parameters import ExpertParameter as ExpertParameter
 
 # What an experts module gets: hidden states, ids and weights; each expert's inputs, already times
 # their weights (Llama 4); hidden states and the router's logits (Aria); it is the whole block with
 # its router (JetMoE); or it is a list whose experts each get their tokens.
 Call = Literal["routed", "sorted", "logits", "block", "each"]
-
-
-class ExpertParameter(NamedTuple):
-    """A parameter with matrices of all experts of a layer, as adapters of parameters know it: [E,
-    outputs, inputs], or [E, inputs, outputs] where `inputs_first`."""
-
-    module: str  # what has it, in the experts' module: "" for that itself
-    name: str  # gate_up_proj
-    entries: int  # experts that it has matrices for; LongCat's has some for others, which are last
-    projections: tuple[Projection, ...]  # whose outputs follow each other
-    alternating: bool  # or alternate
-    inputs_first: bool
-    marked: bool  # its module says `is_transposed`, by which PEFT takes its inputs to be first
 
 
 class OwnExperts(ABC):

@@ -18,7 +18,7 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.activations import assumed_activation, expert_activation
 from ktconv.families.config import Config
 from ktconv.families.family import PROJECTIONS, ExpertActivation, Projection
-from ktconv.source.adapters import adapter_notes
+from ktconv.source.adapter.beside import adapter_notes
 from ktconv.source.agreement import check_agreement
 from ktconv.source.config import (
     CONFIG_NAME,
@@ -131,7 +131,7 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
     if file.made is None:
         sources.insert(0, SourceFile(CONFIG_NAME, file.file_bytes, None, file.sha256))
     adapters = adapter_notes(place, side_directory)
-    return Checkpoint(
+    opened = Checkpoint(
         path=selection.files[0] if selection.gguf else place,
         config=read,
         files=selection.files,
@@ -147,6 +147,11 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
         unused_bytes=sum(header.unused_bytes for header in headers),
         index_decides=shards.deciding is not None,
     )
+    if not source.adapter:
+        return opened
+    from ktconv.source.adapter.view import with_adapters
+
+    return with_adapters(opened, source.adapter)
 
 
 def _first_names(split: Split) -> Iterable[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktconv.errors import CheckpointError
-from ktconv.source.adapters import is_adapter_file
+from ktconv.source.adapter.beside import is_adapter_file
 from ktconv.source.safetensors_file import Header, Unused, read_header
 from ktconv.source.strict_json import read_object
 from ktconv.source.types import SourceFile, TensorRef

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from ktconv.errors import CheckpointError
-from ktconv.source.adapters import refuse_adapter
+from ktconv.source.adapter.beside import refuse_adapter
 from ktconv.source.gguf.parts import is_gguf, model_files
 from ktconv.source.index import INDEX_SUFFIX
 from ktconv.source.shards import file_names

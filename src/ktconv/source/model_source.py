@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.errors import UsageError
+from ktconv.source.adapter.choices import absolute, choices_of
 from ktconv.source.locate import locate_model
 from ktconv.source.naming_map import NamingMap, read_map
 
@@ -21,6 +22,7 @@ class ModelSource:
     config: Path | None = None  # directory of config.json and other side files; None: the model's
     map: Path | NamingMap | None = None  # describes the names of a model that nobody knows
     tower: str | None = None  # of several with experts; None: the language model
+    adapter: tuple[str, ...] | None = None  # DIR or DIR:WEIGHT: LoRA that is added to weights
     cache: Path | None = None  # keeps what is read of a remote model, for other runs
 
     @staticmethod
@@ -55,22 +57,31 @@ class ModelSource:
     def files(self) -> tuple[str | Path, ...]:
         """The files and directories that are read, which no option may write to."""
         paths = (self.config, self.map)
-        return (self.model, *(path for path in paths if isinstance(path, Path)))
+        adapters = (one.directory for one in choices_of(self.adapter or ()))
+        return (self.model, *(path for path in paths if isinstance(path, Path)), *adapters)
 
-    def recorded(self, naming: NamingMap | None, tower: str | None) -> ModelSource:
-        """Take the map and the tower that a manifest has, if none is given."""
-        return replace(self, map=self.map or naming, tower=self.tower or tower)
+    def recorded(
+        self, naming: NamingMap | None, tower: str | None, adapters: tuple[str, ...] | None
+    ) -> ModelSource:
+        """Take the map, the tower and the adapters that a manifest has, if none is given."""
+        return replace(
+            self,
+            map=self.map or naming,
+            tower=self.tower or tower,
+            adapter=self.adapter or adapters,
+        )
 
     def portable(self) -> ModelSource:
         """Name the model as another machine understands it: by an absolute path, or a URL; of a
         repository of the hub that of its commit, of other URLs with their signatures."""
+        there = self if self.adapter is None else replace(self, adapter=absolute(self.adapter))
         if isinstance(self.model, str) and self.model.startswith("hf://"):
             from ktconv.source.remote import pinned
 
-            return replace(self, model=pinned(self.model))
+            return replace(there, model=pinned(self.model))
         if self.is_url or not Path(self.model).exists():
-            return self
-        return replace(self, model=str(Path(self.model).absolute()))
+            return there
+        return replace(there, model=str(Path(self.model).absolute()))
 
 
 def own_options() -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ktconv.errors import CheckpointError, ResourceError
 from ktconv.source.absent import absence
-from ktconv.source.adapters import is_adapter_file
+from ktconv.source.adapter.beside import is_adapter_file
 from ktconv.source.gguf.parts import SUFFIX, all_parts, read_parts
 from ktconv.source.index import (
     DEFAULT_INDEX,

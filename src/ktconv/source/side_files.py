@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.errors import CheckpointError
-from ktconv.source.adapters import is_adapter_file
+from ktconv.source.adapter.beside import is_adapter_file
 from ktconv.system.pointers import refuse_pointer_at
 from ktconv.system.regular_files import (
     MissingFileError,

@@ -198,6 +198,10 @@ class Checkpoint:
     made_files: Mapping[str, bytes] = field(default_factory=dict)  # in place of side files
     architecture: str | None = None  # of a GGUF model, as llama.cpp calls it
     tower: str | None = None  # that was chosen where several have experts
+    adapters: Sequence[str] = ()  # DIR:WEIGHT of those that are added to its weights
+    # Bytes that reading needs beside buffers: of each thread, and once.
+    thread_memory: int = 0
+    shared_memory: int = 0
     mapped: Mapped | None = None  # the names that a map gave to experts; None without a map
     unused_bytes: int = 0  # of tensors in `files` that the index has in others, or does not list
     # Whether a reader of the same files that disregards the index would find other tensors.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ktconv.system.files import opened_fd, read_exactly
 from ktconv.system.regular_files import open_regular, unreadable
-from ktconv.system.stores import FileStore, RemotePath, Span
+from ktconv.system.stores import FileStore, MadePath, RemotePath, Span
 
 
 class State(NamedTuple):
@@ -109,7 +109,7 @@ LOCAL = LocalStore()
 
 def store_of(path: Path) -> FileStore:
     """The store that serves a file or directory."""
-    return path.store if isinstance(path, RemotePath) else LOCAL
+    return path.store if isinstance(path, RemotePath | MadePath) else LOCAL
 
 
 def advise(spans: Sequence[Span]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,12 +108,12 @@ def _refuse_large(path: Path, size: int, limit: int) -> None:
         raise _too_large(path, f"has {format_size(size)}", limit)
 
 
-def check_small(directory: Path, name: str | Path) -> None:
+def check_small(directory: Path, name: str | Path, limit: int | None = MAX_SMALL_BYTES) -> None:
     """Raises as `opened_small`; a remote file is fetched for that only where it is short enough for
-    a pointer of Git LFS."""
+    a pointer of Git LFS. `limit` None: a file of any size."""
     path = directory / name
     if not isinstance(path, RemotePath) or path.store.nbytes(path) < POINTER_BYTES:
-        with opened_small(directory, name):
+        with opened_small(directory, name, sys.maxsize if limit is None else limit):
             pass
 
 

@@ -181,6 +181,25 @@ class RemotePath(PosixPath):
         return self.glob(f"**/{pattern}", **options)
 
 
+class MadePath(PosixPath):
+    """A file that its store makes while it is read, of `origin` and more. Its text says of what."""
+
+    store: FileStore
+    origin: Path
+
+    def __new__(cls, origin: Path, text: str, store: FileStore) -> MadePath:
+        return super().__new__(cls, text)
+
+    def __init__(self, origin: Path, text: str, store: FileStore) -> None:
+        if sys.version_info >= (3, 12):
+            super().__init__(text)
+        self.origin, self.store = origin, store
+
+    @property
+    def name(self) -> str:
+        return self.origin.name
+
+
 def is_remote(path: Path) -> bool:
     """Whether a path is not of this machine."""
     return isinstance(path, RemotePath)

@@ -14,9 +14,10 @@ from ktconv.model.fitting import settings_of
 from ktconv.model.module import PackedExperts
 from ktconv.model.own import OwnExperts
 from ktconv.model.sites import Site, find_experts
+from ktconv.source.adapter.names import PREFIX
+from ktconv.source.adapter.parameters import Layout
 from ktconv.train.adapter_files import Adapter, Linear, Pair
-from ktconv.train.adapter_names import PREFIX, LayerNames
-from ktconv.train.parameters import Layout
+from ktconv.train.adapter_names import LayerNames
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 

@@ -12,7 +12,7 @@ from helpers.convert import convert
 from helpers.families import bf16, random_weights, write_safetensors
 
 from ktconv.source import ModelSource, open_checkpoint
-from ktconv.source.adapters import is_adapter_file
+from ktconv.source.adapter.beside import is_adapter_file
 
 FILES = ("adapter_config.json", "adapter_model.safetensors", "fused_expert_lora.safetensors")
 ONE = {"layers.0.experts.gate_lora_a": bf16(random_weights().up[0])}

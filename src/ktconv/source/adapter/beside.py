@@ -59,6 +59,6 @@ def refuse_adapter(directory: Path, names: Sequence[str]) -> None:
         f"{directory} is a LoRA adapter{base}, not a model"
         if kind in (None, "LORA")
         else f"{directory} is an adapter of type {kind!r:.40}{base}, not a model",
-        "Give the model that it was trained on. To convert both as one, merge the adapter into "
-        "that model first (docs/fine-tuning.md, Adapters).",
+        "Give the model that it was trained on, and to convert both as one this directory with "
+        "--adapter (docs/fine-tuning.md).",
     )

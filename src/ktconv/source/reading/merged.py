@@ -1,0 +1,245 @@
+"""Files that are made while they are read: weights of a source with what adapters add to them.
+
+A made file has the sums W + s B A of the matrices of one file of the source, one behind the other.
+They are computed for the rows that are asked for, so that nobody waits for a model that is merged
+as a whole, or needs the memory for it.
+
+The same bytes are made on every machine, whatever its instructions and libraries: entries of A and
+B are rounded to so few bits that sums of their products are exact in float64, in any order. These
+bits are 21 at least, counted from the largest number of a column of A or a row of B; bf16 has 8.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktconv import native
+from ktconv.errors import CheckpointError
+from ktconv.formats.decode import f32_to_bf16
+from ktconv.source.reading.matrices import MatrixReader, Scales, buffer_bytes, spans_of
+from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
+from ktconv.source.types import Checkpoint, ExpertMatrix, TensorRef
+from ktconv.system.arrays import F32, U8
+from ktconv.system.opened import Opened, State, advise
+from ktconv.system.stores import FileStore, MadePath, Span
+
+F64 = NDArray[np.float64]
+
+_ROWS = 128  # pieces begin with whole row blocks of every encoding
+_PIECE_BYTES = 8 << 20  # of float64 sums
+_SIZES = {"F32": 4, "BF16": 2, "F16": 2}
+
+
+class Part(Protocol):
+    """The part of an adapter that is added to a matrix."""
+
+    def load(self) -> Any:
+        """The matrices, as `ktconv.source.adapter.files.LowRank`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A matrix of a made file."""
+
+    tensor: TensorRef  # there
+    matrix: ExpertMatrix  # in the source
+    parts: Sequence[Part]
+
+
+@dataclass(slots=True)
+class _Tensors:
+    """The matrices of a made file, in order."""
+
+    path: Path  # of the source
+    starts: list[int] = field(default_factory=list)
+    made: list[_Made] = field(default_factory=list)
+    nbytes: int = 0
+
+
+class MergedFiles(FileStore):
+    """The made files of a checkpoint: `add` puts matrices into them."""
+
+    def __init__(self, checkpoint: Checkpoint, adapters: Sequence[str]) -> None:
+        self._reader = SourceReader(checkpoint.files, checkpoint.sources)
+        self._with = " and ".join(adapters)
+        self._files: dict[Path, _Tensors] = {}
+        self._paths: dict[Path, MadePath] = {}
+        self._last = threading.local()  # the matrix that a thread reads
+        self._rows = 0
+
+    def add(
+        self,
+        tensor: TensorRef,
+        matrix: ExpertMatrix,
+        parts: Sequence[Part],
+        dtype: str,
+        shape: tuple[int, ...],
+    ) -> TensorRef:
+        """A tensor of `shape` with the sums of `matrix`, which is in `tensor`, in its own file."""
+        path = self._paths.get(tensor.file)
+        if path is None:
+            path = MadePath(tensor.file, f"{tensor.file} with {self._with}", self)
+            self._paths[tensor.file] = path
+            self._files[path] = _Tensors(tensor.file)
+        own = self._files[path]
+        nbytes = matrix.rows * matrix.cols * _SIZES[dtype]
+        found = TensorRef(tensor.name, path, dtype, shape, own.nbytes, nbytes)
+        own.starts.append(own.nbytes)
+        own.made.append(_Made(found, matrix, parts))
+        own.nbytes += nbytes
+        self._rows = max(self._rows, matrix.cols)
+        return found
+
+    @property
+    def memory(self) -> int:  # type: ignore[override]
+        """Bytes that a thread needs: a piece of the source, its values, and sums in float64."""
+        return 4 * max(_PIECE_BYTES, 8 * _ROWS * self._rows) + BOUNCE_BYTES
+
+    def open(self, path: Path) -> MergedFile:
+        return MergedFile(path, self._files[path], self)
+
+    def advise(self, spans: Sequence[Span]) -> None:
+        advise([one for span in spans for made in self._within(span)
+                for one in spans_of(made.matrix)])  # fmt: skip
+
+    def kept(self, spans: Iterable[Span]) -> int:
+        return sum(span.nbytes for span in spans)
+
+    def confirm(self) -> None:
+        pass
+
+    def _within(self, span: Span) -> Sequence[_Made]:
+        own = self._files[span.file]
+        first = max(0, bisect_right(own.starts, span.offset) - 1)
+        last = bisect_right(own.starts, span.offset + max(0, span.nbytes - 1))
+        return own.made[first:last]
+
+    def read(self, own: _Tensors, target: memoryview, offset: int) -> None:
+        """Fill `target` with bytes of a made file."""
+        data = np.frombuffer(target, np.uint8)
+        at = bisect_right(own.starts, offset) - 1
+        done = 0
+        while done < len(data):
+            made = own.made[at]
+            start = offset + done - own.starts[at]
+            count = min(made.tensor.nbytes - start, len(data) - done)
+            self._fill(made, data[done : done + count], start)
+            done, at = done + count, at + 1
+
+    def _fill(self, made: _Made, target: U8, start: int) -> None:
+        """Bytes of a matrix from `start` on."""
+        row_bytes = made.matrix.cols * _SIZES[made.tensor.dtype]
+        step = max(1, _PIECE_BYTES // (8 * made.matrix.cols) // _ROWS) * _ROWS
+        first = start // row_bytes // _ROWS * _ROWS
+        stop = -(-(start + len(target)) // row_bytes)
+        for row in range(first, stop, step):
+            rows = range(row, min(row + step, -(-stop // _ROWS) * _ROWS, made.matrix.rows))
+            stored = _stored(made.tensor, self._sums(made, rows)).reshape(-1).view(np.uint8)
+            low = max(start, rows.start * row_bytes)
+            high = min(start + len(target), rows.stop * row_bytes)
+            piece = stored[low - rows.start * row_bytes : high - rows.start * row_bytes]
+            target[low - start : high - start] = piece
+
+    def _sums(self, made: _Made, rows: range) -> F32:
+        """Rows of W + s B A, rounded once to float32."""
+        loaded = self._loaded(made)
+        values = loaded.values(rows)
+        sums = np.zeros(values.shape, np.float64)
+        for a, b, scale in loaded.products:
+            product = b[rows.start : rows.stop] @ a
+            product *= scale
+            sums += product
+        sums += values
+        with np.errstate(over="ignore"):
+            return sums.astype(np.float32)
+
+    def _loaded(self, made: _Made) -> _Loaded:
+        """A matrix with what is read of it only once; the last one of this thread stays."""
+        last: _Loaded | None = getattr(self._last, "loaded", None)
+        if last is None or last.made is not made:
+            self._last.loaded = last = _Loaded(made, self._reader)
+        return last
+
+
+class _Loaded:
+    """A matrix of the source and what is added to it, as a thread has them."""
+
+    def __init__(self, made: _Made, reader: SourceReader) -> None:
+        self.made = made
+        self._source = MatrixReader(reader, made.matrix)
+        self._scales: Scales | None = self._source.load_scales()
+        self._buffer = np.empty(0, np.uint8)
+        self.products = [exact(one.a, one.b, one.scale) for one in (p.load() for p in made.parts)]
+
+    def values(self, rows: range) -> F32:
+        """Rows of the source."""
+        source, matrix = self._source, self.made.matrix
+        size = buffer_bytes(matrix, len(rows))
+        if self._buffer.nbytes < size:
+            self._buffer = np.empty(size, np.uint8)
+        with source.open() as fd:
+            source.read(fd, rows, self._buffer, np.empty(BOUNCE_BYTES, np.uint8))
+        view = source.view(rows, self._scales, self._buffer, 0, matrix.cols)
+        values: F32 = native.decode(view)
+        if not np.isfinite(values).all():
+            row, col = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
+            raise source.not_finite(rows.start + row, col)
+        return values
+
+
+def exact(a: F32, b: F32, scale: float) -> tuple[F64, F64, float]:
+    """a [rank, inputs] and b [outputs, rank] with entries whose products have exact sums."""
+    bits = (53 - math.ceil(math.log2(max(2, a.shape[0])))) // 2
+    return _rounded(a, bits, axis=0), _rounded(b, bits, axis=1), scale
+
+
+def _rounded(values: F32, bits: int, axis: int) -> F64:
+    """Multiples of 2^-bits times the power of two above the largest number along an axis."""
+    wide = values.astype(np.float64)
+    _, exponent = np.frexp(np.abs(wide).max(axis=axis, keepdims=True))
+    unit = np.ldexp(1.0, exponent - bits)
+    found: F64 = np.rint(wide / unit) * unit
+    return found
+
+
+def _stored(tensor: TensorRef, values: F32) -> Any:
+    """Values as a tensor has them. CheckpointError for one that its dtype does not have."""
+    if tensor.dtype == "BF16":
+        stored: Any = f32_to_bf16(values)
+        finite = (stored & 0x7F80 != 0x7F80).all()
+    else:
+        with np.errstate(over="ignore"):
+            stored = values.astype("<f2" if tensor.dtype == "F16" else "<f4")
+        finite = np.isfinite(stored).all()
+    if not finite:
+        raise CheckpointError(
+            f"{tensor.name} in {tensor.file} is beyond {tensor.dtype}",
+            "give a smaller weight with the adapter, or check that it is of this model",
+        )
+    return stored
+
+
+class MergedFile(Opened):
+    """A made file."""
+
+    def __init__(self, path: Path, own: _Tensors, files: MergedFiles) -> None:
+        self.path, self._own, self._files = path, own, files
+
+    @property
+    def state(self) -> State:
+        return State(self._own.nbytes, None, None)
+
+    def read(self, target: memoryview, offset: int) -> None:
+        self._files.read(self._own, target.cast("B"), offset)
+
+    def close(self) -> None:
+        pass
