@@ -150,6 +150,7 @@ OF_SECOND_READER = {
     *(f"source.{name}" for name in ("PROJECTIONS", "Checkpoint", "MoELayer", "Projection")),
     "source.TensorRef", "source.shards.read_shards", "source.shards.select_shards",
     "families.table", "source.reading.reader.SourceReader", "system.collector.collector_paused",
+    "source.safetensors_file.read_header", "system.patterns.Patterns",
     *(f"system.arrays.{name}" for name in ("Array", "F32", "I64", "U8")),
 }  # fmt: skip
 

@@ -126,7 +126,9 @@ class HiddenStates:
                 from ktconv.model.evaluate import capture_layer_inputs, windows
 
                 text, _ = read_text(self._request.text)
-                model, tokenizer = load_model(source.path, config_directory=source.side_directory)
+                model, tokenizer = load_model(
+                    source.path, config_directory=source.side_directory, adapters=source.adapters
+                )
                 self._read = windows(tokenizer, text, self._tokens, 1)[0][0].numpy()
                 return capture_layer_inputs(model, tokenizer, text, self._tokens)
             except MemoryError:

@@ -298,7 +298,9 @@ class ModelCheck(ABC):
         from ktconv.model import load_model
 
         source = self._output.source
-        model, _ = load_model(source.path, config_directory=source.side_directory)
+        model, _ = load_model(
+            source.path, config_directory=source.side_directory, adapters=source.adapters
+        )
         model.config._experts_implementation = "eager"  # the arithmetic of a pass
         with self._pair(model, notify) as pair:
             yield pair

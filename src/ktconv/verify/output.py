@@ -13,7 +13,7 @@ from ktconv.source import Checkpoint, MoELayer, NamingMap, TensorRef, map_of_rec
 from ktconv.source.agreement import Dimensions
 from ktconv.targets.packed.weights import PackedWeights
 from ktconv.writer.journal import Journal, Record, is_run_record
-from ktconv.writer.manifest import Manifest, read_manifest, tower_of_record
+from ktconv.writer.manifest import Manifest, adapters_of_record, read_manifest, tower_of_record
 
 NO_LIMIT = 1 << 62  # of shard sizes: the shards of tensors are not compared
 
@@ -28,6 +28,12 @@ def recorded_tower(output: Path) -> str | None:
     """The tower of the source that a conversion, finished or not, was begun with."""
     run = _begun(output)
     return None if run is None else tower_of_record(run)
+
+
+def recorded_adapters(output: Path) -> tuple[str, ...] | None:
+    """The adapters of the source that a conversion, finished or not, was begun with."""
+    run = _begun(output)
+    return None if run is None else adapters_of_record(run)
 
 
 def _begun(output: Path) -> Record | None:

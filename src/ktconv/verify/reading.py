@@ -16,8 +16,10 @@ from ktconv.system.arrays import U8
 from ktconv.system.checksums import algorithm_of, checksum_for
 from ktconv.system.files import FileTooShortError, io_error
 from ktconv.system.opened import opened_source
+from ktconv.system.stores import MadePath
 from ktconv.targets.packed.matrix_check import ErrorStats
 from ktconv.verify.findings import Findings
+from ktconv.verify.reading_check import sums_check
 from ktconv.verify.runner import Advance
 from ktconv.verify.second_reader import SecondReader
 from ktconv.verify.totals import ItemResult
@@ -121,6 +123,8 @@ class CopyCheck:
             advance(len(piece))
         if not equal:
             self.context.fail_copy(self.tensor, "differs from the source")
+        elif self.origin is not None and isinstance(self.origin.file, MadePath):
+            self._check_sums(self.origin)
         return ItemResult(self.nbytes, stream.check() is not None, int(self.origin is not None))
 
     def _equal(self, piece: U8, offset: int, buffers: Buffers) -> bool:
@@ -132,6 +136,20 @@ class CopyCheck:
         with self.context.reader.open(self.origin.file) as fd:
             self.context.reader.read(fd, self.origin, other.data, offset)
         return bool(np.array_equal(piece, other))
+
+    def _check_sums(self, origin: TensorRef) -> None:
+        """Compare a matrix that adapters are added to with the sums of the second reader."""
+        if self.context.second is None:
+            return
+        rows, cols = origin.shape
+        check = sums_check(self.context.second, self.context.findings, origin)
+        step = max(1, COPY_BYTES // (8 * cols))
+        for start in range(0, rows if check else 0, step):
+            piece = range(start, min(start + step, rows))
+            row_bytes = self.tensor.nbytes // rows
+            data = read_tensor(self.tensor, start * row_bytes, len(piece) * row_bytes)
+            assert check is not None
+            check.stored(piece, data)
 
 
 def check_claims(context: Context, name: str, sums: ErrorStats) -> None:

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconv import native
-from ktconv.formats.decode import round_to_bf16
-from ktconv.source import PROJECTIONS, ExpertMatrix, MoELayer, Projection
+from ktconv.formats.decode import bf16_to_f32, round_to_bf16
+from ktconv.source import PROJECTIONS, ExpertMatrix, MoELayer, Projection, TensorRef
 from ktconv.source.reading.matrices import MatrixReader, Scales, buffer_bytes
 from ktconv.system.arrays import F32, U8
 from ktconv.verify.findings import Findings
-from ktconv.verify.second_reader import SecondReader, UnknownWeightError, Weight
+from ktconv.verify.second_reader import Adapted, SecondReader, UnknownWeightError, Weight
 
 Numbers = NDArray[np.signedinteger[Any]]
 
@@ -35,7 +35,7 @@ class ReadingCheck:
     findings: Findings
     matrix: ExpertMatrix
     name: str  # of the weight, for messages
-    weight: Weight
+    weight: Weight | Adapted
     at: dict[str, Any] = field(default_factory=dict)  # the fields of a failure that locate it
     number: int = 0  # differs from matrix to matrix
     _reported: bool = False
@@ -99,8 +99,15 @@ class ReadingCheck:
         if self._reported:
             return
         expected = self.weight.values(rows, cols)
-        expected = round_to_bf16(expected) if rounded else expected
-        differs = np.argwhere((found != expected) & ~(np.isnan(found) & np.isnan(expected)))
+        if isinstance(self.weight, Adapted):
+            slack = self.weight.slack(rows, cols)
+            low, high = ((expected + sign * slack).astype(np.float32) for sign in (-1, 1))
+            if rounded:
+                low, high = round_to_bf16(low), round_to_bf16(high)
+            differs = np.argwhere(~((found >= low) & (found <= high)))
+        else:
+            expected = round_to_bf16(expected) if rounded else expected
+            differs = np.argwhere((found != expected) & ~(np.isnan(found) & np.isnan(expected)))
         if len(differs):
             row, col = differs[0]
             self._differs("the value at", rows[row], cols[col], found[row, col], expected[row, col])
@@ -168,6 +175,56 @@ def module_check(
     with _unknown_reported(findings, {}):
         weight = second.module(name, matrix.rows, matrix.cols)
         return ReadingCheck(findings, matrix, name, weight)
+    return None
+
+
+@dataclass(slots=True)
+class SumsCheck:
+    """The check of a matrix that is no expert's and that adapters are added to; reports at most
+    one difference."""
+
+    findings: Findings
+    tensor: TensorRef
+    weight: Weight | Adapted
+    _reported: bool = False
+
+    def stored(self, rows: range, data: U8) -> None:
+        """Compare rows as they are stored in the output."""
+        shape, dtype = (len(rows), self.tensor.shape[1]), self.tensor.dtype
+        if dtype == "BF16":
+            found = bf16_to_f32(data.view(np.uint16)).reshape(shape)
+        else:
+            kind = "<f2" if dtype == "F16" else "<f4"
+            found = data.view(kind).astype(np.float32).reshape(shape)
+        cols = range(shape[1])
+        expected = self.weight.values(rows, cols)
+        slack = self.weight.slack(rows, cols) if isinstance(self.weight, Adapted) else 0.0
+        low, high = (self._rounded(expected + sign * slack) for sign in (-1, 1))
+        differs = np.argwhere(~((found >= low) & (found <= high)))
+        if len(differs) and not self._reported:
+            self._reported = True
+            row, col = differs[0]
+            self.findings.fail(
+                LEVEL, CHECK,
+                f"{self.tensor.name} with the adapters of the source is {found[row, col]:.9g} at "
+                f"[{rows[row]}, {col}], and {expected[row, col]:.9g} by verify's own way.",
+                tensor=self.tensor.name,
+            )  # fmt: skip
+
+    def _rounded(self, values: Any) -> F32:
+        single: F32 = np.asarray(values, np.float32)
+        if self.tensor.dtype == "BF16":
+            return round_to_bf16(single)
+        return (
+            single.astype(np.float16).astype(np.float32) if self.tensor.dtype == "F16" else single
+        )
+
+
+def sums_check(second: SecondReader, findings: Findings, tensor: TensorRef) -> SumsCheck | None:
+    """The check of a tensor of the source; None, and a failure, where the second reader finds no
+    weight of its shape."""
+    with _unknown_reported(findings, {}):
+        return SumsCheck(findings, tensor, second.module(tensor.name, *tensor.shape))
     return None
 
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from ktconv.errors import UsageError
 from ktconv.source import ModelSource, NamingMap, TensorRef
+from ktconv.source.adapter.choices import choices_of
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.reading.reader import SourceReader
 from ktconv.system.text import Notify
@@ -26,7 +27,7 @@ from ktconv.verify.memory import (
     plan_memory,
 )
 from ktconv.verify.model import ModelCheck
-from ktconv.verify.output import OpenedOutput, recorded_naming, recorded_tower
+from ktconv.verify.output import OpenedOutput, recorded_adapters, recorded_naming, recorded_tower
 from ktconv.verify.reading import Context, CopyCheck
 from ktconv.verify.request import VerifyRequest
 from ktconv.verify.runner import OTHER, Check
@@ -56,6 +57,7 @@ class OutputVerifier(ABC):
         source = request.original
         if source is not None:
             source = replace(source, map=self._naming(source), tower=self._tower(source))
+            source = replace(source, adapter=self._adapters(source))
         self.output = self.open(request.output, source)
 
     def _tower(self, source: ModelSource) -> str | None:
@@ -67,6 +69,23 @@ class OutputVerifier(ABC):
                 "leave out --tower",
             )
         return recorded or given
+
+    def _adapters(self, source: ModelSource) -> tuple[str, ...] | None:
+        """The adapters of the source: those of the option, or else those that the output records,
+        where they lay at conversion."""
+        recorded = recorded_adapters(self.request.output)
+        if source.adapter is not None or recorded is None:
+            return source.adapter
+        self.findings.note(f"adapters are those that {MANIFEST} names: {', '.join(recorded)}")
+        for one in choices_of(recorded):
+            if not one.directory.is_dir():
+                raise UsageError(
+                    f"{self.request.output} was converted with the adapter {one.directory}, which "
+                    "is not there",
+                    "say where it is: --adapter DIR"
+                    + ("" if one.weight == 1 else f":{one.weight:g}"),
+                )
+        return recorded
 
     def _naming(self, source: ModelSource) -> NamingMap | None:
         """The map of the source's names: the option, or else what the output records."""
@@ -110,7 +129,11 @@ class OutputVerifier(ABC):
 
     def _budget(self) -> Budget:
         """Threads and memory for all levels up to the requested one."""
-        need, why_not = Need(self.thread_bytes(), shared=self.shared_bytes()), None
+        thread, shared, why_not = self.thread_bytes(), self.shared_bytes(), None
+        if (checkpoint := self.output.checkpoint) is not None:
+            thread += checkpoint.thread_memory
+            shared += checkpoint.shared_memory
+        need = Need(thread, shared=shared)
         if self.level in LEVELS_WITH_MODEL_CODE:
             source, top_k = self.output.source, hidden_states.experts_per_token(self.output)
             need = Need(

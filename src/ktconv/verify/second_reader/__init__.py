@@ -5,7 +5,8 @@ It is written from the descriptions of the encodings, with plain NumPy, and shar
 Scales, zero points and groups are read completely, numbers only where a check asks for them.
 """
 
+from ktconv.verify.second_reader.adapters import Adapted
 from ktconv.verify.second_reader.encodings import Weight
 from ktconv.verify.second_reader.names import SecondReader, UnknownWeightError
 
-__all__ = ["SecondReader", "UnknownWeightError", "Weight"]
+__all__ = ["Adapted", "SecondReader", "UnknownWeightError", "Weight"]

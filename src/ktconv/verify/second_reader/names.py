@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from ktconv.source import Checkpoint, MoELayer, Projection, TensorRef
 from ktconv.source.reading.reader import SourceReader
 from ktconv.source.shards import read_shards, select_shards
 from ktconv.system.collector import collector_paused
+from ktconv.verify.second_reader.adapters import Adapted, Pair, SecondAdapter
 from ktconv.verify.second_reader.encodings import (
     PRIMARY,
     Place,
@@ -39,9 +40,18 @@ class SecondReader:
         self._lock = threading.Lock()
         self._by_module: Mapping[str, Parts] | None = None
         mapped = checkpoint.mapped
+        kind = str(checkpoint.config.content.get("model_type"))
+        self._adapters = [SecondAdapter(one, kind) for one in checkpoint.adapters]
         self._map = None if mapped is None else MappedNames(mapped.naming.content)
 
-    def expert(self, layer: MoELayer, expert: int, proj: Projection) -> Weight:
+    def expert(self, layer: MoELayer, expert: int, proj: Projection) -> Weight | Adapted:
+        """The weight with what adapters add to it; raises as `_expert`."""
+        return _adapted(
+            self._expert(layer, expert, proj),
+            [pair for one in self._adapters for pair in one.of_expert(layer, expert, proj)],
+        )
+
+    def _expert(self, layer: MoELayer, expert: int, proj: Projection) -> Weight:
         """Raises UnknownWeightError where the tensors are no weight of the layer's dimensions."""
         rows, cols = layer.intermediate_size, layer.hidden_size
         if proj == "down":
@@ -77,7 +87,12 @@ class SecondReader:
                 return self._weight(f"{layer.source}.{way[proj]}", stacks[proj], place)
         raise UnknownWeightError(f"{layer.source}: expert {expert} has no {proj} projection")
 
-    def module(self, tensor: str, rows: int, cols: int) -> Weight:
+    def module(self, tensor: str, rows: int, cols: int) -> Weight | Adapted:
+        """`_module` with what adapters add to it."""
+        pairs = [pair for one in self._adapters for pair in one.of_module(tensor)]
+        return _adapted(self._module(tensor, rows, cols), pairs)
+
+    def _module(self, tensor: str, rows: int, cols: int) -> Weight:
         """The weight [rows, cols] whose primary tensor is `tensor`, of a module that is no
         expert; a vector is a row."""
         name, _, part = tensor.rpartition(".")
@@ -141,6 +156,10 @@ class SecondReader:
         rows = (table.FAMILIES.of(section.get("model_type")) for section in sections)
         spelt = (row for row in rows if row is not None and word in row.gate_up)
         return "interleaved" if any(row.interleaved for row in spelt) else "gate first"
+
+
+def _adapted(weight: Weight, pairs: Sequence[Pair]) -> Weight | Adapted:
+    return Adapted(weight, pairs) if pairs else weight
 
 
 def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:

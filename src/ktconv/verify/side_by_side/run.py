@@ -14,7 +14,7 @@ from ktconv.source.reading.matrices import experts_bytes
 from ktconv.system.stores import is_remote
 from ktconv.system.text import Notify, silent
 from ktconv.verify.findings import Progression
-from ktconv.verify.output import recorded_naming, recorded_tower
+from ktconv.verify.output import recorded_adapters, recorded_naming, recorded_tower
 from ktconv.verify.report.outputs import ERRORS
 from ktconv.verify.request import VerifyRequest
 from ktconv.verify.run import Result, prepare, unwatched, verify
@@ -88,7 +88,9 @@ def compare(
     cannot be run; checks that fail are in the rows."""
     request.check()
     first = request.outputs[0]
-    source = ModelSource.of(request.source).recorded(recorded_naming(first), recorded_tower(first))
+    source = ModelSource.of(request.source).recorded(
+        recorded_naming(first), recorded_tower(first), recorded_adapters(first)
+    )
     checkpoint = open_checkpoint(source)
     wishes = [_verification(request, output) for output in request.outputs]
     prepared = [prepare(wish) for wish in wishes]  # refuses all that is wrong before an hour's work
