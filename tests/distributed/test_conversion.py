@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers import ray_jobs
 from helpers.cli import contents, done, ktconv, ktconv_done, refused, run
+from helpers.lora import sides, write_adapter
 from helpers.ray_jobs import gate_of, log_of, request
 
 from ktconv.conversion.pipeline import Observer
@@ -269,3 +271,18 @@ def test_experts_for_gpus(cluster: Cluster, model: Path, tmp_path: Path) -> None
     assert contents(tmp_path / "there") == contents(tmp_path / "here")
     words = ("quantize-gpu", model, tmp_path / "x", "--method=gptq", "--dataset=x.txt", "--ray")
     refused(ktconv(*words), 2, "--algorithm gptq runs the whole model in one process")
+
+
+def test_with_an_adapter(cluster: Cluster, model: Path, tmp_path: Path) -> None:
+    """Nodes read the adapter themselves."""
+    rng = np.random.default_rng(1)
+    modules = {
+        f"model.layers.2.mlp.experts.{expert}.up_proj": sides(rng, 128, 128) for expert in range(2)
+    }
+    option = f"--adapter={write_adapter(tmp_path / 'adapter', modules)}:0.5"
+    done(model, tmp_path / "here", option)
+    done(model, tmp_path / "there", "--threads=1", option, "--ray")
+    assert contents(tmp_path / "there") == contents(tmp_path / "here")
+    done(model, tmp_path / "plain")
+    assert contents(tmp_path / "plain") != contents(tmp_path / "here")
+    ktconv_done("verify", tmp_path / "there", f"--source={model}", "--level=weights", "--ray")

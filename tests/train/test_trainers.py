@@ -25,6 +25,7 @@ from helpers.adapted import IDS, apart, logits, train_a_little
 from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+import ktconv
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.model import load_model
 from ktconv.train import SaveAdapter, load, merge, prepare, save
@@ -323,3 +324,21 @@ def test_trl(kind: str, tmp_path: Path) -> None:
     other, _ = prepared_model(kind.replace("by the trainer", "after"))
     load(other, tmp_path / "end")
     assert torch.equal(logits(other.eval()), seen.logits[BEST])
+    expect_converted(tmp_path / "end", seen.logits[BEST], tmp_path / "converted")
+
+
+def expect_converted(adapter: Path, trained: Any, output: Path) -> None:
+    """The model with the adapter in its weights, rounded to bf16, says the same."""
+    ktconv.quantize_cpu(EXAMPLE, output, adapter=adapter, method="bf16")
+    model, _ = load_model(output, "float32")
+    assert apart(logits(model), trained) < 0.02
+    assert apart(logits(load_model(EXAMPLE, "float32")[0]), trained) > 0.03
+
+
+@pytest.mark.parametrize("kind", ["before", "without"])
+def test_what_a_trainer_saves_is_converted(kind: str, tmp_path: Path) -> None:
+    model, _ = prepared_model(kind)
+    trainer = trainer_of(model, tmp_path / "runs", [])
+    trainer.train()
+    trainer.save_model(str(tmp_path / "end"))
+    expect_converted(tmp_path / "end", logits(trainer.model.eval()), tmp_path / "converted")

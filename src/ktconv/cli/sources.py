@@ -42,7 +42,7 @@ class Reading:
         option(
             "Keep what is read of a remote source here.",
             "DIR",
-            panel=SOURCE,
+            panel=ADVANCED,
             detail="Other runs read it again from there instead of the network: docs/remote.md.",
         ),
     ] = None
@@ -76,6 +76,17 @@ class Reading:
             "records.",
         ),
     ] = None
+    adapter: Annotated[
+        list[str] | None,
+        option(
+            "LoRA adapter to add to the model's weights.",
+            "DIR[:WEIGHT]",
+            panel=SOURCE,
+            detail="Adapters of PEFT, KTransformers and ktconv are read. May be repeated; each is "
+            "added WEIGHT times, so that weights are W + s B A: docs/fine-tuning.md. The default "
+            "is what a finished output records.",
+        ),
+    ] = None
 
     def source(
         self, model: str, *, headers_only: bool = False, output: Path | None = None
@@ -91,6 +102,7 @@ class Reading:
 
         found = self._located(model, headers_only, output)
         kept = {name: getattr(self, name) for name in own_options()}
+        kept["adapter"] = None if self.adapter is None else tuple(self.adapter)
         return ModelSource(found, cache=self.cache_dir, **kept)
 
     def source_if(self, model: str | None, *, output: Path | None = None) -> ModelSource | None:

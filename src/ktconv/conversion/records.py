@@ -40,6 +40,12 @@ def chosen_record(checkpoint: Checkpoint) -> Record:
     return found if tower is None else {**found, "tower": tower}
 
 
+def adapters_record(checkpoint: Checkpoint) -> Record:
+    """Directories and weights of the adapters that were added to the source, for who reads it
+    again. Their files' checksums are among those of the source."""
+    return {"adapters": list(checkpoint.adapters)} if checkpoint.adapters else {}
+
+
 def geometry(checkpoint: Checkpoint, plan: Plan[Target]) -> Record:
     """Family, activation and dimensions of the converted layers. A layer has an activation of its
     own where that of most layers is another."""

@@ -23,6 +23,7 @@ from ktconv.conversion.plan import LayerUnit, Plan, T_co, Unit
 from ktconv.conversion.records import (
     ZERO_SCALES,
     ErrorSummary,
+    adapters_record,
     describe_units,
     name_in_model,
     run_record,
@@ -188,7 +189,8 @@ def fit_memory(
 ) -> tuple[int, int]:
     """Threads that --max-memory allows, and the peak to expect."""
     base = machine.resident_memory() + MEMORY_MARGIN + libraries + manifest_memory(request.output)
-    base += store_of(checkpoint.path).memory
+    base += store_of(checkpoint.path).memory + checkpoint.shared_memory
+    per_thread += checkpoint.thread_memory
     threads = fit_threads(request.max_memory, request.threads, base, per_thread)
     return threads, base + threads * per_thread
 
@@ -359,7 +361,8 @@ class Conversion(ABC):
                 shutil.rmtree(self.journal.directory, ignore_errors=True)
             return True
         if earlier is None:
-            run = run_record(self.plan) | self.state.claim() | self.origin()
+            run = run_record(self.plan) | adapters_record(self.plan.checkpoint)
+            run |= self.state.claim() | self.origin()
             self.journal.begin(run)
             for key, record in intact.items():
                 self.journal.write_unit(key, record)
@@ -534,7 +537,8 @@ class Conversion(ABC):
         written |= write_made_files(self.made_files(), self.output, staging)
         write_durably(self.output / CARD, self.card().encode(), staging)
         units = ((unit.key, self._record(unit)) for unit in plan.units)
-        run = run_record(plan) | self.state.claim() | self.origin()
+        run = run_record(plan) | adapters_record(plan.checkpoint)
+        run |= self.state.claim() | self.origin()
         run |= self.about_made_files() | {RECORDS: written}
         write_manifest(run, units, self.output, staging)
         if plan.target.has_index:

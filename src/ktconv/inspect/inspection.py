@@ -221,6 +221,7 @@ def _converted(directory: Path, found: PackedWeights, manifest: Manifest | None)
         "numa_parts": sorted({layer.parts for layer in layers.values()}),
         "moe_layers": format_ranges(list(layers)) or "none",
         **({"tower": manifest.tower} if manifest and manifest.tower else {}),
+        **({"adapters": list(manifest.adapters)} if manifest and manifest.adapters else {}),
         "experts": sorted({layer.experts for layer in layers.values()}),
         "experts_left_out": sum(len(layer.elsewhere) for layer in layers.values()),
         "hidden_size": sorted({layer.hidden for layer in layers.values()}),

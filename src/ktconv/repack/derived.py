@@ -194,6 +194,7 @@ def plan_alone(
         sources=source_files(manifest),
         side_directory=directory,
         tower=tower,
+        adapters=(manifest and manifest.adapters) or (),
         mapped=recorded_map(manifest.naming) if manifest else None,
     )
     check_side_files(manifest, directory)

@@ -96,7 +96,7 @@ def prepare(request: Request) -> Preflight:
     source = None
     if (original := request.original) is not None:
         if manifest is not None:
-            original = original.recorded(manifest.naming, manifest.tower)
+            original = original.recorded(manifest.naming, manifest.tower, manifest.adapters)
         source = open_checkpoint(original)
         refuse_nested(source.path, request.output)
     inputs = _Input(request, tree, manifest, source, _options(request, tree, manifest))

@@ -34,6 +34,7 @@ from ktconv.repack.recut import (
     joined_scales,
     shares,
 )
+from ktconv.repack.sources import check_same_source
 from ktconv.repack.tree import Tree, TreeLayer
 from ktconv.source.model_source import ModelSource, source_or_none
 from ktconv.source.reading.reader import SourceReader
@@ -123,6 +124,8 @@ def _from_source(request: Request, packed: CompleteWeights) -> quantize_cpu.Pref
             "omit --importance",
         )
     preflight = quantize_cpu.prepare(source_request(request, packed))
+    if packed.manifest is not None:
+        check_same_source(packed.manifest, preflight.plan.checkpoint)
     given = preflight.plan.target.options.importance
     if recorded is not None and given is not None and given.sha256 != recorded.sha256:
         raise UsageError(
@@ -138,7 +141,9 @@ def source_request(request: Request, packed: CompleteWeights) -> quantize_cpu.Re
     assert request.original is not None  # `prepare` asked
     there = packed.manifest
     return quantize_cpu.Request(
-        model=request.original.recorded(there.naming, there.tower) if there else request.original,
+        model=request.original.recorded(there.naming, there.tower, there.adapters)
+        if there
+        else request.original,
         output=request.output,
         options=replace(_options(request, packed), save_backward=packed.tree.backward),
         threads=request.threads,
@@ -243,6 +248,7 @@ def _refuse_unequal(packed: CompleteWeights, tensors: Sequence[TensorId], option
             options,
             mapped=manifest is not None and manifest.naming is not None,
             tower=manifest.tower if manifest else None,
+            adapters=(manifest and manifest.adapters) or (),
         )
         raise UnequalScales(
             f"{packed.directory} cannot be joined into --numa {options.numa} without its source: "

@@ -191,7 +191,7 @@ def _prepared(request: StatsRequest) -> Recording:
     check_written(_files(request), [place])
     pieces, name = open_text(request.text)
     with way_out(_NEWER), running(place):
-        recorder = Recorder(place, config)
+        recorder = Recorder(place, config, request.source.adapter or ())
         _check_choice(recorder.experts, request)
         return recorder.prepare(
             pieces,

@@ -54,12 +54,15 @@ class Recorder:
     """A model whose weights are read layer by layer while a text goes through it.
 
     `model` is a directory, or one GGUF file, whose config.json and tokenizer are those of `config`.
+    `adapters` are those of `ModelSource.adapter`.
     Only headers are read at first. Raises CheckpointError where transformers does not have the
     family or finds no experts in it, UsageError without a tokenizer, PyTorch
     or transformers.
     """
 
-    def __init__(self, model: Path, config: Path | None = None) -> None:
+    def __init__(
+        self, model: Path, config: Path | None = None, adapters: Sequence[str] = ()
+    ) -> None:
         require_packages()
         from ktconv.model.streamed.parts import PartedModel
 
@@ -68,7 +71,7 @@ class Recorder:
                 f"{model} has no config.json and tokenizer that transformers can load",
                 "give a directory with those of the model: --config DIR",
             )
-        checkpoint = open_checkpoint(ModelSource(model, config))
+        checkpoint = open_checkpoint(ModelSource(model, config, adapter=tuple(adapters)))
         self._tokenizer = load_tokenizer(checkpoint.side_directory or model, model)
         self._parted = PartedModel(checkpoint)
         settings = self._parted.model.config

@@ -12,6 +12,7 @@ from ktconv import __version__
 from ktconv.conversion.records import ErrorSummary, zero_scales_in_words
 from ktconv.source import MoELayer
 from ktconv.source.activations import in_words
+from ktconv.source.adapter.choices import choices_of
 from ktconv.source.gguf.parts import model_stem
 from ktconv.source.source_card import NOT_STRINGS, SourceCard
 from ktconv.system.text import path_text, printable
@@ -35,7 +36,12 @@ def _one_line(name: str) -> str:
 
 
 def command_line(
-    name: str, options: Options, *, mapped: bool = False, tower: str | None = None
+    name: str,
+    options: Options,
+    *,
+    mapped: bool = False,
+    tower: str | None = None,
+    adapters: Sequence[str] = (),
 ) -> str:
     """The command that reproduces the output."""
     words = ["ktconv quantize-cpu", shlex.quote(name), "OUTPUT", f"--method {options.method}"]
@@ -55,6 +61,7 @@ def command_line(
         words.append("--map FILE.toml")
     if tower is not None:
         words.append(f"--tower {tower}")
+    words += adapter_words(adapters)
     if options.exclude_experts:
         words.append("--exclude-experts FILE --allow-partial")
     words += [
@@ -70,6 +77,24 @@ def command_line(
         if wanted
     ]
     return " ".join(words)
+
+
+def adapter_words(adapters: Sequence[str]) -> list[str]:
+    """The options that name adapters, whose directories were elsewhere for whoever reads it."""
+    return [
+        f"--adapter {shlex.quote(str(one._replace(directory=Path(_one_line(one.directory.name)))))}"
+        for one in choices_of(adapters)
+    ]
+
+
+def adapter_lines(adapters: Sequence[str]) -> str:
+    """A line of the list for each adapter that was added to the weights."""
+    return "".join(
+        f"- LoRA in all weights: {_one_line(one.directory.name)}"
+        + ("" if one.weight == 1 else f", times {one.weight:g}")
+        + "\n"
+        for one in choices_of(adapters)
+    )
 
 
 def codes_in_words(options: Options) -> str:
@@ -209,7 +234,10 @@ def model_card(plan: Plan, source: SourceCard, errors: ErrorSummary) -> str:
     """The card of a conversion."""
     name, options = source.name or model_name(plan.checkpoint.path), plan.target.options
     mapped, tower = plan.checkpoint.mapped is not None, plan.checkpoint.tower
-    command = command_line(source.argument or name, options, mapped=mapped, tower=tower)
+    adapters = plan.checkpoint.adapters
+    command = command_line(
+        source.argument or name, options, mapped=mapped, tower=tower, adapters=adapters
+    )
     if plan.checkpoint.side_directory not in (None, plan.checkpoint.path):
         command += " --config DIR"
     library, whose = runtime(plan)
@@ -259,7 +287,7 @@ def card(
 - Activation of the experts: {in_words(activations)}
 - Tensors: {where}{_backward(plan)}
 - Codes by {codes_in_words(options)}
-{errors}- `ktconv.json` {recorded}
+{errors}{adapter_lines(plan.checkpoint.adapters)}- `ktconv.json` {recorded}
 
 Made with ktconv {__version__}:
 

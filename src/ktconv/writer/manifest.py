@@ -70,6 +70,11 @@ class Manifest:
         return tower_of_record(self.record)
 
     @property
+    def adapters(self) -> tuple[str, ...] | None:
+        """The adapters that were added to the source's weights, as DIR:WEIGHT; None: none."""
+        return adapters_of_record(self.record)
+
+    @property
     def model_type(self) -> object:
         return self.record["geometry"].get("model_type")
 
@@ -188,6 +193,13 @@ def _manifest_lines(
             yield f",\n   {json.dumps(name)}: {json.dumps(record[name])}"
         yield "\n  }"
     yield "\n }\n}\n"
+
+
+def adapters_of_record(run: Record) -> tuple[str, ...] | None:
+    """The adapters that the record of a conversion names."""
+    found = run.get("adapters")
+    named = isinstance(found, list) and all(isinstance(one, str) for one in found)
+    return tuple(found) if found and named else None
 
 
 def tower_of_record(run: Record) -> str | None:

@@ -11,7 +11,14 @@ from ktconv.conversion.records import ErrorSummary
 from ktconv.source.activations import in_words
 from ktconv.source.source_card import SourceCard
 from ktconv.system.units import format_ranges, format_size
-from ktconv.targets.card import errors_line, header, model_name, uneven_paragraph
+from ktconv.targets.card import (
+    adapter_lines,
+    adapter_words,
+    errors_line,
+    header,
+    model_name,
+    uneven_paragraph,
+)
 from ktconv.targets.consumers import mismatch_of, model_types
 from ktconv.targets.encoded.engines import ENGINES, engine_lines, why_not
 from ktconv.targets.encoded.ignored import Stored, ignored_modules
@@ -101,6 +108,9 @@ def card(plan: Plan, source: SourceCard, errors: ErrorSummary) -> str:
         command += " --config DIR"
     if plan.checkpoint.mapped is not None:
         command += " --map FILE.toml"
+    command = " ".join([command, *adapter_words(plan.checkpoint.adapters)])
+    adapters = adapter_lines(plan.checkpoint.adapters)
+    recorded = "contains a checksum of every tensor and the quantization error of every matrix."
     tool = " and llm-compressor" if options.method == "gptq" else ""
     note = "\nThe other experts of these layers are not in this checkpoint.\n" if chosen else ""
     compressed = scheme.row.section is compressed_tensors or scheme.row is MIXED
@@ -119,7 +129,7 @@ def card(plan: Plan, source: SourceCard, errors: ErrorSummary) -> str:
 - MoE layers: {format_ranges([layer.index for layer in plan.moe_layers])}
 - Experts per layer: {", ".join(map(str, counts))}
 - Activation of the experts: {in_words(activations)}
-- `ktconv.json` contains a checksum of every tensor and the quantization error of every matrix.
+{adapters}- `ktconv.json` {recorded}
 {errors_line(errors, plan.checkpoint.layers)}{note}
 {_use(plan, chosen)}
 

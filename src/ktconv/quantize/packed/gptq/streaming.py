@@ -116,7 +116,8 @@ class TextCalibration:
         with ExitStack() as stack:
             stack.enter_context(way_out(_WAY_OUT))
             stack.enter_context(running(self._checkpoint.path))
-            return Recorder(self._checkpoint.path, self._config).prepare(
+            checkpoint = self._checkpoint
+            return Recorder(checkpoint.path, self._config, checkpoint.adapters).prepare(
                 pieces, MOST_TOKENS, wanted, text=name, max_memory=self._max_memory,
                 work=self._folder,
             )  # fmt: skip
