@@ -5,6 +5,7 @@
 #include "../simd/target.h"
 
 KT_TARGET_BEGIN(AVX512)
+#include "../simd/unroll.h"
 #include "activation_avx512.h"
 #include "epilogue.h"
 
@@ -48,21 +49,17 @@ KT_INLINE __m512 with_bias(const kind k, __m512 number, __m512 bias) {
   return k.biased ? _mm512_add_ps(number, bias) : number;
 }
 
-/* Calls f(kind, ...) for the kind of sums, a constant in each. */
+/* Calls f(kind, ...) for the kind of sums; what no bias is added to knows it at compile time. */
 #define FOR_KIND(sums, with, f, ...)                                                               \
   do {                                                                                             \
-    if (with) {                                                                                    \
-      if ((sums)->whole)                                                                           \
-        f(((kind){.whole = 1, .biased = 1}), __VA_ARGS__);                                         \
-      else                                                                                         \
-        f(((kind){.scaled = 1, .biased = 1}), __VA_ARGS__);                                        \
-    } else if ((sums)->whole) {                                                                    \
-      f(((kind){.whole = 1}), __VA_ARGS__);                                                        \
-    } else if ((sums)->row_scale) {                                                                \
-      f(((kind){.scaled = 1}), __VA_ARGS__);                                                       \
-    } else {                                                                                       \
-      f(((kind){.whole = 0}), __VA_ARGS__);                                                        \
-    }                                                                                              \
+    if (with)                                                                                      \
+      f(((kind){(sums)->whole, 1, 1}), __VA_ARGS__);                                               \
+    else if ((sums)->whole)                                                                        \
+      f(((kind){1, 0, 0}), __VA_ARGS__);                                                           \
+    else if ((sums)->row_scale)                                                                    \
+      f(((kind){0, 1, 0}), __VA_ARGS__);                                                           \
+    else                                                                                           \
+      f(((kind){0, 0, 0}), __VA_ARGS__);                                                           \
   } while (0)
 
 /* Columns of y that come next are in no cache: those of two strips later are fetched. */
@@ -92,19 +89,22 @@ KT_INLINE void activate_kind(const kind k, int function, const kt_activation *ac
 }
 
 /* SwiGLU of most models, of which nothing is cut or added. */
-static const kt_activation plain_swiglu = {KT_SWIGLU, 1.0f, 0.0f, INFINITY};
+static int is_plain(const kt_activation *a, const kt_inner *in) {
+  return a->alpha == 1.0f && a->beta == 0.0f && a->limit == INFINITY && !in->gate_bias &&
+         !in->up_bias;
+}
 
-KT_INLINE int is_plain(int function, const kt_activation *a) {
-  return function == KT_SWIGLU && a->alpha == 1.0f && a->beta == 0.0f && a->limit == INFINITY;
+KT_NOINLINE void activate_plain(const kt_inner *in, int64_t first, int64_t end) {
+  const kt_activation plain = {KT_SWIGLU, 1.0f, 0.0f, INFINITY};
+  FOR_KIND(&in->up, 0, activate_kind, KT_SWIGLU, &plain, in, first, end);
 }
 
 KT_INLINE void activate(int function, const kt_activation *a, const kt_inner *in, int64_t first,
                         int64_t end) {
-  if (is_plain(function, a))
-    FOR_KIND(&in->up, in->gate_bias || in->up_bias, activate_kind, function, &plain_swiglu, in,
-             first, end);
+  if (function == KT_SWIGLU && is_plain(a, in))
+    activate_plain(in, first, end);
   else
-    FOR_KIND(&in->up, in->gate_bias || in->up_bias, activate_kind, function, a, in, first, end);
+    activate_kind((kind){in->up.whole, 1, 1}, function, a, in, first, end);
 }
 KT_FOR_GATE_FUNCTIONS(KT_DEFINE_ACTIVATE)
 
