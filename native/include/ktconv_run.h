@@ -270,6 +270,48 @@ kt_status kt_train_backward(const kt_moe *moe, const kt_lora *lora, kt_pool *poo
                             const kt_moe_call *call, const void *saved,
                             const kt_moe_gradients *gradients, void *scratch, size_t scratch_size);
 
+/* ---- LoRA at inference --------------------------------------------------------- *
+ *
+ * Adapters that stay beside the packed weights: in an expert, for a token with an adapter, each
+ * matrix W counts as W + scale * B A. Any number of adapters may serve one call, each of its tokens
+ * by one or by none. */
+
+/* The matrices of LoRA of one matrix [outputs, inputs], packed by kt_lora_pack: A [rank, inputs]
+ * and B [outputs, rank]. Both have numbers in bf16. rank 0: there are none, and nothing else
+ * counts. */
+typedef struct kt_lora_pair {
+  const void *a, *b;
+  float scale; /* finite */
+  int32_t rank;
+} kt_lora_pair;
+
+typedef struct kt_adapters {
+  int64_t count;
+  int64_t rank;             /* 1 .. KT_MAX_RANK, which no pair exceeds; scratch grows with it */
+  const kt_lora_pair *pair; /* [count][experts][3]: gate, up and down of all parts together */
+  const int32_t *of_token;  /* NULL: all tokens have adapter `all`; else [tokens] */
+  int32_t all;              /* an adapter is one of 0 .. count - 1; -1: none */
+} kt_adapters;
+
+/* Bytes of a packed matrix: 16 rows x 2 columns side by side, both rounded up to whole ones. 0 for
+ * sizes that are not above 0, or too large. */
+size_t kt_lora_packed_size(int64_t rows, int64_t cols);
+
+/* Packs a plain matrix of dtype KT_BF16 or KT_F32 [rows, cols], whose numbers are rounded to bf16,
+ * ties to even. KT_ERR_ARGUMENT: another dtype, sizes or an alignment that cannot be. */
+kt_status kt_lora_pack(int32_t dtype, const void *matrix, int64_t rows, int64_t cols, void *packed);
+
+size_t kt_adapted_scratch_size(const kt_moe *moe, const kt_adapters *adapters, int64_t tokens,
+                               int64_t top_k, const kt_pool *pool);
+
+/* kt_moe_forward, the products of LoRA added to those of the packed weights before biases and
+ * function. LoRA reads x in bf16 and the middle as it is; its sums are binary32, and their bits are
+ * the same on every level, for any number of threads and whatever other tokens and adapters are in
+ * the batch. A token without an adapter has the bits of kt_moe_forward. KT_ERR_ARGUMENT: also an
+ * adapter of a token that does not exist, and, where tokens need it, a pair that cannot be. */
+kt_status kt_adapted_forward(const kt_moe *moe, const kt_adapters *adapters, kt_pool *pool,
+                             const kt_moe_call *call, void *scratch, size_t scratch_size);
+
 /* ---- Limits of the machine ------------------------------------------------- *
  *
  * Loops to be timed by the caller; all threads of the pool work, at the level in use. */

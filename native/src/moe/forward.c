@@ -10,7 +10,8 @@
  *   5  y = add + sum of the parts                   items: tokens
  *
  * LoRA (train/adapted.h) has a step of its own behind 1, A x, computes A h within 3, and adds the
- * products of B to those of 2 and 4 while they are in cache. */
+ * products of B to those of 2 and 4 while they are in cache. Adapters at inference (lora/served.h)
+ * do the same at the same places. */
 #include "forward.h"
 
 #include "../cpu.h"
@@ -39,6 +40,8 @@ static void lay_out_team(kt_arena *a, const kt_forward_run *f, kt_team *t, int64
   uint8_t *mid_rows = kt_take(a, slots, (size_t)f->mid_stride);
   if (t) t->x_rows = x_rows, t->middle = middle, t->mid_rows = mid_rows;
   kt_take_adapted_team(a, &f->run, &f->adapted, slots, t ? &t->adapted : NULL);
+  float *served = kt_take(a, slots * kt_served_down_size(&f->served), sizeof *served);
+  if (t) t->served = served;
 }
 
 _Static_assert(2 * KT_MAX_PRODUCTS <= SUMS, "sums of products in calls have room");
@@ -101,6 +104,7 @@ static size_t lay_out(kt_forward_run *f, uint8_t *memory) {
   f->parts = kt_take(&a, r->moe->parts, sizeof *f->parts);
   f->workers = kt_take(&a, threads, sizeof *f->workers);
   kt_take_adapted(&a, r, slots, &f->adapted);
+  kt_take_served(&a, r, slots, &f->served);
   for (int64_t t = 0; t < r->team_count; t++)
     lay_out_team(&a, f, memory ? f->teams + t : NULL, slots);
   for (int64_t t = 0; t < threads; t++) lay_out_worker(&a, f, memory ? f->workers + t : NULL);
@@ -148,9 +152,12 @@ static void make_down_rows(kt_forward_run *f, kt_team *t, kt_worker *w, kt_group
     const int64_t slot = start + all * piece / g->pieces;
     const int64_t count = start + all * (piece + 1) / g->pieces - slot;
     for (int64_t k = slot; k < slot + count; k++) make_mid_row(f, t, g, part, k);
-    if (count)
+    if (count && kt_adapts(&f->adapted.adapter, KT_DOWN))
       kt_adapted_down_rows(&f->adapted, &f->run, &t->adapted, &w->lora, &own, w->panel, part,
                            active, slot, count);
+    if (count && f->served.adapters)
+      kt_served_middle(&f->run, &f->served, part, active, slot, count, g->slot, t->middle,
+                       t->served);
   }
 }
 
@@ -214,6 +221,7 @@ static void forward_job(void *context, int32_t thread) {
   kt_barrier_wait(&t->barrier, w->rank);
   const kt_rows_view own = x_rows(f, t);
   kt_adapted_inputs(&f->run, &f->adapted, thread, &w->lora, &f->x, &own, w->values, w->panel);
+  kt_served_inputs(&f->run, &f->served, thread, &f->x);
   for (int64_t part = kt_first_part(&f->run, index);
        f->groups && part < kt_first_part(&f->run, index + 1); part++)
     compute_part(f, t, w, part);
@@ -247,7 +255,8 @@ static void begin_group(const kt_forward_run *f, int64_t first, int64_t threads,
          !is_full(&f->run, end - first, route->start[end] - route->start[first], threads))
     end++;
   g->first = first, g->end = end, g->slot = route->start[first];
-  g->pieces = kt_adapts(&f->adapted.adapter, KT_DOWN) ? pieces_of(route, first, end, threads) : 0;
+  const int adapts = kt_adapts(&f->adapted.adapter, KT_DOWN) || f->served.adapters;
+  g->pieces = adapts ? pieces_of(route, first, end, threads) : 0;
 }
 
 /* Items of a step in equal shares; the runs of one have `grain` items at least. */
@@ -293,6 +302,7 @@ static kt_status forward_batch(kt_forward_run *f) {
   kt_barrier_init(&r->all, threads);
   kt_share_init(&f->finish, r->tokens, 1, threads);
   kt_adapted_start(r, &f->adapted);
+  kt_served_start(r, &f->served);
   for (int64_t index = 0; index < r->team_count; index++) prepare_team(f, index);
   return kt_pool_run(r->pool, forward_job, f);
 }
@@ -312,8 +322,9 @@ static int64_t block_tokens(int64_t stride) {
   return kt_larger(KT_MAX_TOKENS, kt_smaller(most, KT_STREAM_TOKENS));
 }
 
-static kt_forward_run start(const kt_moe *moe, const kt_lora *lora, int saves, const kt_pool *pool,
+static kt_forward_run start(const kt_moe *moe, kt_low_rank low_rank, int saves, const kt_pool *pool,
                             int64_t tokens, int64_t top_k) {
+  const kt_lora *const lora = low_rank.lora;
   const kt_epilogue *epilogue = KT_CELL(kt_epilogues);
   kt_forward_run f = {
       .run = kt_run_of(moe, pool, tokens, top_k),
@@ -321,6 +332,7 @@ static kt_forward_run start(const kt_moe *moe, const kt_lora *lora, int saves, c
       .activate = epilogue->activate[moe->activation.function],
   };
   if (lora || saves) f.adapted.adapter = kt_adapter_of(moe, lora);
+  f.served = kt_served_of(low_rank.adapters);
   f.product = kt_format_product(f.run.format);
   f.x_stride = (int64_t)kt_rows_stride(f.run.format->rows_kind, moe->hidden, moe->layout.group);
   f.mid_stride = (int64_t)kt_rows_stride(f.run.format->rows_kind, f.run.width, moe->layout.group);
@@ -333,16 +345,16 @@ static kt_forward_run start(const kt_moe *moe, const kt_lora *lora, int saves, c
   return f;
 }
 
-size_t kt_forward_scratch_size(const kt_moe *moe, const kt_lora *lora, int64_t tokens,
+size_t kt_forward_scratch_size(const kt_moe *moe, kt_low_rank low_rank, int64_t tokens,
                                int64_t top_k, const kt_pool *pool) {
-  kt_forward_run f = start(moe, lora, 0, pool, tokens, top_k);
+  kt_forward_run f = start(moe, low_rank, 0, pool, tokens, top_k);
   return lay_out(&f, NULL);
 }
 
 size_t kt_moe_scratch_size(const kt_moe *moe, int64_t tokens, int64_t top_k, const kt_pool *pool) {
   if (!pool || kt_check_layer(moe) != KT_OK || kt_check_batch(moe, tokens, top_k) != KT_OK)
     return 0;
-  return kt_forward_scratch_size(moe, NULL, tokens, top_k, pool);
+  return kt_forward_scratch_size(moe, (kt_low_rank){NULL, NULL}, tokens, top_k, pool);
 }
 
 static kt_status check_outputs(const kt_moe_call *c) {
@@ -367,15 +379,16 @@ static kt_status each_batch(kt_forward_run *f, const kt_moe_call *c,
   kt_status status = KT_OK;
   for (int64_t first = 0; first < c->tokens && status == KT_OK; first += KT_BATCH) {
     kt_run_batch(&f->run, c, first);
-    status = step(f);
+    status = kt_served_batch(&f->run, &f->served);
+    if (status == KT_OK) status = step(f);
   }
   return status;
 }
 
 static kt_status check_batch_experts(kt_forward_run *f) { return kt_check_experts(&f->run); }
 
-kt_status kt_forward(const kt_moe *moe, const kt_lora *lora, kt_pool *pool, const kt_moe_call *call,
-                     void *saved, void *scratch, size_t scratch_size) {
+kt_status kt_forward(const kt_moe *moe, kt_low_rank low_rank, kt_pool *pool,
+                     const kt_moe_call *call, void *saved, void *scratch, size_t scratch_size) {
   const kt_status status = pool ? kt_check_layer(moe) : KT_ERR_ARGUMENT;
   if (status != KT_OK) return status;
   if (!call || kt_check_batch(moe, call->tokens, call->top_k) != KT_OK) return KT_ERR_ARGUMENT;
@@ -383,8 +396,8 @@ kt_status kt_forward(const kt_moe *moe, const kt_lora *lora, kt_pool *pool, cons
   if (kt_check_inputs(call) != KT_OK || check_outputs(call) != KT_OK || !scratch ||
       !kt_aligned(scratch, LINE) || !kt_aligned(saved, LINE))
     return KT_ERR_ARGUMENT;
-  kt_forward_run f = start(moe, lora, saved != NULL, pool, call->tokens, call->top_k);
-  if (scratch_size < kt_forward_scratch_size(moe, lora, call->tokens, call->top_k, pool))
+  kt_forward_run f = start(moe, low_rank, saved != NULL, pool, call->tokens, call->top_k);
+  if (scratch_size < kt_forward_scratch_size(moe, low_rank, call->tokens, call->top_k, pool))
     return KT_ERR_SCRATCH;
   lay_out(&f, scratch);
   start_call(&f, call, saved);
@@ -395,5 +408,21 @@ kt_status kt_forward(const kt_moe *moe, const kt_lora *lora, kt_pool *pool, cons
 
 kt_status kt_moe_forward(const kt_moe *moe, kt_pool *pool, const kt_moe_call *call, void *scratch,
                          size_t scratch_size) {
-  return kt_forward(moe, NULL, pool, call, NULL, scratch, scratch_size);
+  return kt_forward(moe, (kt_low_rank){NULL, NULL}, pool, call, NULL, scratch, scratch_size);
+}
+
+/* ---- Adapters at inference --------------------------------------------------- */
+
+size_t kt_adapted_scratch_size(const kt_moe *moe, const kt_adapters *adapters, int64_t tokens,
+                               int64_t top_k, const kt_pool *pool) {
+  if (!pool || kt_check_layer(moe) != KT_OK || kt_check_batch(moe, tokens, top_k) != KT_OK ||
+      kt_check_adapters(adapters) != KT_OK)
+    return 0;
+  return kt_forward_scratch_size(moe, (kt_low_rank){NULL, adapters}, tokens, top_k, pool);
+}
+
+kt_status kt_adapted_forward(const kt_moe *moe, const kt_adapters *adapters, kt_pool *pool,
+                             const kt_moe_call *call, void *scratch, size_t scratch_size) {
+  if (kt_check_adapters(adapters) != KT_OK) return KT_ERR_ARGUMENT;
+  return kt_forward(moe, (kt_low_rank){NULL, adapters}, pool, call, NULL, scratch, scratch_size);
 }

@@ -8,6 +8,7 @@
 #ifndef KT_STEPS_H
 #define KT_STEPS_H
 
+#include "../lora/served.h"
 #include "../train/adapted.h"
 #include "beside.h"
 
@@ -32,6 +33,7 @@ typedef struct kt_team {
   float *middle;     /* [slots of a group, w] */
   uint8_t *mid_rows; /* [slots of a group] activation rows of the middle */
   kt_adapted_team adapted;
+  float *served; /* [slots of a group] rows of scale * A h, where adapters serve */
 } kt_team;
 
 /* Memory of one thread. `gathered` remembers which rows lie in `gather`. */
@@ -80,6 +82,7 @@ typedef struct kt_forward_run {
   size_t y_size; /* bytes of a row */
   int y_dtype;
   kt_adapted adapted;
+  kt_served served;
 } kt_forward_run;
 
 /* Items of a step that a thread takes: runs of neighbours, of its own share first, then of what
@@ -120,6 +123,13 @@ static inline int kt_streams(const kt_forward_run *f, int64_t tokens) {
  * (0, 1). */
 static inline float *kt_stream_sums(const kt_worker *w, int64_t buffer) {
   return w->sums + buffer * KT_STREAM_TOKENS * KT_STRIP;
+}
+
+/* Numbers of the first strip in the place of its sums, `count` tokens. */
+static inline void kt_numbers_in_place(const kt_forward_run *f, int64_t count, float *numbers,
+                                       kt_sums *sums) {
+  if (sums->whole || sums->row_scale) f->epilogue->numbers(sums, 0, count, numbers);
+  *sums = kt_sums_of(numbers, count);
 }
 
 /* A strip of a matrix, for a thread that comes to it: NULL codes where there is none. */

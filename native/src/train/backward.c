@@ -405,7 +405,8 @@ size_t kt_train_scratch_size(const kt_moe *moe, const kt_lora *lora, int64_t tok
   float anything;
   const kt_moe_gradients want = everything(lora, &anything);
   kt_back b = start(moe, lora, pool, &want, tokens, top_k);
-  const size_t forward = kt_forward_scratch_size(moe, lora, tokens, top_k, pool);
+  const size_t forward =
+      kt_forward_scratch_size(moe, (kt_low_rank){lora, NULL}, tokens, top_k, pool);
   const size_t backward = lay_out(&b, NULL);
   return forward > backward ? forward : backward;
 }
@@ -417,7 +418,7 @@ kt_status kt_train_forward(const kt_moe *moe, const kt_lora *lora, kt_pool *pool
   const kt_status status = check(moe, lora, call->tokens, call->top_k);
   if (status != KT_OK) return status;
   if (call->add) return KT_ERR_ARGUMENT;
-  return kt_forward(moe, lora, pool, call, saved, scratch, scratch_size);
+  return kt_forward(moe, (kt_low_rank){lora, NULL}, pool, call, saved, scratch, scratch_size);
 }
 
 static kt_status check_gradients(const kt_moe *moe, const kt_lora *lora,

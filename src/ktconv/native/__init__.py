@@ -9,6 +9,14 @@ from ktconv.native.build import check_build
 check_build()  # before any module looks for a function that an old build lacks
 
 # ruff: noqa: E402
+from ktconv.native.adapters import (
+    AdapterTable,
+    ChosenAdapters,
+    ExpertPairs,
+    LoraPair,
+    lora_bytes,
+    pack_lora,
+)
 from ktconv.native.arrays import (
     Array,
     NonFiniteError,

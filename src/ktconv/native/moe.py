@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ktconv._native import ffi, lib
+from ktconv.native.adapters import ChosenAdapters
 from ktconv.native.arrays import (
     Array,
     aligned_bytes,
@@ -232,9 +233,12 @@ class Layer:
         """A layer of the same matrices under another activation. ValueError as for a new layer."""
         return Layer(self.layout, activation, self.hidden, self.intermediate, self._keep)
 
-    def scratch_size(self, tokens: int, top_k: int, pool: Pool) -> int:
+    def scratch_size(
+        self, tokens: int, top_k: int, pool: Pool, adapters: ChosenAdapters | None = None
+    ) -> int:
         """Bytes of memory that a forward of up to `tokens` tokens needs."""
-        size = int(lib.kt_moe_scratch_size(self.c, tokens, top_k, open_pool(pool)))
+        chosen = ffi.NULL if adapters is None else adapters.c
+        size = int(lib.kt_adapted_scratch_size(self.c, chosen, tokens, top_k, open_pool(pool)))
         if not size:
             raise ValueError(f"{tokens} tokens with {top_k} experts each cannot be computed")
         return size
@@ -281,11 +285,18 @@ class Layer:
 
         return run
 
-    def run(self, pool: Pool, call: Call, scratch: Array) -> None:
+    def run(
+        self, pool: Pool, call: Call, scratch: Array, adapters: ChosenAdapters | None = None
+    ) -> None:
         """Computes y of `call`, whose arrays must be those of ktconv.h's kt_moe_call: they are not
         looked at here."""
         memory = ffi.from_buffer(scratch)
-        status = lib.kt_moe_forward(self.c, open_pool(pool), call.c, memory, scratch.nbytes)
+        if adapters is None:
+            status = lib.kt_moe_forward(self.c, open_pool(pool), call.c, memory, scratch.nbytes)
+        else:
+            status = lib.kt_adapted_forward(
+                self.c, adapters.c, open_pool(pool), call.c, memory, scratch.nbytes
+            )
         if status != lib.KT_OK:
             check(status)
 

@@ -1,0 +1,16 @@
+/* Products of slabs with AVX2. */
+#include "../cpu.h"
+
+#if KT_X86
+#include "../simd/target.h"
+
+KT_TARGET_BEGIN(AVX2)
+#include "slab_loop.h"
+
+void kt_slabs_avx2(const kt_slabs_at *slabs, const float *const *rows, int64_t tokens,
+                   float *const *out, int64_t step) {
+  kt_slabs_loop(slabs, rows, tokens, out, step);
+}
+
+KT_TARGET_END
+#endif
