@@ -271,6 +271,30 @@ class Adapter:
         a, b = (self._stack_matrix(_Stack(layer, projection, side), expert) for side in SIDES)
         return LowRank(a, b, scale)
 
+    def experts(
+        self, layer: int, projection: Projection, experts: int, shape: Sequence[int]
+    ) -> Iterator[LowRank]:
+        """LoRA of a projection of each of this many experts in turn, whose own matrices are
+        `shape`, [outputs, inputs]; experts may have ranks and alphas of their own (rank_pattern).
+        CheckpointError as for `expert_scale`."""
+        outputs, inputs = shape
+        stacks = {side: self._stacks.get(_Stack(layer, projection, side), {}) for side in SIDES}
+        if (layer, projection) in self._parameters or any(None in one for one in stacks.values()):
+            scale = self.expert_scale(layer, projection, experts, shape)
+            for expert in range(experts):
+                yield self.expert(layer, projection, expert, scale)
+            return
+        for side in SIDES:
+            self._stack_of(layer, projection, side, experts)
+        for expert in range(experts):
+            a, b = (stacks[side][expert] for side in SIDES)
+            name = f"{projection} of expert {expert} in layer {layer}"
+            sizes = (1, outputs, inputs)
+            expect_shapes(self.directory, name, (1, *a.shape), (1, *b.shape), sizes)
+            found = module_of(a.name)
+            module = found[0] if found else self._layers[layer].module(projection, expert)
+            yield LowRank(self.values(a), self.values(b), self.config.scale(module, a.shape[0]))
+
     def _stack_matrix(self, stack: _Stack, expert: int) -> F32:
         tensors = self._stacks[stack]
         if None in tensors:
@@ -351,9 +375,20 @@ class Adapter:
         self, layer: int, projection: Projection, side: Side, experts: int
     ) -> tuple[int, ...]:
         """[E, rows, cols]"""
-        stack = self._stacks.get(_Stack(layer, projection, side), {})
+        stack = self._stack_of(layer, projection, side, experts)
         if None in stack:
             return stack[None].shape
+        _expect_alike(list(stack.values()))
+        return experts, *stack[0].shape
+
+    def _stack_of(
+        self, layer: int, projection: Projection, side: Side, experts: int
+    ) -> Mapping[int | None, TensorRef]:
+        """Matrices by expert, or that of all by None. CheckpointError unless they are of just this
+        many experts."""
+        stack = self._stacks.get(_Stack(layer, projection, side), {})
+        if None in stack:
+            return stack
         for expert in range(experts):
             if expert not in stack:
                 key = self._layers[layer].key(projection, side, expert)
@@ -364,8 +399,7 @@ class Adapter:
                 f"{self.directory} contains {name}, but the model has {counted(experts, 'expert')}",
                 _ANOTHER,
             )
-        _expect_alike(list(stack.values()))
-        return experts, *stack[0].shape
+        return stack
 
     def dtype_of(self, layer: int, projection: Projection, side: Side) -> str:
         """The dtype that one of the matrices is stored in."""
