@@ -199,7 +199,8 @@ def test_plan_bytes(make_layer: Make) -> None:
 def test_refusals(make_layer: Make, match: str, changed: dict[str, Any]) -> None:
     """By a call at once, by a submission when the result is waited for."""
     x, ids, weights = batch()
-    layer, given = make_layer(), {"x": x, "ids": ids, "weights": weights} | changed
+    given: dict[str, Any] = {"x": x, "ids": ids, "weights": weights} | changed
+    layer = make_layer()
     with pytest.raises(UsageError, match=match):
         layer(**given)
     handle = layer.submit(**given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -11,17 +12,35 @@ import numpy as np
 import pytest
 from helpers.convert import convert
 from helpers.paths import EXAMPLE, ROOT
+from safetensors.numpy import save_file
 
 PAGE = "docs/runtime.md"
+WORDS = {"gate_proj": (256, 128), "up_proj": (256, 128), "down_proj": (128, 256)}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a MODEL and its OUTPUT."""
+    """With a MODEL, its OUTPUT, and two adapters."""
     path = tmp_path_factory.mktemp("page")
     shutil.copytree(EXAMPLE, path / "MODEL")
     convert(path / "MODEL", path / "OUTPUT", method="int4")
+    for seed, name in enumerate(("ADAPTER", "OTHER")):
+        (path / name).mkdir()
+        write_adapter(path / name, np.random.default_rng(seed))
     return path
+
+
+def write_adapter(directory: Path, rng: np.random.Generator) -> None:
+    """LoRA of rank 4 of all experts in layer 1 of the example."""
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    tensors = {}
+    for expert in range(8):
+        for word, (outputs, inputs) in WORDS.items():
+            name = f"base_model.model.model.layers.1.mlp.experts.{expert}.{word}.lora"
+            tensors[f"{name}_A.weight"] = rng.standard_normal((4, inputs), np.float32) / 10
+            tensors[f"{name}_B.weight"] = rng.standard_normal((outputs, 4), np.float32) / 10
+    save_file(tensors, directory / "adapter_model.safetensors")
 
 
 def blocks(page: str) -> list[str]:
@@ -35,7 +54,7 @@ def test_the_page(
     monkeypatch.chdir(folder)
     known: dict[str, Any] = {}
     found = blocks(PAGE)
-    assert len(found) == 6
+    assert len(found) == 7
     for block in found:
         exec(block, known)
         printed = re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)

@@ -62,7 +62,7 @@ def test_what_would_be_copied_is_refused(
     make_layer: Make, name: str, changed: dict[str, Any]
 ) -> None:
     x, ids, weights = batch()
-    given = {"x": x, "ids": ids, "weights": weights} | changed
+    given: dict[str, Any] = {"x": x, "ids": ids, "weights": weights} | changed
     make_layer()(**given)
     with pytest.raises(UsageError, match=f"{name} would be copied once"):
         make_layer().prepare(**given)

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ktconv.errors import UsageError
+from ktconv.native import ChosenAdapters
 from ktconv.runtime.arrays import (
     FLOATS,
     INTEGERS,
@@ -22,7 +23,7 @@ _SMALL_INTEGERS = ("int8", "uint8", "int16")
 
 class Arguments(NamedTuple):
     """x and y [tokens, H] of a dtype of FLOATS, ids [tokens, top_k] int32 or int64, weights
-    [tokens, top_k] and add [tokens, H] fp32, skip [E] bool."""
+    [tokens, top_k] and add [tokens, H] fp32, skip [E] bool. `adapters`: LoRA of its tokens."""
 
     tokens: int
     top_k: int
@@ -32,6 +33,8 @@ class Arguments(NamedTuple):
     skip: Operand | None
     add: Operand | None
     y: Operand
+    adapters: ChosenAdapters | None = None
+    adapter_ids: Any = None  # the array that `adapters` reads
 
 
 def arguments(
@@ -67,6 +70,13 @@ def expect_in_place(call: Arguments, given: Mapping[str, Any]) -> None:
                 f"{name} would be copied once, so that later calls would not see it change",
                 "give it contiguous, in a dtype that is not converted (docs/runtime.md)",
             )
+
+
+def expect_not_within(name: str, array: Any, y: Operand) -> None:
+    """UsageError where y overlaps an array that is read."""
+    read = operand(name, array, tuple(array.shape), INTEGERS)
+    if read.address < y.address + y.owner.nbytes and y.address < read.address + array.nbytes:
+        raise UsageError(f"out overlaps {name} in memory", "give other memory, or no out")
 
 
 def _expect_apart(call: Arguments) -> None:

@@ -58,9 +58,15 @@ def worded(work: Callable[[], None]) -> None:
         raise UsageError(str(error)) from None
 
 
-def working_bytes(packed: Experts, pool: Pool, tokens: int, top_k: int) -> int:
+def working_bytes(
+    packed: Experts,
+    pool: Pool,
+    tokens: int,
+    top_k: int,
+    adapters: native.ChosenAdapters | None = None,
+) -> int:
     """Memory that `compute` takes; UsageError for numbers that cannot be computed."""
-    size = workspace_size(packed.layer, pool, tokens, top_k)
+    size = workspace_size(packed.layer, pool, tokens, top_k, adapters)
     if packed.weight_on_input:
         size += tokens * packed.hidden * _WEIGHTED_BYTES
     if packed.norm is not None:
@@ -70,10 +76,16 @@ def working_bytes(packed: Experts, pool: Pool, tokens: int, top_k: int) -> int:
     return size
 
 
-def workspace_size(layer: native.Layer, pool: Pool, tokens: int, top_k: int) -> int:
+def workspace_size(
+    layer: native.Layer,
+    pool: Pool,
+    tokens: int,
+    top_k: int,
+    adapters: native.ChosenAdapters | None = None,
+) -> int:
     """Bytes; UsageError for numbers that cannot be computed."""
     try:
-        return layer.scratch_size(tokens, top_k, pool)
+        return layer.scratch_size(tokens, top_k, pool, adapters)
     except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(str(error)) from None
 
@@ -87,6 +99,11 @@ def _compute(packed: Experts, pool: Pool, call: Arguments) -> None:
     if packed.weight_on_input:
         call = _weighted_inputs(packed, call)
     if packed.norm is not None:
+        if call.adapters is not None:
+            raise UsageError(
+                "this model normalises the outputs of its experts, with which no adapter works yet",
+                "merge the adapter before converting",
+            )
         _store(call, _normed(packed, pool, call))
     else:
         _forward(packed.layer, pool, call)
@@ -117,10 +134,11 @@ def _run(layer: native.Layer, pool: Pool, call: Arguments, made: native.Call) ->
     """`made` describes `call`."""
     memory = workspace.take(pool)
     try:
-        layer.run(pool, made, memory)
+        layer.run(pool, made, memory, call.adapters)
     except native.ScratchError:  # its size is not asked for each time
-        memory = workspace.take(pool, workspace_size(layer, pool, call.tokens, call.top_k))
-        layer.run(pool, made, memory)
+        size = workspace_size(layer, pool, call.tokens, call.top_k, call.adapters)
+        memory = workspace.take(pool, size)
+        layer.run(pool, made, memory, call.adapters)
     finally:
         workspace.give(pool, memory)
 

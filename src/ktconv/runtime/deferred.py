@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ktconv.errors import UsageError
+from ktconv.runtime.adapters import OWN
 from ktconv.runtime.arrays import kind_of
 from ktconv.runtime.compiled import uncompiled
 from ktconv.runtime.handle import Handle
@@ -82,9 +83,12 @@ class DeferredExperts:
         skip: Any = None,
         out: Any = None,
         last: bool = False,
+        adapter: str | None = OWN,
+        adapter_ids: Any = None,
     ) -> Any:
-        """Call the layer, as `layer(x, ids, weights, skip=skip, out=out)`, less what is deferred
-        and plus what the call before deferred. The arguments may change once it returns.
+        """Call the layer, as `layer(x, ids, weights, skip=skip, out=out)`, with adapters as there,
+        less what is deferred and plus what the call before deferred. The arguments may change once
+        it returns.
 
         UsageError where the tokens are not as many as in the call before: nothing is lost, and
         `flush()` returns its sum.
@@ -99,11 +103,12 @@ class DeferredExperts:
             )
         now, later = (ids, None) if last else split_deferred(ids, weights, self.keep)
         kept = None if last else (_copied(x), _copied(weights), _copied(skip))  # out may be x
-        found = layer(x, now, weights, skip=skip, add_to=carried, out=out)
+        lora: Any = {"adapter": adapter, "adapter_ids": _copied(adapter_ids)}
+        found = layer(x, now, weights, skip=skip, add_to=carried, out=out, **lora)
         self._pending = None
         if kept:
             x, weights, skip = kept
-            self._pending = layer.submit(x, later, weights, skip=skip, out=_sum_of(x))
+            self._pending = layer.submit(x, later, weights, skip=skip, out=_sum_of(x), **lora)
         return found
 
     def flush(self) -> Any:

@@ -12,12 +12,26 @@ from ktconv.errors import KtconvError, UsageError
 from ktconv.families.config import USUAL_TOP_K
 from ktconv.native import Activation
 from ktconv.runtime import sources
-from ktconv.runtime.arguments import Arguments, arguments, expect_in_place
+from ktconv.runtime.adapter_files import (
+    AdapterDirectory,
+    LayerSizes,
+    ModelSizes,
+    expect_layer,
+    sizes_of,
+)
+from ktconv.runtime.adapters import DEFAULT, OWN, LayerAdapter, LayerAdapters
+from ktconv.runtime.arguments import (
+    Arguments,
+    arguments,
+    expect_in_place,
+    expect_not_within,
+)
 from ktconv.runtime.compiled import uncompiled
 from ktconv.runtime.compute import compute, prepared, working_bytes
 from ktconv.runtime.handle import Handle
 from ktconv.runtime.layers import Experts
 from ktconv.system.arrays import Array
+from ktconv.system.numbers import whole
 from ktconv.system.pool import Pool
 from ktconv.system.units import counted
 
@@ -32,10 +46,17 @@ class MoELayer:
     same time. `experts` are its slots, whose numbers are the ids of calls.
 
     Without `pool` calls use the process's own, in a child process the child's own.
+
+    Adapters (LoRA) lie beside the weights, each under a name; a call uses one of them, none, or
+    for each of its tokens another. Adding and removing one changes no call that has begun.
     """
 
-    def __init__(self, packed: Experts, pool: Pool | None = None) -> None:
+    def __init__(
+        self, packed: Experts, pool: Pool | None = None, adapters: LayerAdapters | None = None
+    ) -> None:
         self._packed, self._pool = packed, pool
+        self._adapters = adapters or LayerAdapters(packed.origins, {})
+        self._model: tuple[ModelSizes, int] | None = None  # and the number of this layer
 
     # ---- where weights come from
 
@@ -49,6 +70,8 @@ class MoELayer:
         method: str | None = None,
         parts: int | None = None,
         pool: Pool | None = None,
+        adapter: str | Path | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
     ) -> MoELayer:
         """Layer `layer` (None: the first with experts) of what `path` is:
 
@@ -61,13 +84,21 @@ class MoELayer:
           formats have the same numbers.
 
         `slots` [P]: slot p has the weights of expert slots[p], of which there may be several;
-        default: expert p. Raises CheckpointError for weights that are damaged or that no kernel has
-        exactly, UsageError for a layer, slots or options that do not fit.
+        default: expert p. `adapter`: the directory of a LoRA adapter, of PEFT or KTransformers,
+        that calls use unless they name another one; `adapters`: several by name, for calls to
+        choose from (docs/runtime.md). Raises CheckpointError for weights that are damaged or that
+        no kernel has exactly, and for adapters that do not fit them, UsageError for a layer, slots
+        or options that do not fit.
         """
-        found = sources.loaded(
-            sources.opened(Path(path), layer), layer, slots, method, parts, pool or Pool.shared()
-        )
-        return cls(found, pool)
+        source = sources.opened(Path(path), layer)
+        found = sources.loaded(source, layer, slots, method, parts, pool or Pool.shared())
+        made = cls(found, pool)
+        number = layer if layer is not None else sources.first_layer(source)
+        made._model = sizes_of(source, number), number
+        for name, opened in _opened(adapter, adapters, made._model[0]).items():
+            there = expect_layer(opened.layer(number), opened.directory, number)
+            made._adapters = made._adapters.with_adapter(name, there, own=adapter is not None)
+        return made
 
     @classmethod
     def load_all(
@@ -77,10 +108,23 @@ class MoELayer:
         method: str | None = None,
         parts: int | None = None,
         pool: Pool | None = None,
+        adapter: str | Path | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
     ) -> Mapping[int, MoELayer]:
-        """Every layer of `path`, by its number; as `load`, but headers are read once."""
-        found = sources.loaded_all(sources.opened(Path(path)), method, parts, pool or Pool.shared())
-        return {number: cls(packed, pool) for number, packed in found}
+        """Every layer of `path`, by its number; as `load`, but headers are read once. A layer that
+        an adapter has nothing for has it all the same, without matrices, so that names and numbers
+        of adapters are the same in all layers."""
+        source = sources.opened(Path(path))
+        sizes = sizes_of(source)
+        opened = _opened(adapter, adapters, sizes)
+        layers = {}
+        for number, packed in sources.loaded_all(source, method, parts, pool or Pool.shared()):
+            made = layers[number] = cls(packed, pool)
+            made._model = sizes, number
+            for name, one in opened.items():
+                there = one.layer(number) or LayerAdapter([], one.others)
+                made._adapters = made._adapters.with_adapter(name, there, own=adapter is not None)
+        return layers
 
     @classmethod
     def pack(
@@ -154,6 +198,67 @@ class MoELayer:
         """[E] the expert of each slot; -1: its weights are not here, so it must be skipped."""
         return np.array(self._packed.origins)
 
+    # ---- adapters
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of its adapters; `adapter_ids` are positions in it."""
+        return self._adapters.names
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Memory of the matrices of all adapters."""
+        return sum(one.nbytes for one in self._adapters.adapters.values())
+
+    def add_adapter(
+        self,
+        name: str,
+        adapter: str | Path | LayerAdapter,
+        *,
+        layer: int | None = None,
+        alpha: float | None = None,
+        lora_b_layout: str | None = None,
+    ) -> None:
+        """Adds an adapter, whose number is that of those before it: a directory, or what another
+        layer has. `layer`: the layer of the adapter, where this one was made of arrays; `alpha` and
+        `lora_b_layout`: what its files do not say (docs/fine-tuning.md). Raises CheckpointError and
+        UsageError, as `load` does, and then nothing has changed."""
+        if not isinstance(adapter, LayerAdapter):
+            sizes, number = self._sizes(layer)
+            opened = AdapterDirectory(adapter, sizes, alpha, lora_b_layout)
+            opened.warn_of_others()
+            adapter = expect_layer(opened.layer(number), adapter, number)
+        self._adapters = self._adapters.with_adapter(name, adapter)
+
+    def remove_adapter(self, name: str) -> None:
+        """Removes an adapter. Those behind it move up, so their numbers are one less. UsageError
+        for a name that is not there."""
+        self._adapters = self._adapters.without(name)
+
+    def adapter(self, name: str) -> LayerAdapter:
+        """An adapter as it is here, for `add_adapter` of a layer with the same experts. UsageError
+        for a name that is not there."""
+        self._adapters.chosen(name, None, ())
+        return self._adapters.adapters[name]
+
+    def _sizes(self, layer: int | None) -> tuple[ModelSizes, int]:
+        """Sizes of the model, and the number of this layer. UsageError where neither is known."""
+        if self._model is not None:
+            sizes, number = self._model
+            if layer not in (None, number):
+                raise UsageError(f"this is layer {number}, not {layer}", "leave layer out")
+            return sizes, number
+        if layer is None:
+            raise UsageError(
+                "which layer of the adapter belongs to arrays is not known", "give it as layer=3"
+            )
+        packed = self._packed
+        one = LayerSizes(
+            whole("layer", layer), "", int(packed.origins.max()) + 1, packed.hidden,
+            packed.intermediate, packed.activation.gated,
+        )  # fmt: skip
+        return ModelSizes({one.number: one}, None, whole=False), one.number
+
     @property
     def weight_bytes(self) -> int:
         """Codes and scales, once for each expert."""
@@ -184,6 +289,8 @@ class MoELayer:
         skip: Any = None,
         add_to: Any = None,
         out: Any = None,
+        adapter: str | None = OWN,
+        adapter_ids: Any = None,
     ) -> Any:
         """y[t] = add_to[t] + sum over k of weights[t, k] * expert ids[t, k] of x[t].
 
@@ -196,12 +303,16 @@ class MoELayer:
         add_to  like x, any of its dtypes, itself not changed
         out     where the result goes, of any dtype of x; it may be x or add_to. Default: new
                 memory of the kind and dtype of x
+        adapter the name of an adapter for all tokens, None for none; default: the one that the
+                layer was loaded with as `adapter`
+        adapter_ids
+                instead of it, for each token: integers [...], positions in `adapters`, -1 for none
 
         Sums are fp32, rounded once; the bits do not depend on other tokens, threads or placement.
         Returns out. Raises UsageError for arrays that do not fit, or on another device, and where a
         token goes to an expert whose weights are not here; `out` is untouched then.
         """
-        found = self._arguments(x, ids, weights, skip, add_to, out)
+        found = self._arguments(x, ids, weights, skip, add_to, out, adapter, adapter_ids)
         compute(self._packed, self.pool, found)
         return found.y.owner
 
@@ -215,12 +326,14 @@ class MoELayer:
         skip: Any = None,
         add_to: Any = None,
         out: Any = None,
+        adapter: str | None = OWN,
+        adapter_ids: Any = None,
     ) -> Handle:
         """Call in a background thread of the pool, in the order of submissions. The arguments must
         not change until `wait()` has returned, which raises what the call would have."""
         pool, packed = self.pool, self._packed
         try:
-            found = self._arguments(x, ids, weights, skip, add_to, out)
+            found = self._arguments(x, ids, weights, skip, add_to, out, adapter, adapter_ids)
 
             def run() -> Any:
                 compute(packed, pool, found)
@@ -239,6 +352,8 @@ class MoELayer:
         skip: Any = None,
         add_to: Any = None,
         out: Any = None,
+        adapter: str | None = OWN,
+        adapter_ids: Any = None,
     ) -> Callable[[], Any]:
         """A function that makes this call each time it is called, without the checks of a call: for
         loops whose arguments stay in the same memory, such as decoding token by token.
@@ -246,9 +361,14 @@ class MoELayer:
         It computes with what is in the arguments then, writes to the same result, and returns it.
         One thread at a time may call it. UsageError also for arguments that a call would copy.
         """
-        found = self._arguments(x, ids, weights, skip, add_to, out)
+        found = self._arguments(x, ids, weights, skip, add_to, out, adapter, adapter_ids)
         given = {"x": x, "ids": ids, "weights": weights, "skip": skip, "add_to": add_to}
         expect_in_place(found, given)
+        if adapter_ids is not None and found.adapter_ids is not adapter_ids:
+            raise UsageError(
+                "adapter_ids would be copied once, so that later calls would not see it change",
+                "give it contiguous, in int32",
+            )
         return uncompiled(prepared(self._packed, self.pool, found))
 
     def plan_bytes(self, tokens: int, top_k: int = USUAL_TOP_K, dtype: str = "bf16") -> int:
@@ -258,7 +378,7 @@ class MoELayer:
         UsageError for impossible numbers."""
         if dtype not in _SIZES:
             raise UsageError(f"dtype {dtype!r} is none of {', '.join(_SIZES)}")
-        size = working_bytes(self._packed, self.pool, tokens, top_k)
+        size = working_bytes(self._packed, self.pool, tokens, top_k, self._adapters.largest)
         return size + tokens * self.hidden * _SIZES[dtype]
 
     def touch(self) -> None:
@@ -270,7 +390,36 @@ class MoELayer:
             raise UsageError(str(error)) from None
 
     def _arguments(
-        self, x: Any, ids: Any, weights: Any, skip: Any, add_to: Any, out: Any
+        self,
+        x: Any,
+        ids: Any,
+        weights: Any,
+        skip: Any,
+        add_to: Any,
+        out: Any,
+        adapter: str | None,
+        adapter_ids: Any,
     ) -> Arguments:
-        packed = self._packed
-        return arguments(packed.hidden, packed.count, x, ids, weights, skip, add_to, out)
+        packed, adapters = self._packed, self._adapters
+        found = arguments(packed.hidden, packed.count, x, ids, weights, skip, add_to, out)
+        if adapter_ids is None and (adapter is None or (adapter == OWN and adapters.own is None)):
+            return found
+        chosen, numbers = adapters.chosen(adapter, adapter_ids, tuple(x.shape[:-1]))
+        if out is not None and numbers is not None:
+            expect_not_within("adapter_ids", numbers, found.y)
+        return found._replace(adapters=chosen, adapter_ids=numbers)
+
+
+def _opened(
+    adapter: str | Path | None, adapters: Mapping[str, str | Path] | None, sizes: ModelSizes
+) -> dict[str, AdapterDirectory]:
+    """Adapters by name, which their files' warnings are told of. UsageError for both arguments."""
+    if adapter is not None and adapters:
+        raise UsageError(
+            "give adapter or adapters, not both", "name all of them: adapters={'one': DIR, …}"
+        )
+    given = {DEFAULT: adapter} if adapter is not None else dict(adapters or {})
+    found = {name: AdapterDirectory(one, sizes) for name, one in given.items()}
+    for opened in found.values():
+        opened.warn_of_others()
+    return found

@@ -40,6 +40,12 @@ def opened(path: Path, layer: int | None = None) -> Source:
     return open_stored(path)
 
 
+def first_layer(source: Source) -> int:
+    """The number of the layer that is meant where none is given."""
+    one = source.layers[0]
+    return one if isinstance(one, int) else one.index
+
+
 def loaded(
     source: Source,
     layer: int | None,
