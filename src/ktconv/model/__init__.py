@@ -18,13 +18,16 @@ from typing import TYPE_CHECKING, Any
 from ktconv.errors import UsageError
 
 if TYPE_CHECKING:
+    from ktconv.model.adapters import ModelAdapters, add_adapters
     from ktconv.model.devices import Moved, expert_device, move_non_experts
     from ktconv.model.evaluate import load_model
     from ktconv.model.replace import replace_experts
     from ktconv.model.streamed.stream import stream
 
 __all__ = [
+    "ModelAdapters",
     "Moved",
+    "add_adapters",
     "expert_device",
     "load_model",
     "move_non_experts",
@@ -33,7 +36,9 @@ __all__ = [
 ]
 _PACKAGES = ("torch", "transformers", "greenlet")
 _MODULES = {
+    "ModelAdapters": "adapters",
     "Moved": "devices",
+    "add_adapters": "adapters",
     "expert_device": "devices",
     "load_model": "evaluate",
     "move_non_experts": "devices",

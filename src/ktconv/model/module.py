@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ktconv.errors import UsageError
 from ktconv.model.own import OwnExperts
 from ktconv.runtime import MoELayer
+from ktconv.runtime.adapters import LayerAdapters
 from ktconv.runtime.compiled import uncompiled
 from ktconv.runtime.layers import Experts
 from ktconv.runtime.staging import on_cpu, on_device
@@ -53,6 +54,8 @@ class PackedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.experts, self.pool, self.lora = experts, pool, lora
+        self.adapters: LayerAdapters | None = None  # of ktconv.model.add_adapters,
+        self.adapter: str | Sequence[str | None] | None = None  # and which: of each sequence
         self._elsewhere = torch.from_numpy(experts.origins < 0)
         self._identities = own.identities if own else 0
         self.names = own.names if own else {}
@@ -148,9 +151,27 @@ class PackedExperts(nn.Module):
             found: Tensor = self.lora(x, ids, weights)
             return found
         y = rows.new_empty(rows.shape, dtype=torch.bfloat16)
-        layer = MoELayer(self.experts, self.pool)
-        layer(x.detach(), ids, weights.detach().float(), skip=self._elsewhere, out=y)
+        layer = MoELayer(self.experts, self.pool, self.adapters)
+        chosen = self._chosen(len(rows))
+        layer(x.detach(), ids, weights.detach().float(), skip=self._elsewhere, out=y, **chosen)
         return y
+
+    def _chosen(self, tokens: int) -> dict[str, Any]:
+        """Arguments of a layer that choose its adapters. UsageError where tokens are not those of
+        the sequences that have them."""
+        if self.adapters is None or self.adapter is None or isinstance(self.adapter, str):
+            return {"adapter": self.adapter}
+        if self.post_expert_norm is not None:
+            raise UsageError(
+                "this model normalises the outputs of its experts, for which sequences cannot have "
+                "adapters of their own",
+                "run them one by one",
+            )
+        expect_sequences(tokens, len(self.adapter))
+        names = self.adapters.names
+        numbers = [-1 if one is None else names.index(one) for one in self.adapter]
+        each = torch.tensor(numbers, dtype=torch.int32, device="cpu")
+        return {"adapter_ids": each.repeat_interleave(tokens // len(numbers))}
 
     def _asked(self, own: OwnExperts, *inputs: Tensor) -> Tensor:
         """`_output_of` where the model's own experts are, from and to the CPU."""
@@ -185,6 +206,16 @@ class PackedExperts(nn.Module):
         e = self.experts
         count = counted(e.count, "expert")
         return f"{count} of {e.format.key}, hidden {e.hidden}, inner {e.intermediate}"
+
+
+def expect_sequences(tokens: int, sequences: int) -> None:
+    """UsageError where tokens cannot be those of so many sequences of one length."""
+    if not sequences or tokens % sequences:
+        raise UsageError(
+            f"{counted(tokens, 'token', 'are')} not those of "
+            f"{counted(sequences, 'sequence')} of one length",
+            "give using() a name for each sequence of the batch",
+        )
 
 
 def _check_values(*tensors: Tensor) -> None:
