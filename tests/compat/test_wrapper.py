@@ -69,7 +69,7 @@ def test_arguments_have_the_names_order_and_defaults_of_kt_kernel() -> None:
         ({"max_deferred_experts_per_token": -1}, "max_deferred_experts_per_token must be 0"),
         ({"swiglu_limit": -1.0}, "swiglu_limit must be 0"),
         ({"swiglu_alpha": float("nan")}, "swiglu_alpha must be 0"),
-        ({"mode": "sft"}, "this wrapper is for inference"),
+        ({"mode": "sft"}, "'BF16' cannot be used with mode='sft'"),
         ({"mode": "train"}, "the mode 'train' is unknown"),
         ({"method": "MXFP8"}, "'MXFP8' cannot be used: no kernel"),
         ({"method": "SYCL_GPTQ_INT4"}, "no code for SYCL"),

@@ -31,6 +31,19 @@ METHODS: Mapping[str, Method] = {
 # allow.
 REPACKED = ("int8", "bf16")
 
+# Of fine-tuning: what is before _SFT, and what comes behind it where LoRA is left out.
+_SFT, _SKIP = "_SFT", "_SkipLoRA"
+_OF_SFT = {
+    "AMXBF16": "BF16",
+    "AMXINT8": "AMXINT8",
+    "INT8": "AMXINT8",
+    "AMXINT4": "AMXINT4",
+    "RAWINT4": "RAWINT4",
+    "AMXINT4_KGroup": "RAWINT4",
+    "AMXFP8": "FP8",
+    "MXFP4": "MXFP4",
+}
+
 _NOT_HERE = {
     "MXFP8": "no kernel of ktconv computes with MXFP8 numbers",
     "SYCL_GPTQ_INT4": "ktconv has no code for SYCL devices",
@@ -45,6 +58,20 @@ def method_named(name: object) -> Method:
     raise UsageError(
         f"the method {name!r} cannot be used: {reason}", f"supported: {', '.join(METHODS)}"
     )
+
+
+def sft_method(name: object) -> str:
+    """The method of inference whose weights a method of fine-tuning has. UsageError, with the list,
+    for one that is not known."""
+    base = name.removesuffix(_SKIP) if isinstance(name, str) else ""
+    found = _OF_SFT.get(base.removesuffix(_SFT)) if base.endswith(_SFT) else None
+    if found is None:
+        listed = ", ".join(f"{one}{_SFT}" for one in _OF_SFT)
+        raise UsageError(
+            f"the method {name!r} cannot be used with mode='sft'",
+            f"supported: {listed}, each with {_SKIP} behind it where LoRA is to be left out",
+        )
+    return found
 
 
 def methods_for(formats: list[str]) -> list[str]:

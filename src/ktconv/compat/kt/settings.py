@@ -32,14 +32,9 @@ class Settings:
 
 
 def check_mode(mode: object) -> None:
-    """UsageError for all but inference."""
-    if mode == "sft":
-        raise UsageError(
-            "the mode 'sft' cannot be used: this wrapper is for inference",
-            "use mode='inference'; ktconv.train fine-tunes experts",
-        )
-    if mode != "inference":
-        raise UsageError(f"the mode {mode!r} is unknown", "use mode='inference'")
+    """UsageError for one that is unknown."""
+    if mode not in ("inference", "sft"):
+        raise UsageError(f"the mode {mode!r} is unknown", "use mode='inference' or 'sft'")
 
 
 def settings(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from ktconv.compat.kt import settings as arguments
 from ktconv.compat.kt.calls import Running, Share, call, start
 from ktconv.compat.kt.inputs import Inputs, checked
 from ktconv.compat.kt.masks import gpu_mask
+from ktconv.compat.kt.methods import sft_method
 from ktconv.compat.kt.model import forget_deferred, join
 from ktconv.compat.kt.settings import Settings
 from ktconv.compat.kt.weights import load_layer, pack_layer, slots_of
@@ -34,7 +36,26 @@ class KTMoEWrapper:
     An expert of a token is computed if 0 <= id < num_experts and `gpu_experts_mask` is not True for
     it; others add nothing. Results are new tensors of the shape, dtype and device of the input.
     Several threads may call different wrappers; calls of one wrapper are for one thread at a time.
+
+    With mode "sft" it is a `ktconv.compat.kt.sft.SFTWrapper`: LoRA of the experts, which is trained
+    and served.
     """
+
+    def __new__(cls, *given: Any, **named: Any) -> KTMoEWrapper:
+        """An object of the class that the mode asks for."""
+        kind = cls
+        if cls is KTMoEWrapper and cls._arguments_of(given, named)["mode"] == "sft":
+            from ktconv.compat.kt.sft import SFTWrapper
+
+            kind = SFTWrapper
+        return object.__new__(kind)
+
+    @staticmethod
+    def _arguments_of(given: Sequence[Any], named: dict[str, Any]) -> dict[str, Any]:
+        """The constructor's arguments by their names. TypeError as for any other call."""
+        bound = inspect.signature(KTMoEWrapper).bind(*given, **named)
+        bound.apply_defaults()
+        return bound.arguments
 
     def __init__(
         self,
@@ -71,7 +92,8 @@ class KTMoEWrapper:
         together; numa_nodes: the node of each part. max_deferred_experts_per_token: of each token,
         these experts of least weight are added by the next layer of the model. swiglu_limit and
         swiglu_alpha: where the files do not say. chunked_prefill_size and cpu_save change nothing,
-        num_gpu_experts and what follows up to full_weight_grad belongs to mode "sft".
+        num_gpu_experts and what follows up to full_weight_grad belongs to mode "sft", in which
+        experts below num_gpu_experts run elsewhere, too.
 
         Raises UsageError that names the argument.
         """
@@ -85,7 +107,7 @@ class KTMoEWrapper:
             cpuinfer_threads=cpuinfer_threads,
             threadpool_count=threadpool_count,
             numa_nodes=numa_nodes,
-            method=method,
+            method=sft_method(method) if mode == "sft" else method,
             weight_path=weight_path,
             swiglu_limit=swiglu_limit,
             swiglu_alpha=swiglu_alpha,
@@ -244,6 +266,21 @@ class KTMoEWrapper:
         for pool in Pool.all_shared():
             free_workspaces(pool)
         forget_deferred()
+
+    @staticmethod
+    def clear_sft_buffer_cache() -> None:
+        """Returns workspace of threads to the system. What forwards have saved stays."""
+        for pool in Pool.all_shared():
+            free_workspaces(pool)
+
+
+def _constructor() -> inspect.Signature:
+    """That of `__init__`, which `__new__` would hide."""
+    own = inspect.signature(KTMoEWrapper.__init__)
+    return own.replace(parameters=list(own.parameters.values())[1:])
+
+
+KTMoEWrapper.__signature__ = _constructor()  # type: ignore[attr-defined]
 
 
 def pool_of(settings: Settings) -> Pool:

@@ -1,0 +1,114 @@
+"""Experts from codes and scales in memory, which are packed as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ktconv import native
+from ktconv.compat.kt.settings import Settings
+from ktconv.errors import UsageError
+from ktconv.formats import FORMATS
+from ktconv.native import Activation, PackedMatrix
+from ktconv.runtime.layers import Experts
+from ktconv.runtime.layers.slots import slot_origins
+from ktconv.runtime.layers.unpacked import packed_streams
+from ktconv.system.arrays import Array
+from ktconv.system.units import counted
+
+_GROUP, _BLOCK = 32, 128
+_MATRICES = ("gate", "up", "down")
+
+
+def raw_layer(
+    kind: str, settings: Settings, weights: dict[str, Any], slots: list[int] | None
+) -> Experts:
+    """Experts of `weights`: codes as "gate", "up" and "down" of each expert, scales as "gate_scale"
+    and so on; see `SFTWrapper`. UsageError for tensors that do not fit."""
+    fmt = FORMATS[settings.method.formats[0]]
+    hidden, parts = settings.hidden, settings.parts
+    inner = settings.intermediate
+    if not fmt.multiplies(hidden, inner, parts):
+        raise UsageError(f"{kind} does not allow sizes {hidden} and {inner} in {parts} parts")
+    width = inner // parts
+    origins = slot_origins(slots, settings.experts)
+    made: dict[int, list[Any]] = {}
+    for expert in sorted(set(origins)):
+        rows: list[list[PackedMatrix]] = [[] for _ in range(parts)]
+        for name in _MATRICES:
+            shape = (hidden, inner) if name == "down" else (inner, hidden)
+            codes, scales = _checked(kind, name, weights, expert, settings.experts, shape)
+            for part in range(parts):
+                cut = range(part * width, (part + 1) * width)
+                columns = name == "down"
+                own = _cut(codes, cut, columns, shape), _cut(scales, cut, columns, shape)
+                size = (hidden, width) if columns else (width, hidden)
+                rows[part].append(_packed(fmt, size, *own))
+        made[expert] = [tuple(row) for row in rows]
+    table = [[made[origin][part] for origin in origins] for part in range(parts)]
+    activation = settings.activation or Activation()
+    layer = native.Layer(fmt.layout, activation, hidden, inner, table)
+    return Experts(
+        fmt, layer, activation, origins,
+        lambda origin: packed_streams(fmt, hidden, inner, made[origin]),
+    )  # fmt: skip
+
+
+def _checked(
+    kind: str, name: str, weights: dict[str, Any], expert: int, count: int, shape: tuple[int, int]
+) -> tuple[Array, Array]:
+    """Plain codes and scales of a matrix, as kt_pack wants them."""
+    rows, cols = shape
+    dtypes, code_shape, scale_shape = {
+        "RAWINT4": ((torch.uint8, torch.bfloat16), (rows, cols // 2), (rows, cols // _GROUP)),
+        "MXFP4": ((torch.uint8, torch.bfloat16), (rows, cols // 2), (rows, cols // _GROUP)),
+        "FP8": ((torch.float8_e4m3fn, torch.float32), shape, (rows // _BLOCK, cols // _BLOCK)),
+    }[kind]
+    found = []
+    wanted = zip((name, f"{name}_scale"), dtypes, (code_shape, scale_shape), strict=True)
+    for key, dtype, own_shape in wanted:
+        stack = weights.get(key)
+        if stack is None or len(stack) != count:
+            raise UsageError(
+                f"{kind} weights must have {key} of each of {counted(count, 'expert')}"
+            )
+        one = stack[expert]
+        if not isinstance(one, Tensor) or one.dtype != dtype or tuple(one.shape) != own_shape:
+            raise UsageError(f"{key} of expert {expert} must be {dtype} {list(own_shape)}")
+        found.append(one.detach().cpu().contiguous())
+    codes, scales = found
+    return codes.view(torch.uint8).numpy(), _scales(kind, name, expert, scales)
+
+
+def _scales(kind: str, name: str, expert: int, scales: Tensor) -> Array:
+    """Numbers, and of MXFP4 the exponents of powers of two."""
+    if not torch.isfinite(scales.float()).all():
+        raise UsageError(f"{name}_scale of expert {expert} has a NaN or an infinity")
+    if kind == "FP8":
+        return scales.numpy()
+    bits: Array = scales.view(torch.int16).numpy().view(np.uint16)
+    if kind == "RAWINT4":
+        return bits
+    if (bits & 0x807F).any():
+        raise UsageError(f"{name}_scale of expert {expert} has a number that is no power of two")
+    return (bits >> 7).astype(np.uint8)
+
+
+def _cut(array: Array, cut: range, columns: bool, shape: tuple[int, int]) -> Array:
+    """Rows or columns `cut` of a matrix of this shape, of codes or scales that lie for several."""
+    axis = 1 if columns else 0
+    each = shape[axis] // array.shape[axis]
+    own = slice(cut.start // each, cut.stop // each)
+    return np.ascontiguousarray(array[:, own] if columns else array[own])
+
+
+def _packed(fmt: Any, size: tuple[int, int], codes: Array, scales: Array) -> PackedMatrix:
+    rows, cols = size
+    layout = fmt.layout
+    packed = native.aligned_bytes(layout.weight_size(rows, cols))
+    shaped = scales.reshape(layout.scale_shape(rows, cols)).astype(layout.scale_array, copy=False)
+    scale = native.pack_weight(layout, rows, cols, codes, shaped, packed)
+    return PackedMatrix(packed, scale)
