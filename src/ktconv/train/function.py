@@ -200,7 +200,7 @@ def _run(
     call: Arguments,
     run: Callable[[Call, Array], None],
 ) -> None:
-    """Calls `run` with workspace of the pool."""
+    """Call `run` with workspace of the pool."""
     size = _sized(partial(training.scratch_size, call.tokens, call.top_k))
     memory = workspace.take(setting.layer.pool, size)
     try:
