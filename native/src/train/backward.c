@@ -217,7 +217,7 @@ static void finish_token(const kt_back *b, const kt_back_worker *w, int64_t i) {
 }
 
 /* The number of items of a share, 0 included, is the same for all threads. */
-static void finish(kt_back *b, const kt_back_worker *w) {
+static void finish(kt_back *b, const kt_back_worker *w, int32_t thread) {
   const kt_route *const route = &b->run.route;
   EACH_ITEM(&b->finish, i) finish_token(b, w, i);
   EACH_ITEM(&b->slot_weights, a)
@@ -225,7 +225,7 @@ static void finish(kt_back *b, const kt_back_worker *w) {
     kt_back_slot_weight(b, slot, route->active[a]);
   EACH_ITEM(&b->last, i) kt_back_outer(b, b->teams, w, NULL, 0, i);
   if (!b->round.end) return;
-  kt_barrier_wait(&b->run.all);
+  kt_barrier_wait(&b->run.all, thread);
   EACH_ITEM(&b->round, e) kt_back_round(b, e);
 }
 
@@ -244,7 +244,7 @@ static void backward_job(void *context, int32_t thread) {
        b->groups && part < kt_first_part(&b->run, index + 1); part++)
     compute_part(b, b->teams + index, w, part);
   kt_barrier_wait(&b->run.all, thread);
-  finish(b, w);
+  finish(b, w, thread);
   kt_float_mode_leave(mode);
 }
 
