@@ -252,20 +252,22 @@ kt_status kt_train_forward(const kt_moe *moe, const kt_lora *lora, kt_pool *pool
  * overwritten, with zeros for experts without tokens and for skipped ids; sums are binary32, in an
  * order that does not depend on threads. */
 typedef struct kt_moe_gradients {
-  const void *dy;                       /* [tokens, hidden]; rounded to bf16 first */
-  void *dx;                             /* [tokens, hidden], rounded once */
-  float *dweights;                      /* [tokens, top_k] */
-  float *gate_a, *gate_b, *up_a, *up_b; /* of the LoRA matrices, in their shapes */
-  float *down_a, *down_b;
+  const void *dy;                      /* [tokens, hidden]; rounded to bf16 first */
+  void *dx;                            /* [tokens, hidden], rounded once */
+  float *dweights;                     /* [tokens, top_k] */
+  void *gate_a, *gate_b, *up_a, *up_b; /* of the LoRA matrices, in their shapes */
+  void *down_a, *down_b;
   float *gate, *up, *down;    /* of the weights: [experts, intermediate, hidden], the same,
                                  [experts, hidden, intermediate]; KT_FORMAT_BF16 only */
   int32_t dy_dtype, dx_dtype; /* KT_BF16, KT_F16 or KT_F32 */
+  int32_t lora_bf16; /* 0: gradients of LoRA matrices are binary32; 1, for matrices of bf16:
+                        the same numbers, rounded once to bf16 */
 } kt_moe_gradients;
 
 /* moe, lora (its matrices unchanged) and call are those of the forward that has filled `saved`;
  * call->y is not looked at. The gradient is that of the weights that the forward has multiplied
  * with, and rounding counts as the identity. KT_ERR_ARGUMENT also where a gradient of LoRA is
- * wanted whose matrices are not there. */
+ * wanted whose matrices are not there, or lora_bf16 where they are not of bf16. */
 kt_status kt_train_backward(const kt_moe *moe, const kt_lora *lora, kt_pool *pool,
                             const kt_moe_call *call, const void *saved,
                             const kt_moe_gradients *gradients, void *scratch, size_t scratch_size);

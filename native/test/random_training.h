@@ -16,7 +16,7 @@ typedef struct training {
   kt_lora lora;
   int adapted;
   const void *dy;
-  int32_t dy_dtype, dx_dtype;
+  int32_t dy_dtype, dx_dtype, lora_bf16;
   int wanted;                /* bits */
   int64_t counts[GRADIENTS]; /* numbers of each gradient; 0: not possible */
 } training;
@@ -80,13 +80,14 @@ static inline training draw_training(int number, int wild) {
   t.dy_dtype = ONE_OF(dtypes), t.dx_dtype = ONE_OF(dtypes);
   t.dy = seal(draw_values(t.dy_dtype, t.call.call.tokens * t.layer.moe.hidden, wild));
   t.wanted = whole || one_in(2) ? -1 : (int)draw();
+  t.lora_bf16 = t.adapted && t.lora.dtype == KT_BF16 && one_in(2);
   count_gradients(&t);
   seal(t.layer.expert);
   describe_call(&t.layer, &t.call);
   const size_t length = strlen(inputs);
-  snprintf(inputs + length, sizeof inputs - length, ", rank %d%s%s%s, wanted %x", (int)t.lora.rank,
-           t.lora.gate_a ? " gate" : "", t.lora.up_a ? " up" : "", t.lora.down_a ? " down" : "",
-           t.wanted & 0x7ff);
+  snprintf(inputs + length, sizeof inputs - length, ", rank %d%s%s%s%s, wanted %x",
+           (int)t.lora.rank, t.lora.gate_a ? " gate" : "", t.lora.up_a ? " up" : "",
+           t.lora.down_a ? " down" : "", t.lora_bf16 ? " in bf16" : "", t.wanted & 0x7ff);
   return t;
 }
 
@@ -94,7 +95,10 @@ typedef struct trained {
   void *y, *gradient[GRADIENTS];
 } trained;
 
-static inline int dtype_of(const training *t, int which) { return which ? KT_F32 : t->dx_dtype; }
+static inline int dtype_of(const training *t, int which) {
+  if (which == 0) return t->dx_dtype;
+  return t->lora_bf16 && which >= 2 && which < 8 ? KT_BF16 : KT_F32;
+}
 
 static inline size_t gradient_size(const training *t, int which) {
   return (size_t)t->counts[which] * value_size(dtype_of(t, which));
@@ -115,7 +119,8 @@ static inline kt_moe_gradients pointers(const training *t, trained *r) {
                             .up = g[9],
                             .down = g[10],
                             .dy_dtype = t->dy_dtype,
-                            .dx_dtype = t->dx_dtype};
+                            .dx_dtype = t->dx_dtype,
+                            .lora_bf16 = t->lora_bf16};
 }
 
 /* Both; whether they were not refused. */

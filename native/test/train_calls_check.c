@@ -91,6 +91,9 @@ static void check_batches(void) {
   const result all = results_of(&p, 0, TOKENS), before = results_of(&p, 0, BATCH);
   const result behind = results_of(&p, BATCH, TOKENS);
   expect_rows(all.y, before.y, 0, BATCH, row, "y of the first batch");
+  problem same = p;
+  same.call.ids = p.ids;
+  expect_rounded(&batched, &same, pool, &all);
   expect_rows(all.y, behind.y, BATCH, TOKENS - BATCH, row, "y of the second batch");
   expect_rows(all.gradient[DX], behind.gradient[DX], BATCH, TOKENS - BATCH, row, "dx");
   expect_rows(all.gradient[DWEIGHTS], behind.gradient[DWEIGHTS], BATCH, TOKENS - BATCH,
@@ -217,6 +220,8 @@ WRONG(other_dx, a->want.dx_dtype = 99)
 WRONG(odd_dx, a->want.dx = shifted(a->want.dx))
 WRONG(odd_dweights, a->want.dweights = shifted(a->want.dweights))
 WRONG(odd_gradient, a->want.up_b = shifted(a->want.up_b))
+WRONG(other_rounding, a->want.lora_bf16 = 2)
+WRONG(rounded_floats, (a->want.lora_bf16 = 1, a->p.lora.dtype = KT_F32))
 WRONG(no_saved, a->m.saved = NULL)
 WRONG(without_lora, a->lora = NULL)
 WRONG(without_gate, a->p.lora.gate_a = a->p.lora.gate_b = NULL)
@@ -262,11 +267,14 @@ static const refusal of_forward[] = {REFUSED(with_add, ARGUMENT), REFUSED(no_y, 
                                      REFUSED(other_y, ARGUMENT)};
 
 static const refusal of_backward[] = {
-    REFUSED(no_gradients, ARGUMENT),   REFUSED(no_dy, ARGUMENT),        REFUSED(odd_dy, ARGUMENT),
-    REFUSED(other_dy, ARGUMENT),       REFUSED(other_dx, ARGUMENT),     REFUSED(odd_dx, ARGUMENT),
-    REFUSED(odd_dweights, ARGUMENT),   REFUSED(odd_gradient, ARGUMENT), REFUSED(no_saved, ARGUMENT),
-    REFUSED(without_lora, ARGUMENT),   REFUSED(without_gate, ARGUMENT), REFUSED(of_int8, ARGUMENT),
-    REFUSED(gate_of_ungated, ARGUMENT)};
+    REFUSED(no_gradients, ARGUMENT),    REFUSED(no_dy, ARGUMENT),
+    REFUSED(odd_dy, ARGUMENT),          REFUSED(other_dy, ARGUMENT),
+    REFUSED(other_dx, ARGUMENT),        REFUSED(odd_dx, ARGUMENT),
+    REFUSED(odd_dweights, ARGUMENT),    REFUSED(odd_gradient, ARGUMENT),
+    REFUSED(no_saved, ARGUMENT),        REFUSED(without_lora, ARGUMENT),
+    REFUSED(without_gate, ARGUMENT),    REFUSED(of_int8, ARGUMENT),
+    REFUSED(gate_of_ungated, ARGUMENT), REFUSED(other_rounding, ARGUMENT),
+    REFUSED(rounded_floats, ARGUMENT)};
 
 /* The status, and nothing written. */
 static void check_refusal(const refusal *r, kt_status (*function)(const arguments *)) {

@@ -146,7 +146,8 @@ static inline int64_t count_of(const problem *p, int which) {
 }
 
 static inline int dtype_of(const problem *p, int which) {
-  return which == DX ? p->gradients.dx_dtype : KT_F32;
+  if (which == DX) return p->gradients.dx_dtype;
+  return p->gradients.lora_bf16 && which >= GATE_A && which <= DOWN_B ? KT_BF16 : KT_F32;
 }
 
 static inline size_t bytes_of(const problem *p, int which) {
@@ -181,12 +182,11 @@ static inline void spoil(const problem *p, const result *r) {
 
 static inline kt_moe_gradients pointers(const problem *p, const result *r) {
   kt_moe_gradients g = p->gradients;
-  float **const to[] = {[DWEIGHTS] = &g.dweights, [GATE_A] = &g.gate_a, [GATE_B] = &g.gate_b,
-                        [UP_A] = &g.up_a,         [UP_B] = &g.up_b,     [DOWN_A] = &g.down_a,
-                        [DOWN_B] = &g.down_b,     [GATE] = &g.gate,     [UP] = &g.up,
-                        [DOWN] = &g.down};
-  g.dx = r->gradient[DX];
-  for (int which = DWEIGHTS; which < GRADIENTS; which++) *to[which] = r->gradient[which];
+  void *const *const from = r->gradient;
+  g.dx = from[DX], g.dweights = from[DWEIGHTS];
+  g.gate_a = from[GATE_A], g.gate_b = from[GATE_B], g.up_a = from[UP_A], g.up_b = from[UP_B];
+  g.down_a = from[DOWN_A], g.down_b = from[DOWN_B];
+  g.gate = from[GATE], g.up = from[UP], g.down = from[DOWN];
   return g;
 }
 
@@ -260,6 +260,32 @@ static inline void expect_same(const trial *t, const problem *p, const result *a
       printf("%s: ", names[which]);
       fail(t, when, 0);
     }
+}
+
+/* Gradients of LoRA in bf16 are those of `exact`, rounded, and all other results are the same. */
+static inline void expect_rounded(const trial *t, const problem *p, kt_pool *pool,
+                                  const result *exact) {
+  problem rounded = *p;
+  rounded.gradients.lora_bf16 = 1;
+  const result r = make_result(&rounded, -1);
+  compute(&rounded, pool, &r);
+  for (int which = 0; which < GRADIENTS; which++) {
+    if (!r.gradient[which]) continue;
+    if (which < GATE_A || which > DOWN_B) {
+      if (memcmp(r.gradient[which], exact->gradient[which], bytes_of(p, which)))
+        fail(t, "a result beside gradients in bf16", 0);
+      continue;
+    }
+    const uint16_t *const found = r.gradient[which];
+    const float *const right = exact->gradient[which];
+    for (int64_t i = 0; i < count_of(p, which); i++) {
+      if (found[i] == nearest_bf16(right[i])) continue;
+      printf("%s: ", names[which]);
+      fail(t, "a gradient in bf16", (double)wide(found[i]));
+      break;
+    }
+  }
+  release_result(&rounded, &r);
 }
 
 #endif

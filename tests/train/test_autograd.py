@@ -208,3 +208,14 @@ def test_compiled_code_calls_it(module: Any) -> None:
     finally:
         torch.compiler.reset()
     assert graphs and torch.equal(x.grad, straight)
+
+
+def test_gradients_of_bf16_matrices_are_rounded_once(layer: MoELayer) -> None:
+    """Those of the same numbers in fp32, with several blocks of an expert and without tokens."""
+    halves, floats = (lora_experts(layer, dtype=one) for one in (torch.bfloat16, torch.float32))
+    floats.load_state_dict(halves.state_dict())
+    for tokens in (7, 500, 0):
+        given = batch(halves, tokens)
+        found, exact = gradients(halves, given), gradients(floats, given)
+        for name, one in found.items():
+            assert torch.equal(one, exact[name].to(one.dtype)), name

@@ -185,10 +185,10 @@ kt_keep kt_adapted_keep(const kt_adapted *a, const kt_run *r, kt_projection p,
                    .bias = bias,
                    .tokens = count,
                    .cut = p == KT_GATE ? a->gate_cut : a->up_cut,
-                   .rows = item->row + (p == KT_GATE
-                                            ? kt_saved_gate(&a->saved, item->part, at)
-                                            : kt_saved_up(&a->saved, item->part, at, r->width)),
-                   .stride = a->saved.inner_cols};
+                   .rows = p == KT_GATE
+                               ? kt_saved_gate(&a->saved, item->part, at, item->row)
+                               : kt_saved_up(&a->saved, item->part, at, item->row, r->width),
+                   .stride = KT_STRIP};
 }
 
 void kt_adapted_save_inner(const kt_adapted *a, const kt_run *r, kt_projection p,
@@ -198,7 +198,7 @@ void kt_adapted_save_inner(const kt_adapted *a, const kt_run *r, kt_projection p
   kt_keep k = kt_adapted_keep(a, r, p, item, products, bias, slot, count);
   for (int64_t s = 0; s < item->strips; s++) {
     a->adapter.math->keep(&k, 0, count);
-    k.products += count * KT_STRIP, k.rows += KT_STRIP;
+    k.products += count * KT_STRIP, k.rows += a->saved.pairs * KT_STRIP;
     if (bias) k.bias += KT_STRIP;
   }
 }

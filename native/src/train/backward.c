@@ -73,6 +73,7 @@ static void lay_out_worker(kt_arena *a, const kt_back *b, kt_back_worker *w) {
       .values = kt_take(a, hidden, sizeof(float)),
       .ones = kt_take(a, KT_CHUNK, sizeof(float)),
       .outer = kt_take(a, 1, KT_OUTER_SCRATCH),
+      .exact = kt_take(a, b->want.lora_bf16 ? KT_OUTER_ROWS * KT_OUTER_COLS : 0, sizeof(float)),
       .panel = kt_take(a, 1, KT_PANEL_SIZE),
       .ring = kt_take(a, 2, KT_TRANSPOSED_CHUNK),
       .sums = kt_take(a, KT_TRANSPOSED_ROWS * 2 * KT_STRIP, sizeof(int32_t)),
@@ -92,6 +93,7 @@ static void lay_out_shared(kt_arena *a, kt_back *b) {
   b->down_rows = kt_take(a, down * b->adapter.cols, sizeof(uint16_t));
   b->v_pair = kt_take(a, r->moe->parts * pair * 2 * rank, sizeof(float));
   b->dot = kt_take(a, strips * b->slots, sizeof(float));
+  b->exact = kt_take(a, kt_back_exact_size(b), sizeof(float));
 }
 
 /* As many blocks as there can be: one of an expert is not filled. */
@@ -214,13 +216,17 @@ static void finish_token(const kt_back *b, const kt_back_worker *w, int64_t i) {
   kt_rows_store(b->want.dx_dtype, w->values, hidden, (uint8_t *)b->want.dx + (size_t)token * size);
 }
 
-static void finish(kt_back *b, const kt_back_worker *w) {
+/* The number of items of a share, 0 included, is the same for all threads. */
+static void finish(kt_back *b, const kt_back_worker *w, int32_t thread) {
   const kt_route *const route = &b->run.route;
   EACH_ITEM(&b->finish, i) finish_token(b, w, i);
   EACH_ITEM(&b->slot_weights, a)
   for (int64_t slot = route->start[a]; slot < route->start[a + 1]; slot++)
     kt_back_slot_weight(b, slot, route->active[a]);
   EACH_ITEM(&b->last, i) kt_back_outer(b, b->teams, w, NULL, 0, i);
+  if (!b->round.end) return;
+  kt_barrier_wait(&b->run.all, thread);
+  EACH_ITEM(&b->round, e) kt_back_round(b, e);
 }
 
 static void backward_job(void *context, int32_t thread) {
@@ -238,7 +244,7 @@ static void backward_job(void *context, int32_t thread) {
        b->groups && part < kt_first_part(&b->run, index + 1); part++)
     compute_part(b, b->teams + index, w, part);
   kt_barrier_wait(&b->run.all, thread);
-  finish(b, w);
+  finish(b, w, thread);
   kt_float_mode_leave(mode);
 }
 
@@ -322,6 +328,8 @@ static kt_status backward_batch(kt_back *b) {
   kt_share_init(&b->finish, b->want.dx ? r->tokens : 0, 1, threads);
   kt_share_init(&b->slot_weights, b->want.dweights ? active : 0, 1, threads);
   kt_share_init(&b->last, kt_back_outer_items(b, NULL), 1, threads);
+  const int last = r->first_token + r->tokens >= b->call_tokens;
+  kt_share_init(&b->round, b->want.lora_bf16 && last ? r->moe->experts : 0, 1, threads);
   for (int64_t index = 0; index < r->team_count; index++) prepare_team(b, index);
   return kt_pool_run(r->pool, backward_job, b);
 }
@@ -347,6 +355,8 @@ static kt_back start(const kt_moe *moe, const kt_lora *lora, const kt_pool *pool
       .run = kt_run_of(moe, pool, tokens, top_k),
       .adapter = kt_adapter_of(moe, lora),
       .want = *want,
+      .one_batch = tokens <= KT_BATCH,
+      .call_tokens = tokens,
       .epilogue = KT_CELL(kt_epilogues),
       .h_stride = (int64_t)kt_rows_stride(KT_ROWS_BF16, moe->hidden, 0),
   };
@@ -384,9 +394,10 @@ size_t kt_train_saved_size(const kt_moe *moe, const kt_lora *lora, int64_t token
 
 /* All that can be wanted. */
 static kt_moe_gradients everything(const kt_lora *lora, void *anything) {
-  float *const some = anything, *const gate = lora && lora->gate_a ? some : NULL;
-  float *const up = lora && lora->up_a ? some : NULL, *const down =
-                                                          lora && lora->down_a ? some : NULL;
+  float *const some = anything;
+  void *const gate = lora && lora->gate_a ? some : NULL;
+  void *const up = lora && lora->up_a ? some : NULL;
+  void *const down = lora && lora->down_a ? some : NULL;
   return (kt_moe_gradients){.dx = some,
                             .gate_a = gate,
                             .gate_b = gate,
@@ -396,7 +407,8 @@ static kt_moe_gradients everything(const kt_lora *lora, void *anything) {
                             .down_b = down,
                             .gate = some,
                             .up = some,
-                            .down = some};
+                            .down = some,
+                            .lora_bf16 = lora && lora->dtype == KT_BF16};
 }
 
 size_t kt_train_scratch_size(const kt_moe *moe, const kt_lora *lora, int64_t tokens, int64_t top_k,
@@ -432,8 +444,12 @@ static kt_status check_gradients(const kt_moe *moe, const kt_lora *lora,
   const int gated = kt_has_gate(moe->activation.function);
   if (!fits || (base && moe->layout.format != KT_FORMAT_BF16) || (g->gate && !gated))
     return KT_ERR_ARGUMENT;
-  const float *const outputs[] = {g->dweights, g->gate_a, g->gate_b, g->up_a, g->up_b,
-                                  g->down_a,   g->down_b, g->gate,   g->up,   g->down};
+  if (g->lora_bf16 < 0 || g->lora_bf16 > 1 || (g->lora_bf16 && (!lora || lora->dtype != KT_BF16)))
+    return KT_ERR_ARGUMENT;
+  const void *const of_lora[] = {g->gate_a, g->gate_b, g->up_a, g->up_b, g->down_a, g->down_b};
+  for (size_t i = 0; i < sizeof of_lora / sizeof *of_lora; i++)
+    if (!kt_aligned(of_lora[i], g->lora_bf16 ? 2 : sizeof(float))) return KT_ERR_ARGUMENT;
+  const float *const outputs[] = {g->dweights, g->gate, g->up, g->down};
   for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++)
     if (!kt_aligned(outputs[i], sizeof(float))) return KT_ERR_ARGUMENT;
   const int good = kt_aligned(g->dy, kt_value_size(g->dy_dtype)) &&

@@ -14,6 +14,7 @@
  *      3 of the next group
  * and all threads again:
  *   7  dx = sum of the parts; gradients of weights and of the LoRA matrices that no part owns
+ *   8  gradients in bf16 whose sums were not complete in one step (kt_back_round)
  * Transposed products make a strip of columns at a time from packed weights (strips.h), in memory
  * of the thread; with AMX, strips are decoded while they are multiplied (transposed.h). The routing
  * weight is applied behind step 4, so that W^T dy of down gives the gradient of that weight, too.
@@ -106,6 +107,7 @@ typedef struct kt_back_worker {
   float *values;                     /* [hidden] */
   float *ones;                       /* [KT_CHUNK] */
   uint8_t *outer;                    /* KT_OUTER_SCRATCH */
+  float *exact;                      /* [KT_OUTER_ROWS * KT_OUTER_COLS] of a gradient in bf16 */
   uint8_t *panel, *ring;             /* of transposed products, with what follows */
   void *sums;
   kt_packed_square *squares;
@@ -141,7 +143,10 @@ typedef struct kt_back {
   uint16_t *down_rows;       /* [slots] the same in bf16, times factor */
   float *v_pair;             /* [parts][slots][2 rank] B^T d of gate and up */
   float *dot;                /* [parts][strips of w][slots] */
-  kt_share zeros, rows, down, finish, slot_weights, last;
+  int one_batch;             /* the call has no other */
+  int64_t call_tokens;
+  float *exact; /* wanted gradients of LoRA matrices one after the other, where they become bf16 */
+  kt_share zeros, rows, down, finish, slot_weights, last, round;
   kt_back_team *teams;
   kt_back_part *parts;
   kt_back_worker *workers;
@@ -183,6 +188,8 @@ int64_t kt_back_outer_items(const kt_back *b, const kt_back_group *g);
 void kt_back_outer(const kt_back *b, const kt_back_team *t, const kt_back_worker *w,
                    const kt_back_group *g, int64_t part, int64_t item);
 void kt_back_zero(const kt_back *b, int64_t expert);
+int64_t kt_back_exact_size(const kt_back *b);         /* numbers of b->exact */
+void kt_back_round(const kt_back *b, int64_t expert); /* 8 */
 int kt_back_needs_x(const kt_back *b);
 int kt_back_needs_middle(const kt_back *b);
 

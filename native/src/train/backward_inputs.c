@@ -219,13 +219,13 @@ static void through_function(const middle_item *m, int64_t count) {
   const kt_inner_back back = {
       .base = m->base,
       .lora = kt_adapts(&b->adapter, KT_DOWN) ? m->w->added : NULL,
-      .gate = gated ? kt_saved_gate(&b->saved, m->part, at) + m->column : NULL,
-      .up = kt_saved_up(&b->saved, m->part, at, width) + m->column,
+      .gate = gated ? kt_saved_gate(&b->saved, m->part, at, m->column) : NULL,
+      .up = kt_saved_up(&b->saved, m->part, at, m->column, width),
       .weight = b->run.route.weight + m->slot,
       .codes = codes ? kt_saved_codes(&b->saved, m->part, at, width) + m->column : NULL,
       .code_scale = codes ? kt_saved_scale(&b->saved, m->part, at) + group : NULL,
       .tokens = count,
-      .saved_stride = b->saved.inner_cols,
+      .saved_stride = KT_STRIP,
       .code_stride = width,
       .code_scale_stride = b->saved.groups,
       .stride = b->w_stride / 2,
@@ -251,8 +251,8 @@ static void prefetch_function(const middle_item *m, int64_t count) {
   const int folded = t->folded_up != t->d_up;
   for (int64_t i = 0; i < count; i++) {
     const int64_t row = (m->slot - m->before + i) * b->w_stride + 2 * m->column;
-    if (gated) __builtin_prefetch(kt_saved_gate(&b->saved, m->part, at + i) + m->column, 0, 2);
-    __builtin_prefetch(kt_saved_up(&b->saved, m->part, at + i, width) + m->column, 0, 2);
+    if (gated) __builtin_prefetch(kt_saved_gate(&b->saved, m->part, at + i, m->column), 0, 2);
+    __builtin_prefetch(kt_saved_up(&b->saved, m->part, at + i, m->column, width), 0, 2);
     if (codes)
       __builtin_prefetch(kt_saved_codes(&b->saved, m->part, at + i, width) + m->column, 0, 2);
     if (gated) __builtin_prefetch(t->d_gate + row, 1, 2);

@@ -1,4 +1,5 @@
 /* Gradients of matrices: sums over an expert's slots of products of two rows. */
+#include "../moe/rows.h"
 #include "../simd/bits.h"
 #include "backward.h"
 
@@ -21,16 +22,17 @@ typedef enum kind {
  * sum over slots of a[slot][j] * view[slot][c], at out[j * row + c * col]. */
 typedef struct gradient {
   float *out;
+  uint16_t *rounded; /* where the same in bf16 is wanted, or NULL */
   int64_t rows, cols, row, col;
   int64_t before; /* the first slot of the group */
   kt_rows_view view;
 } gradient;
 
-static float *wanted(const kt_back *b, kind k) {
+static void *wanted(const kt_back *b, kind k) {
   const kt_moe_gradients *w = &b->want;
-  float *const all[KINDS] = {[GATE_B] = w->gate_b, [UP_B] = w->up_b,     [DOWN_A] = w->down_a,
-                             [GATE] = w->gate,     [UP] = w->up,         [DOWN] = w->down,
-                             [DOWN_B] = w->down_b, [GATE_A] = w->gate_a, [UP_A] = w->up_a};
+  void *const all[KINDS] = {[GATE_B] = w->gate_b, [UP_B] = w->up_b,     [DOWN_A] = w->down_a,
+                            [GATE] = w->gate,     [UP] = w->up,         [DOWN] = w->down,
+                            [DOWN_B] = w->down_b, [GATE_A] = w->gate_a, [UP_A] = w->up_a};
   return all[k];
 }
 
@@ -55,8 +57,8 @@ static int64_t elements(const kt_back *b, kind k) {
   return rows_of(b, k) * cols_of(b, k) * parts;
 }
 
-/* Whether an expert has slots in the batch. */
-static int is_active(const kt_route *route, int64_t expert) {
+/* The place of an expert among those that have slots in the batch, or -1. */
+static int64_t active_of(const kt_route *route, int64_t expert) {
   int64_t low = 0, high = route->active_count;
   while (low < high) {
     const int64_t middle = (low + high) / 2;
@@ -65,14 +67,64 @@ static int is_active(const kt_route *route, int64_t expert) {
     else
       high = middle;
   }
-  return low < route->active_count && route->active[low] == expert;
+  return low < route->active_count && route->active[low] == expert ? low : -1;
 }
 
-void kt_back_zero(const kt_back *b, int64_t expert) {
-  if (is_active(&b->run.route, expert)) return;
+/* ---- In bf16 --------------------------------------------------------------------- */
+
+static int is_of_lora(kind k) { return k != GATE && k != UP && k != DOWN; }
+
+static int is_rounded(const kt_back *b, kind k) {
+  return wanted(b, k) && b->want.lora_bf16 && is_of_lora(k);
+}
+
+int64_t kt_back_exact_size(const kt_back *b) {
+  int64_t size = 0;
   for (kind k = 0; k < KINDS; k++)
-    if (wanted(b, k))
-      memset(wanted(b, k) + expert * elements(b, k), 0, (size_t)elements(b, k) * sizeof(float));
+    if (is_rounded(b, k)) size += b->run.moe->experts * elements(b, k);
+  return size;
+}
+
+/* Sums of all experts in binary32, of a kind that is wanted. */
+static float *sums_of(const kt_back *b, kind k) {
+  if (!is_rounded(b, k)) return wanted(b, k);
+  float *at = b->exact;
+  for (kind before = 0; before < k; before++)
+    if (is_rounded(b, before)) at += b->run.moe->experts * elements(b, before);
+  return at;
+}
+
+/* Whether one step has all slots of the expert, and so can round sums while they are in the cache;
+ * rows of more than KT_OUTER_ROWS ranks are written in pieces that rounding does not take. */
+static int is_at_once(const kt_back *b, kind k, int64_t active) {
+  const int64_t blocks = b->first_block[active + 1] - b->first_block[active];
+  const int along_ranks = k == GATE_B || k == UP_B || k == DOWN_B;
+  return b->one_batch && (k >= DOWN_B || blocks == 1) &&
+         (!along_ranks || b->adapter.rank <= KT_OUTER_ROWS);
+}
+
+void kt_back_round(const kt_back *b, int64_t expert) {
+  const int64_t active = active_of(&b->run.route, expert);
+  if (b->one_batch && active < 0) return; /* zeros */
+  for (kind k = 0; k < KINDS; k++) {
+    if (!is_rounded(b, k) || (active >= 0 && is_at_once(b, k, active))) continue;
+    const int64_t at = expert * elements(b, k);
+    kt_rows_store(KT_BF16, sums_of(b, k) + at, elements(b, k), (uint16_t *)wanted(b, k) + at);
+  }
+}
+
+/* ---- Zeros ------------------------------------------------------------------------- */
+
+void kt_back_zero(const kt_back *b, int64_t expert) {
+  if (active_of(&b->run.route, expert) >= 0) return;
+  for (kind k = 0; k < KINDS; k++) {
+    if (!wanted(b, k)) continue;
+    const size_t count = (size_t)elements(b, k), at = (size_t)expert * count;
+    if (is_rounded(b, k) && b->one_batch)
+      memset((uint16_t *)wanted(b, k) + at, 0, count * sizeof(uint16_t));
+    else
+      memset(sums_of(b, k) + at, 0, count * sizeof(float));
+  }
 }
 
 /* before: the first slot of rows in the team's memory. */
@@ -97,17 +149,24 @@ static kt_rows_view view_of(const kt_back *b, const kt_back_team *t, int64_t par
 static gradient gradient_of(const kt_back *b, const kt_back_team *t, int64_t part, kind k,
                             int64_t expert, int64_t before) {
   const int64_t rows = rows_of(b, k), cols = cols_of(b, k), parts = b->run.moe->parts;
-  float *const out = wanted(b, k) + expert * elements(b, k);
-  gradient g = {out, rows, cols, cols, 1, before, view_of(b, t, part, k, before)};
+  int64_t at = expert * elements(b, k);
+  gradient g = {.rows = rows,
+                .cols = cols,
+                .row = cols,
+                .col = 1,
+                .before = before,
+                .view = view_of(b, t, part, k, before)};
   if (k == GATE_B || k == UP_B) { /* [I, rank] */
-    g.out += part * cols * rows, g.row = 1, g.col = rows;
+    at += part * cols * rows, g.row = 1, g.col = rows;
   } else if (k == DOWN_B) { /* [H, rank] */
     g.row = 1, g.col = rows;
   } else if (k == DOWN_A || k == DOWN) { /* [rank or H, I] */
-    g.out += part * cols, g.row = parts * cols;
+    at += part * cols, g.row = parts * cols;
   } else if (k == GATE || k == UP) { /* [I, H] */
-    g.out += part * rows * cols;
+    at += part * rows * cols;
   }
+  g.out = sums_of(b, k) + at;
+  if (is_rounded(b, k)) g.rounded = (uint16_t *)wanted(b, k) + at;
   return g;
 }
 
@@ -179,8 +238,33 @@ static block block_at(const gradient *g, int64_t item) {
                  kt_smaller(most, g->cols - col)};
 }
 
+/* Where the sums of a block are. */
+typedef struct place {
+  float *out;
+  int64_t row, col;
+} place;
+
+static place place_of(const gradient *g, const block *at) {
+  return (place){g->out + at->row * g->row + at->col * g->col, g->row, g->col};
+}
+
+/* The same in memory of the thread, without what lies between them. */
+static place own_place(const gradient *g, const block *at, float *memory) {
+  return g->col == 1 ? (place){memory, at->cols, 1} : (place){memory, 1, at->rows};
+}
+
+/* Sums of a block that has all ranks, or rows along columns, to bf16. */
+static void round_block(const gradient *g, const block *at, const place *sums) {
+  const int along = g->col == 1;
+  const int64_t runs = along ? at->rows : 1, run = along ? at->cols : at->rows * at->cols;
+  uint16_t *const to = g->rounded + at->row * g->row + at->col * g->col;
+  for (int64_t i = 0; i < runs; i++)
+    kt_rows_store(KT_BF16, sums->out + i * sums->row, run, to + i * g->row);
+}
+
 static void add_block(const kt_back *b, const kt_back_team *t, const kt_back_worker *w, kind k,
-                      const gradient *g, const block *at, const kt_back_block *slots, int fresh) {
+                      const gradient *g, const block *at, const place *to,
+                      const kt_back_block *slots, int fresh) {
   const int64_t slot = slots->slot, count = slots->count;
   kt_rows_view view = g->view;
   view.rows += 2 * at->col, view.first_column += at->col, view.cols = at->cols;
@@ -201,9 +285,9 @@ static void add_block(const kt_back *b, const kt_back_team *t, const kt_back_wor
                           .cols = at->cols,
                           .a_stride = KT_OUTER_ROWS,
                           .b_stride = stride,
-                          .out = g->out + at->row * g->row + at->col * g->col,
-                          .row = g->row,
-                          .col = g->col,
+                          .out = to->out,
+                          .row = to->row,
+                          .col = to->col,
                           .fresh = fresh,
                           .scratch = w->outer};
   b->outer_product(&outer);
@@ -236,7 +320,10 @@ void kt_back_outer(const kt_back *b, const kt_back_team *t, const kt_back_worker
   for (; left >= blocks_of(b, k); k++) left -= blocks_of(b, k);
   const gradient d = gradient_of(b, t, part, k, b->run.route.active[active], g ? g->slot : 0);
   const block at = block_at(&d, left);
+  const int at_once = d.rounded && is_at_once(b, k, active);
+  const place to = at_once ? own_place(&d, &at, w->exact) : place_of(&d, &at);
   for (int64_t i = g ? kt_larger(first, g->first) : first; i < (g ? kt_smaller(end, g->end) : end);
        i++)
-    add_block(b, t, w, k, &d, &at, b->blocks + i, i == first && b->run.first_token == 0);
+    add_block(b, t, w, k, &d, &at, &to, b->blocks + i, i == first && b->run.first_token == 0);
+  if (at_once) round_block(&d, &at, &to);
 }

@@ -36,14 +36,18 @@ class Lora:
 
 
 class Gradients:
-    """struct kt_moe_gradients: addresses by the names of its pointers, dtypes of dy and dx."""
+    """struct kt_moe_gradients: addresses by the names of its pointers, dtypes of dy, dx and the
+    gradients of LoRA matrices (bf16 only where the matrices are)."""
 
-    def __init__(self, arrays: Mapping[str, int], dy_dtype: str, dx_dtype: str) -> None:
+    def __init__(
+        self, arrays: Mapping[str, int], dy_dtype: str, dx_dtype: str, lora_dtype: str = "fp32"
+    ) -> None:
         self.c = ffi.new("kt_moe_gradients *")
         for name, address in arrays.items():
-            kind = "void *" if name in ("dy", "dx") else "float *"
+            kind = "void *" if name in ("dy", "dx", *LORA_MATRICES) else "float *"
             setattr(self.c, name, ffi.cast(kind, address))
         self.c.dy_dtype, self.c.dx_dtype = VALUE_DTYPES[dy_dtype], VALUE_DTYPES[dx_dtype]
+        self.c.lora_bf16 = lora_dtype == "bf16"
 
 
 class Training:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -176,10 +175,7 @@ def _backward(
     saved: Tensor,
     found: dict[str, Tensor],
 ) -> None:
-    """Computes the gradients that are `found`, by their names of kt_moe_gradients.
-
-    Those of matrices that are not fp32 are computed as fp32 in the workspace: new memory would
-    cost as much time as computing them, for the system clears it."""
+    """Computes the gradients that are `found`, by their names of kt_moe_gradients."""
     if not call.tokens or not call.top_k:
         for one in found.values():
             one.zero_()
@@ -188,34 +184,14 @@ def _backward(
     given = operand("the gradient of the result", dy, tuple(call.y.owner.shape), FLOATS)
     if saved.data_ptr() % _ALIGNMENT:  # a copy, as hooks of saved tensors make
         saved = _aligned(saved.numel()).copy_(saved)
-    rounded = {
-        name: one for name, one in found.items() if name != "dx" and one.dtype != torch.float32
-    }
-    room = sum(_room(one) for one in rounded.values())
+    places = {name: one.data_ptr() for name, one in found.items()} | {"dy": given.address}
+    of_lora = DTYPES[matrices[0].dtype] if matrices else "fp32"
 
     def run(made: Call, scratch: Array) -> None:
-        exact = dict(zip(rounded, _fp32_in(scratch, rounded.values()), strict=True))
-        places = {name: one.data_ptr() for name, one in (found | exact).items()}
-        gradients = Gradients(places | {"dy": given.address}, given.dtype, call.x.dtype)
-        training.backward(made, saved.data_ptr(), gradients, scratch[room:])
-        for name, one in rounded.items():
-            one.copy_(exact[name])
+        gradients = Gradients(places, given.dtype, call.x.dtype, of_lora)
+        training.backward(made, saved.data_ptr(), gradients, scratch)
 
-    _run(setting, training, call, run, room)
-
-
-def _room(one: Tensor) -> int:
-    """Bytes of the same numbers as fp32, to a multiple of the alignment."""
-    return -(-4 * one.numel() // _ALIGNMENT) * _ALIGNMENT
-
-
-def _fp32_in(memory: Array, like: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Tensors of these shapes, one behind the other from the beginning of `memory`."""
-    at = 0
-    for one in like:
-        numbers = memory[at : at + 4 * one.numel()].view(np.float32)
-        at += _room(one)
-        yield torch.from_numpy(numbers).view(one.shape)
+    _run(setting, training, call, run)
 
 
 def _run(
@@ -223,10 +199,9 @@ def _run(
     training: Training,
     call: Arguments,
     run: Callable[[Call, Array], None],
-    more: int = 0,
 ) -> None:
-    """Call `run` with workspace of the pool, with `more` bytes besides what the C library needs."""
-    size = more + _sized(partial(training.scratch_size, call.tokens, call.top_k))
+    """Call `run` with workspace of the pool."""
+    size = _sized(partial(training.scratch_size, call.tokens, call.top_k))
     memory = workspace.take(setting.layer.pool, size)
     try:
         worded(partial(run, described(call), memory))
