@@ -34,7 +34,11 @@ class KTMoEWrapper:
     An expert of a token is computed if 0 <= id < num_experts and `gpu_experts_mask` is not True for
     it; others add nothing. Results are new tensors of the shape, dtype and device of the input.
     Several threads may call different wrappers; calls of one wrapper are for one thread at a time.
+    `memory`, of the class or of a wrapper, is where `load_weights` puts the weights of an OUTPUT,
+    as for `ktconv.runtime.MoELayer.load`.
     """
+
+    memory = "auto"
 
     def __init__(
         self,
@@ -146,7 +150,7 @@ class KTMoEWrapper:
         """
         slots = slots_of(physical_to_logical_map_cpu, self.num_experts)
         source = self._model.source(self._settings.weight_path)
-        self._layer = load_layer(self._settings, source, slots, self._pool)
+        self._layer = load_layer(self._settings, source, slots, self._pool, self.memory)
 
     def load_weights_from_tensors(
         self,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -22,21 +21,25 @@ from ktconv.native.arrays import aligned_to
 from ktconv.runtime.layers.experts import Experts, OutputNorm
 from ktconv.runtime.layers.slots import Slots, slot_origins
 from ktconv.runtime.layers.unpacked import packed_streams
+from ktconv.runtime.memory import Held, Mapped
 from ktconv.source import TensorRef
 from ktconv.source.activations import of_records
 from ktconv.source.config import CONFIG_NAME
 from ktconv.source.settings import ModelSettings
 from ktconv.system.arrays import F32, Array
 from ktconv.targets.packed.weights import (
+    Geometry,
     PackedWeights,
     map_file,
-    map_pages,
     name_of,
     no_packed_experts,
     open_packed,
 )
 from ktconv.targets.renaming import output_name
 from ktconv.writer.manifest import Manifest, read_run
+
+# Puts the tensors of some experts of a layer into memory. Without one they are mapped.
+Hold = Callable[[PackedWeights, int, Collection[int]], Held]
 
 # Functions of the gate's outputs, and of up's where there is no gate: what kernels call them.
 _GATED = {"silu": "swiglu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
@@ -123,12 +126,13 @@ def open_layer(
     layer: int | None = None,
     settings: ModelSettings | None = None,
     slots: Slots | None = None,
+    hold: Hold | None = None,
 ) -> tuple[int, Experts]:
-    """open_experts, with the layer's number."""
+    """open_experts, with the layer's number. `hold` puts weights into memory."""
     model = ConvertedModel(directory, settings, layer)
     if not model.layers:  # the error tells the layers that it has
         model = ConvertedModel(directory, settings)
-    return model.open_layer(layer, slots)
+    return model.open_layer(layer, slots, hold)
 
 
 class ConvertedModel:
@@ -187,7 +191,7 @@ class ConvertedModel:
         return self._recorded.get(layer, stated)
 
     def open_layer(
-        self, layer: int | None = None, slots: Slots | None = None
+        self, layer: int | None = None, slots: Slots | None = None, hold: Hold | None = None
     ) -> tuple[int, Experts]:
         """See `open_experts`; with the layer's number."""
         if self.packed.damaged:
@@ -200,14 +204,14 @@ class ConvertedModel:
                 f"{self.directory} has no experts of layer {wanted}", f"it has {self.layers}"
             )
         activation = kernel_activation(self.activation(wanted))
-        experts = packed_experts(self.packed, wanted, activation, slots=slots)
         _expect_finite_scales(self.packed, wanted)
+        experts = packed_experts(self.packed, wanted, activation, slots=slots, hold=hold)
         return wanted, experts
 
 
 def _expect_finite_scales(packed: PackedWeights, layer: int) -> None:
     """Another one makes its row NaN whenever its expert has a token, and only then."""
-    geometry, mapped = packed.geometry(layer), _Mapped(packed, layer)
+    geometry, mapped = packed.geometry(layer), Mapped(packed)
     fmt = geometry.format
     assert fmt is not None  # what geometry() sees to
     for tensor in geometry.tensors(layer):
@@ -232,15 +236,18 @@ def packed_experts(
     activation: Activation,
     norm: OutputNorm | None = None,
     slots: Slots | None = None,
+    hold: Hold | None = None,
 ) -> Experts:
     """One layer of packed weights that are open already. Slots of experts that were left out of it
-    have no origin. UsageError for `slots` that it cannot have."""
+    have no origin. `hold`: see `Hold`. UsageError for `slots` that it cannot have."""
     geometry = packed.geometry(layer)
     fmt = geometry.format
     assert fmt is not None  # what geometry() sees to
     expect_gates(geometry.gated, activation, f"layer {layer} of {packed.directory}")
-    wanted, mapped = slot_origins(slots, geometry.experts), _Mapped(packed, layer)
-    experts = {e: mapped.parts(e) for e in set(wanted) - geometry.elsewhere}
+    wanted = slot_origins(slots, geometry.experts)
+    here = set(wanted) - geometry.elsewhere
+    held = hold(packed, layer, here) if hold else Mapped(packed)
+    experts = {e: _parts(held, geometry, layer, e) for e in here}
     rows = [
         [experts[e][part] if e in experts else None for e in wanted]
         for part in range(geometry.parts)
@@ -259,8 +266,10 @@ def packed_experts(
         activation,
         [e if e in experts else None for e in wanted],
         lambda e: packed_streams(fmt, *sizes, experts[e]),
-        release=mapped.release,
+        release=held.release,
         norm=norm,
+        held=held.kind,
+        note=held.note,
     )
 
 
@@ -275,38 +284,15 @@ def expect_gates(gated: bool, activation: Activation, where: str) -> None:
     )
 
 
-class _Mapped:
-    """The tensors of a layer, each file mapped once."""
+def _parts(held: Held, geometry: Geometry, layer: int, expert: int) -> list[Expert]:
+    """The matrices of each part of an expert."""
+    fmt = geometry.format
+    assert fmt is not None  # what geometry() sees to
 
-    def __init__(self, packed: PackedWeights, layer: int) -> None:
-        self._packed, self._layer, self._geometry = packed, layer, packed.geometry(layer)
-        self._files: dict[Path, tuple[mmap.mmap, Array]] = {}
-
-    def get(self, tensor: TensorId) -> Array:
-        place = self._packed.place(tensor)
-        if place.file not in self._files:
-            pages = map_pages(place.file)
-            self._files[place.file] = pages, np.frombuffer(pages, np.uint8)
-        return self._files[place.file][1][place.offset : place.offset + place.nbytes]
-
-    def parts(self, expert: int) -> list[Expert]:
-        """The matrices of each part of an expert."""
-
-        def of(proj: Projection, part: int) -> PackedMatrix:
-            return self._matrix(proj, expert, part)
-
-        gated = self._geometry.gated
-        return [
-            (of("gate", part) if gated else None, of("up", part), of("down", part))
-            for part in range(self._geometry.parts)
-        ]
-
-    def _matrix(self, proj: Projection, expert: int, part: int) -> PackedMatrix:
-        fmt = self._geometry.format
-        assert fmt is not None  # what geometry() sees to
+    def of(proj: Projection, part: int) -> PackedMatrix:
         found: dict[Kind, Array] = {
-            kind: self.get(TensorId(self._layer, proj, expert, part, kind))
-            for kind in kinds_of(proj, part, self._geometry.biased)
+            kind: held.get(TensorId(layer, proj, expert, part, kind))
+            for kind in kinds_of(proj, part, geometry.biased)
         }
         bias = found.get("bias")
         return PackedMatrix(
@@ -315,10 +301,11 @@ class _Mapped:
             None if bias is None else aligned_to(bias, 4).view(np.float32),
         )
 
-    def release(self) -> None:
-        """Pages that were read do not count as this process's memory any more."""
-        for pages, _ in self._files.values():
-            pages.madvise(mmap.MADV_DONTNEED)
+    gated = geometry.gated
+    return [
+        (of("gate", part) if gated else None, of("up", part), of("down", part))
+        for part in range(geometry.parts)
+    ]
 
 
 # ---- with the norm of outputs ----------------------------------------------------------
@@ -327,13 +314,16 @@ _VECTORS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 def open_converted(
-    model: ConvertedModel, layer: int | None = None, slots: Slots | None = None
+    model: ConvertedModel,
+    layer: int | None = None,
+    slots: Slots | None = None,
+    hold: Hold | None = None,
 ) -> Experts:
     """Open experts as `open_experts`, and with the norm of their outputs where the model has one.
 
     Raises CheckpointError also where that norm is not among its tensors.
     """
-    number, experts = model.open_layer(layer, slots)
+    number, experts = model.open_layer(layer, slots, hold)
     stated = model.activation(number)
     experts.weight_on_input = stated.weight_on_input
     if stated.post_norm:
