@@ -30,7 +30,8 @@ def load_layer(
     memory: str,
 ) -> MoELayer:
     """Load a layer of a converted model, whose weights go where `memory` says, or of a checkpoint.
-    Raises CheckpointError for weights that the method does not read, UsageError where they contradict the settings."""
+    Raises CheckpointError for weights that the method does not read, UsageError where they
+    contradict the settings."""
     if isinstance(source, Checkpoint):
         found = _of_checkpoint(settings, source, slots, pool)
     else:
