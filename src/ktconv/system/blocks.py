@@ -125,7 +125,12 @@ def shared_block(key: str, sizes: Sequence[int], os_nodes: Sequence[int | None],
         users = _users(lock)
         fd = next((found for user in users if (found := _opened(user)) is not None), None)
         if fd is None:
-            users, fd = [], _filled(sizes, os_nodes, fill)
+            users = []
+            try:
+                fd = _filled(sizes, os_nodes, fill)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
         try:
             pages = mmap.mmap(fd, sum(sizes), mmap.MAP_SHARED, mmap.PROT_READ)
         except OSError as error:

@@ -216,6 +216,8 @@ def _copied(
         whole = blocks.shared_block(key, cut, os_nodes, fill_if_there_is_room)
         ends = np.cumsum(cut)
         pieces = [whole[end - size : end] for end, size in zip(ends, cut, strict=True)]
+        # The memory may be there already, but each process has page tables of its own.
+        _gathered([[piece] for piece in pieces], os_nodes)
         return Copied(kind, note, places, pieces)
     expect_room(needs, what)
     made: dict[int, U8] = {}

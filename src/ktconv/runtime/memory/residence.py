@@ -54,7 +54,8 @@ def residence_of(layer: native.Layer, pool: Pool, kind: str, note: str = "") -> 
             continue
         found = native.pages_by_node(ranges, _MOST_NODES)
         if found is None:
-            return Residence(kind, every.nbytes, huge_bytes(every), -1, None, note)
+            whole = sum(ranges.nbytes for ranges in parts) // native.PAGE
+            return Residence(kind, every.nbytes, huge_bytes(every), whole, None, note)
         pages += sum(found[0]) + found[1]
         local += found[0][node]
     return Residence(kind, every.nbytes, huge_bytes(every), pages, local, note)
