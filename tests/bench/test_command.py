@@ -280,6 +280,7 @@ def test_packing_honours_seconds_iterations_and_seed(monkeypatch: pytest.MonkeyP
 
 MEANINGLESS = [
     ("--model", "anywhere"),
+    ("--memory", "copy"),
     ("--layer", "0"),
     ("--top-k", "2"),
     ("--experts", "99"),

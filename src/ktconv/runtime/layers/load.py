@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import mmap
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from ktconv import native
-from ktconv.errors import CheckpointError, UsageError
+from ktconv.errors import CheckpointError, ResourceError, UsageError
 from ktconv.families.activations import NAMES
 from ktconv.families.config import USUAL_TOP_K
 from ktconv.families.family import ExpertActivation
@@ -27,6 +29,7 @@ from ktconv.source.activations import of_records
 from ktconv.source.config import CONFIG_NAME
 from ktconv.source.settings import ModelSettings
 from ktconv.system.arrays import F32, Array
+from ktconv.system.regular_files import opened_regular
 from ktconv.targets.packed.weights import (
     Geometry,
     PackedWeights,
@@ -211,13 +214,14 @@ class ConvertedModel:
 
 def _expect_finite_scales(packed: PackedWeights, layer: int) -> None:
     """Another one makes its row NaN whenever its expert has a token, and only then."""
-    geometry, mapped = packed.geometry(layer), Mapped(packed)
+    geometry = packed.geometry(layer)
     fmt = geometry.format
     assert fmt is not None  # what geometry() sees to
+    by_file: dict[Path, list[TensorId]] = {}
     for tensor in geometry.tensors(layer):
-        if tensor.kind == "weight":
-            continue
-        stored = mapped.get(tensor)
+        if tensor.kind != "weight":
+            by_file.setdefault(packed.place(tensor).file, []).append(tensor)
+    for tensor, stored in _small_tensors(packed, by_file):
         if tensor.kind == "bias":
             numbers: Array = stored.view("<f4")
         else:
@@ -228,6 +232,31 @@ def _expect_finite_scales(packed: PackedWeights, layer: int) -> None:
                 "finite",
                 "convert it again",
             )
+
+
+def _small_tensors(
+    packed: PackedWeights, by_file: Mapping[Path, Sequence[TensorId]]
+) -> Iterator[tuple[TensorId, Array]]:
+    """Their bytes, read without those around them: what is in memory of a file on small pages stays
+    so, and weights are faster on large ones."""
+    for file, tensors in by_file.items():
+        try:
+            with opened_regular(file) as fd:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+                for tensor in tensors:
+                    place = packed.place(tensor)
+                    stored = os.pread(fd, place.nbytes, place.offset)
+                    if len(stored) != place.nbytes:
+                        raise CheckpointError(
+                            f"{file} ends within {name_of(tensor)}", "convert it again"
+                        )
+                    yield tensor, np.frombuffer(stored, np.uint8)
+                    page = mmap.PAGESIZE
+                    first = place.offset // page * page
+                    size = place.offset + place.nbytes - first
+                    os.posix_fadvise(fd, first, -(-size // page) * page, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise ResourceError(f"{file} cannot be read: {error.strerror}") from error
 
 
 def packed_experts(

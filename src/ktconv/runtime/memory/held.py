@@ -67,18 +67,19 @@ class Mapped:
     """Tensors in files, each mapped once. `huge`: on huge pages, where the file system has some."""
 
     kind = "map"
+    huge = getattr(mmap, "MADV_HUGEPAGE", 0)  # of madvise
 
     def __init__(self, packed: PackedWeights, huge: bool = False, note: str = "") -> None:
-        self._packed, self._huge, self.note = packed, huge, note
+        self._packed, self._advised, self.note = packed, huge, note
         self._files: dict[Path, tuple[mmap.mmap, Array]] = {}
 
     def get(self, tensor: TensorId) -> Array:
         place = self._packed.place(tensor)
         if place.file not in self._files:
             pages = map_pages(place.file)
-            if self._huge:
-                with contextlib.suppress(OSError, AttributeError):
-                    pages.madvise(mmap.MADV_HUGEPAGE)
+            if self._advised and self.huge:
+                with contextlib.suppress(OSError):  # kernels without them
+                    pages.madvise(self.huge)
             self._files[place.file] = pages, np.frombuffer(pages, np.uint8)
         return self._files[place.file][1][place.offset : place.offset + place.nbytes]
 
