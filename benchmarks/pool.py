@@ -40,6 +40,12 @@ class Row:
     mean: float
 
 
+def row_of(case: str, threads: int, seconds: list[float]) -> Row:
+    found = np.array(seconds) * 1e6
+    p99 = float(np.percentile(found, 99))
+    return Row(case, threads, len(seconds), float(np.median(found)), p99, float(found.mean()))
+
+
 def run_case(case: str, pool: Pool, idle: float = 0.0) -> Row:
     """Jobs one after the other, or with `idle` seconds of sleep before each."""
     times = []
@@ -50,9 +56,18 @@ def run_case(case: str, pool: Pool, idle: float = 0.0) -> Row:
             start = time.perf_counter()
         pool.empty(1)
         times.append(time.perf_counter() - start)
-    found = np.array(times) * 1e6
-    p99 = float(np.percentile(found, 99))
-    return Row(case, pool.threads, len(times), float(np.median(found)), p99, float(found.mean()))
+    return row_of(case, pool.threads, times)
+
+
+def start_pools(threads: int) -> Row:
+    """Pools from the call that makes one to the end of its first job."""
+    times = []
+    for _ in range(50):
+        start = time.perf_counter()
+        with Pool(threads) as pool:
+            pool.empty(1)
+            times.append(time.perf_counter() - start)
+    return row_of("start", threads, times)
 
 
 def count_forever() -> None:
@@ -94,9 +109,11 @@ def run_all(threads: int) -> Iterator[Row]:
             yield run_case("hot, as many busy processes as threads", pool)
         with beside(1, run_jobs_forever, threads):
             yield run_case("hot, another process's pool", pool)
-    for factor in (2, 4):
+    for factor in (2, 4, 32, 128):
         with Pool(factor * threads) as pool:
             yield run_case(f"hot, {factor} threads per core", pool)
+            yield run_case(f"after 3 ms idle, {factor} threads per core", pool, 3e-3)
+    yield start_pools(128 * threads)
 
 
 def main() -> None:

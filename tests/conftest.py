@@ -56,8 +56,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(libc, "mallopt"):  # of glibc
         for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
             libc.mallopt(option, 256 << 20)
-    # Else those compile all modules of the package again, each time.
+    # Else programs of tests compile all modules of the package again, each time, and pytest all
+    # files of tests, whose assertions it rewrites: half of the time of a collection.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+    if int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 2:
+        config.pluginmanager.register(Backwards())
     config.stash[EMULATOR] = load_emulator(kept_directory(config, "ktconv-amx"))
 
 
@@ -67,6 +71,26 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path.suffix != ".py" or not words.startswith("not slow") or " or " in words:
         return None
     return True if SLOW.search(collection_path.read_text("utf-8")) else None
+
+
+class Backwards:
+    """Every other process of a run begins with the last file: it meets the others halfway, and
+    takes from there what they have compiled."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        report = yield
+        if isinstance(collector, pytest.Directory):
+            report.result.reverse()
+        return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All processes of a run must have the same tests in the same order."""
+    items.sort(key=lambda item: item.path.parts)
 
 
 def missing(error: BaseException | None) -> str | None:

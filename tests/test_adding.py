@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.cli import ktconv_done, write_model
+from helpers.cli import ktconv, ktconv_done, refused, write_model
 from helpers.paths import ROOT
 
 from ktconv.errors import UsageError
@@ -140,8 +140,51 @@ def test_a_way_to_choose_codes_is_a_file_and_a_row(tmp_path: Path) -> None:
     again = Request(str(model), tmp_path / "x", Options(ways={"turn": 2}))
     with pytest.raises(UsageError, match="were converted with --turn, without which other codes"):
         prepare(again)
+    for level in ("structure", "weights"):  # a version without the way does not know its proof
+        unknown = ktconv("verify", turned, f"--source={model}", f"--level={level}")
+        assert "ktconv.json names --turn, which this version does not support" in refused(
+            unknown, 2
+        )
     why = run("quantize-cpu", model, tmp_path / "x", "--method=bf16", "--turn=2", code=2)
     assert "--turn does not apply to --method bf16: they are not packed" in why
+
+
+# ---- a checkpoint output ------------------------------------------------------------------
+
+# Its row, and the command: INT8 in groups of 64, named as KTransformers finds experts.
+WITH_SPEC = """
+import sys
+from ktconv.formats import specs
+
+specs.SPECS += (specs.FormatSpec(
+    "int8", 8, 64, cpu="odd8", words="INT8 in odd groups",
+    cpu_stored=specs.Stored("packed:PACK_QUANTIZED", naming="MLP", half=False)),)
+from ktconv.cli.app import app
+app(sys.argv[1:])
+"""
+
+
+def test_a_checkpoint_output_is_a_row(tmp_path: Path) -> None:
+    """A format that exists only here: its help, plan, bytes, config.json, and what verify says."""
+    model, odd = write_model(tmp_path / "model"), tmp_path / "odd"
+
+    def run(*words: object, code: int = 0) -> str:
+        command = [sys.executable, "-c", WITH_SPEC, *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr
+
+    assert "odd8" in run("quantize-cpu", "--help-all")
+    run("quantize-cpu", model, odd, "--method=odd8")
+    found = json.loads((odd / "config.json").read_text())["quantization_config"]
+    [group] = found["config_groups"].values()
+    assert (group["weights"]["num_bits"], group["weights"]["group_size"]) == (8, 64)
+    run("verify", odd, f"--source={model}", "--level=weights")
+    shard = next(odd.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 64
+    shard.write_bytes(data)
+    run("verify", odd, f"--source={model}", "--level=weights", code=1)
 
 
 # ---- an option about the source -----------------------------------------------------------

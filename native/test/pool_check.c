@@ -34,7 +34,8 @@
 #define UNDER_TSAN 0
 #endif
 
-enum { THREADS = 8, ITEMS = 5000, PHASES = 200 };
+/* CROWD: of several groups of a gathering, not all full, and of more sleepers than one wakes. */
+enum { THREADS = 8, ITEMS = 5000, PHASES = 200, CROWD = 150 };
 
 static int failures;
 
@@ -62,7 +63,7 @@ static kt_pool *new_pool(int32_t threads) {
 
 typedef struct count_context {
   int64_t input;
-  int64_t output[THREADS]; /* plain */
+  int64_t output[CROWD]; /* plain */
 } count_context;
 
 static void count_job(void *context, int32_t thread) {
@@ -115,29 +116,56 @@ static void check_callers(void) {
 
 typedef struct barrier_context {
   kt_barrier barrier;
-  int32_t threads;
-  int phase[THREADS]; /* plain */
-  int wrong[THREADS];
+  int32_t threads, phases;
+  int phase[CROWD]; /* plain */
+  int wrong[CROWD];
 } barrier_context;
 
 static void barrier_job(void *context, int32_t thread) {
   barrier_context *c = context;
-  for (int phase = 1; phase <= PHASES; phase++) {
+  for (int phase = 1; phase <= c->phases; phase++) {
     c->phase[thread] = phase;
-    if (phase % 64 == 0 && thread == 0) nap(2); /* the others fall asleep */
-    kt_barrier_wait(&c->barrier);
+    if (phase % 64 == 0 && thread == phase % c->threads) nap(2); /* the others fall asleep */
+    kt_barrier_wait(&c->barrier, thread);
     for (int32_t t = 0; t < c->threads; t++) c->wrong[thread] += c->phase[t] != phase;
-    kt_barrier_wait(&c->barrier);
+    kt_barrier_wait(&c->barrier, thread);
   }
 }
 
-static void check_barrier(kt_pool *pool) {
+static void check_barrier(kt_pool *pool, int32_t phases) {
   static barrier_context c;
   memset(c.wrong, 0, sizeof c.wrong);
-  c.threads = kt_pool_threads(pool);
+  c.threads = kt_pool_threads(pool), c.phases = phases;
   kt_barrier_init(&c.barrier, c.threads);
   kt_pool_run(pool, barrier_job, &c);
   for (int32_t t = 0; t < c.threads; t++) expect(c.wrong[t] == 0, "a barrier holds all back");
+}
+
+/* ---- Many threads -------------------------------------------------------------------- */
+
+/* Exactly one is the last, of any number, also when all come again. */
+static void check_gathering(void) {
+  static kt_gathering g;
+  for (int32_t count = 1; count <= 300; count++) {
+    kt_gathering_init(&g, count);
+    for (int32_t round = 0; round < 2; round++) {
+      for (int32_t t = 0; t < count; t++) {
+        const int is_last = kt_gathering_come(&g, round ? count - 1 - t : t);
+        expect(is_last == (t == count - 1), "only the last of those who come is the last");
+      }
+    }
+  }
+}
+
+static void check_crowd(void) {
+  for (int32_t threads = 9; threads <= CROWD; threads += 47) {
+    kt_pool *pool = new_pool(threads);
+    check_jobs(pool, 100, 1);
+    check_barrier(pool, 64);
+    nap(3);
+    check_jobs(pool, 1, 0);
+    kt_pool_destroy(pool);
+  }
 }
 
 /* ---- Share ----------------------------------------------------------------------- */
@@ -224,7 +252,10 @@ static void check_nodes(void) {
   expect(kt_pool_create(6, NULL, nodes, &pool) == KT_OK, "three nodes");
   expect(kt_pool_nodes(pool) == 3 && kt_pool_threads(pool) == 6, "counts");
   for (int32_t t = 0; t < 6; t++)
-    expect(kt_pool_node_of(pool, t) == nodes[t] && kt_pool_rank(pool, t) == ranks[t], "places");
+    expect(kt_pool_node_of(pool, t) == nodes[t] && kt_pool_rank(pool, t) == ranks[t] &&
+               kt_pool_first_thread(pool, nodes[t]) == t - ranks[t],
+           "places");
+  expect(kt_pool_first_thread(pool, 3) == 6, "the end of the last node");
   expect(kt_pool_node_threads(pool, 0) == 2 && kt_pool_node_threads(pool, 1) == 3 &&
              kt_pool_node_threads(pool, 2) == 1,
          "threads of a node");
@@ -328,12 +359,14 @@ int main(int argc, char **argv) {
     kt_pool *pool = new_pool(threads);
     check_jobs(pool, 1000, 0);
     check_jobs(pool, 64, 1);
-    check_barrier(pool);
+    check_barrier(pool, PHASES);
     for (size_t i = 0; i < sizeof items / sizeof *items; i++)
       for (int64_t grain = 0; grain <= 64; grain = grain * 4 + 1)
         check_share(pool, 0, items[i], grain), check_share(pool, items[i] / 3, items[i], grain);
     kt_pool_destroy(pool);
   }
+  check_gathering();
+  check_crowd();
   check_callers();
   check_members();
   check_nodes();

@@ -52,7 +52,7 @@ def row(seconds: float = 1e-4, **changes: Any) -> Row:
     return judge(case(**changes), sample, LIMITS, LIMITS, Errors(0.01, 0.1, 0.001))
 
 
-def report(*rows: Row) -> Report:
+def report(*rows: Row) -> Report[Row]:
     return Report({"cpu": "a CPU"}, [LIMITS], list(rows))
 
 

@@ -197,7 +197,8 @@ def test_a_trace_that_starts_with_nothing(tmp_path: Path, model: Path) -> None:
     ids[3] = 0, 1
     np.savez(tmp_path / "trace.npz", ids=ids)
     words = ("--routing", f"trace:{tmp_path / 'trace.npz'}", "--iters", "1", "--tokens")
-    for layer in (SMALL, ("--model", model, "--top-k", "2", "--threads", "1")):
+    own = ("--model", model, "--numa", "0", "--top-k", "2", "--threads", "1")  # as left out
+    for layer in (SMALL, own):
         result = bench(*layer, *words, "1")
         assert (result.exit_code, result.stdout) == (2, "")
         assert "the first 3 tokens of the trace go to no expert" in result.stderr
@@ -393,6 +394,7 @@ def test_memory_of_packing_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--model", ""), "--model is empty"),
         (("--plot", "."), "is not a picture file"),
         (("--model", ".", "--method", "int4"), "--model uses the converted model's own weights"),
+        (("--model", ".", "--numa", "1"), "--model uses the converted model's own weights"),
         (("--stage", "pack", "--method", "bf16"), "--stage pack cannot measure bf16"),
         (
             ("--shape", "32,32,4096,4096", "--tokens", "1048576"),

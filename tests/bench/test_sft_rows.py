@@ -19,10 +19,10 @@ from torch import Tensor
 from ktconv.bench.measure import Effort
 from ktconv.bench.peers.base import PeerError
 from ktconv.bench.render import FORMATS
+from ktconv.bench.run import Report
 from ktconv.bench.sft import steps
 from ktconv.bench.sft.render import render
 from ktconv.bench.sft.rows import Case, Checked, Row, judge
-from ktconv.bench.sft.run import Report
 from ktconv.bench.sft.steps import Times, in_turn, turn
 from ktconv.native import Activation
 from ktconv.train.gradients import NAMES, Found
@@ -77,8 +77,8 @@ def test_times_that_vary_are_marked(
     assert row(times=Times(backward, forward)).disturbed is disturbed
 
 
-def report(*rows: Row) -> Report:
-    return Report({"cpu": "a CPU"}, [LIMITS], list(rows))
+def report(*rows: Row) -> Report[Row]:
+    return Report({"cpu": "a CPU"}, [LIMITS], list(rows), "sft")
 
 
 def test_facts_follow_the_schema() -> None:

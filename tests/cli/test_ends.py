@@ -224,16 +224,9 @@ def python(code: str, *words: object, **more: Any) -> subprocess.CompletedProces
 
 
 @pytest.mark.parametrize(
-    ("module", "number"),
-    [
-        ("ktconv.cli.app", signal.SIGINT),
-        ("ktconv.cli.app", signal.SIGTERM),
-        ("typer", signal.SIGHUP),
-        ("ktconv.inspect.inspection", signal.SIGINT),
-        ("numpy", signal.SIGTERM),
-        ("numpy", signal.SIGHUP),
-    ],
+    "module", ["ktconv.cli.app", "typer", "ktconv.inspect.inspection", "numpy"]
 )
+@pytest.mark.parametrize("number", INTERRUPTS)
 def test_a_signal_during_imports(module: str, number: int, model: Path) -> None:
     ended = python(AT_IMPORT, module, int(number), "inspect", model)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.looped import each
 from native.support import F32, STORED, U8, Rule, Source, assert_same, every_rule
 from numpy.typing import NDArray
 
@@ -129,8 +130,8 @@ def assert_audit(layout: Layout, source: Source, packed: U8, scale: U8) -> nativ
 
 @layouts
 @every_rule
-@pytest.mark.parametrize("dtype", STORED)
-@pytest.mark.parametrize(("transposed", "rounded"), [(False, True), (True, False)])
+@each("dtype", STORED)
+@each("transposed, rounded", [(False, True), (True, False)])
 def test_sound_weights(
     isa: str,
     layout: Layout,

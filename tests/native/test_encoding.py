@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.looped import each
 from native.support import Source, assert_same
 
 from ktconv import native
@@ -80,9 +81,10 @@ def test_integers_are_those_of_compressed_tensors(isa: str, encoding: Encoding) 
 
 
 @pytest.mark.parametrize("encoding", [*INTS, *OTHERS], ids=str)
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("rows", "cols"), [(ROWS, COLS), (33, 128), (1, 256)])
+@each("transposed", [False, True])
+@each("rows, cols", [(ROWS, COLS), (33, 128), (1, 256)])
 def test_levels_agree(isa: str, encoding: Encoding, transposed: bool, rows: int, cols: int) -> None:
+    native.use_isa(isa)
     source = source_of(encoding, rows=rows, cols=cols, transposed=transposed, pad=3, seed=rows)
     scale = tensor_scale(source) if encoding.kind == "nvfp4" else 0.0
     found = encode(encoding, source.matrix(), scale)
@@ -257,7 +259,7 @@ def test_rows_end_with_a_whole_word(isa: str, kind: str, cols: int) -> None:
 EXTREMES = (2.0**-145, 1e-38, 1e-20, 2.0**-41, 2.0**41, 1e20, 2e38)
 
 
-@pytest.mark.parametrize("most", EXTREMES)
+@each("most", EXTREMES)
 @pytest.mark.parametrize(
     "encoding", [*INTS[:8:2], *OTHERS, Encoding("bf16")], ids=str
 )  # fmt: skip
@@ -265,6 +267,7 @@ def test_sums_of_weights_that_binary32_has_no_squares_of(
     isa: str, encoding: Encoding, most: float
 ) -> None:
     """Some rows of such weights, among zeros and ordinary ones."""
+    native.use_isa(isa)
     values = np.random.default_rng(5).uniform(-1, 1, (ROWS, COLS))
     values[1] = 0
     values[2:] *= most

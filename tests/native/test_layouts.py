@@ -9,6 +9,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from helpers.looped import each
 from native.support import STORED, Rule, Source, assert_same, every_rule, guarded
 
 from ktconv import native
@@ -210,8 +211,8 @@ def expected_groups(layout: Layout, source: Source) -> tuple[np.ndarray, np.ndar
 
 @pytest.mark.parametrize("layout", GROUPED, ids=name_of)
 @every_rule
-@pytest.mark.parametrize("dtype", STORED)
-@pytest.mark.parametrize("transposed", [False, True])
+@each("dtype", STORED)
+@each("transposed", [False, True])
 def test_group_scales(
     isa: str,
     layout: Layout,

@@ -85,7 +85,7 @@ def check(source: Source) -> None:
     assert_same("decode", native.decode(matrix), source.values())
 
 
-@every_level
+@settings(every_level, max_examples=400)
 @given(source=sources())
 @example(Source("int8", 96, 64, dtype="F32", kinds=("tiny", "ordinary")))
 @example(Source("int4", 160, 128, dtype="F32", rounded=True, offset=1))

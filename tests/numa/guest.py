@@ -154,20 +154,22 @@ def forbid_placement() -> None:
 
 
 def by_numa_maps(layer: MoELayer) -> float:
-    """Share of pages on their nodes, of mappings that parts have for themselves."""
-    right, every = 0, 0
-    lines = {
-        int(line.split()[0], 16): line
-        for line in Path("/proc/self/numa_maps").read_text().splitlines()
-    }
+    """Share of pages that lie where they should, of mappings, of which parts may share one."""
+    pages: dict[int, dict[int, int]] = {}
+    for line in Path("/proc/self/numa_maps").read_text().splitlines():
+        found = re.findall(r"N(\d+)=(\d+)", line)
+        pages[int(line.split()[0], 16)] = {int(node): int(count) for node, count in found}
+    wanted: dict[int, dict[int, int]] = {}
     for part, node in enumerate(part_nodes(layer.parts, layer.pool)):
-        at = native.Ranges(layer.packed.layer.arrays(part)).spans[0][0]
-        line = lines[max(start for start in lines if start <= at)]
-        pages = {int(n): int(count) for n, count in re.findall(r"N(\d+)=(\d+)", line)}
-        right, every = (
-            right + pages.get(-1 if node is None else node, 0),
-            every + sum(pages.values()),
-        )
+        ranges = native.Ranges(layer.packed.layer.arrays(part))
+        start = max(start for start in pages if start <= ranges.spans[0][0])
+        of = wanted.setdefault(start, {})
+        of[-1 if node is None else node] = of.get(-1 if node is None else node, 0) + ranges.nbytes
+    right, every = 0, 0
+    for start, of in wanted.items():
+        for node, size in of.items():
+            right += min(size // native.PAGE, pages[start].get(node, 0))
+            every += size // native.PAGE
     return right / every
 
 
@@ -201,10 +203,8 @@ def check_placement(path: Path, wanted: Any) -> None:
 
 def check_pages_of_others(path: Path) -> None:
     """That another process has mapped and which lie on one node."""
-    far = machine.topology()[0].number
 
     def touch_all() -> object:
-        os.sched_setaffinity(0, {far})
         layer = MoELayer.load(path, memory="map", pool=Pool(1, nodes=[NODES[0]]))
         return layer, layer.touch()
 

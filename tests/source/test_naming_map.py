@@ -342,8 +342,9 @@ def test_a_map_that_is_no_text_file(tmp_path: Path, data: bytes | None) -> None:
     path = tmp_path / "map.toml"
     if data is not None:
         path.write_bytes(data)
-    with pytest.raises(UsageError, match=r"--map .*map\.toml"):
+    with pytest.raises(UsageError, match=r"--map .*map\.toml") as refused:
         read_map(path)
+    assert data is not None or (refused.value.hint or "").startswith("name a map, a TOML file; see")
 
 
 @pytest.mark.parametrize(

@@ -164,12 +164,12 @@ static void compute_part(kt_forward_run *f, kt_team *t, kt_worker *w, int64_t pa
     kt_place next = {.strips = 0};
     if (kt_cursor_refill(&down)) next = kt_down_place(f, g, part, down);
     kt_inner_step(f, t, w, g, part, &inner, &next);
-    kt_barrier_wait(&t->barrier);
+    kt_barrier_wait(&t->barrier, w->rank);
     if (g->pieces)
       make_down_rows(f, t, w, g, part);
     else
       make_mid_rows(f, t, w, g, part);
-    kt_barrier_wait(&t->barrier);
+    kt_barrier_wait(&t->barrier, w->rank);
     next.strips = 0;
     if (g + 1 < groups + f->groups) {
       later = kt_cursor_of(g[1].inner, t->threads, w->rank);
@@ -211,14 +211,14 @@ static void forward_job(void *context, int32_t thread) {
   kt_worker *w = f->workers + thread;
   w->rank = kt_team_rank(&f->run, thread);
   make_x_rows(f, t, w);
-  kt_barrier_wait(&t->barrier);
+  kt_barrier_wait(&t->barrier, w->rank);
   const kt_rows_view own = x_rows(f, t);
-  kt_adapted_inputs(&f->run, &f->adapted, &w->lora, &f->x, &own, w->values, w->panel);
+  kt_adapted_inputs(&f->run, &f->adapted, thread, &w->lora, &f->x, &own, w->values, w->panel);
   for (int64_t part = kt_first_part(&f->run, index);
        f->groups && part < kt_first_part(&f->run, index + 1); part++)
     compute_part(f, t, w, part);
   kt_beside_leave(&w->beside);
-  kt_barrier_wait(&f->run.all);
+  kt_barrier_wait(&f->run.all, thread);
   finish(f, w);
   kt_float_mode_leave(mode);
 }

@@ -157,17 +157,17 @@ int64_t kt_first_part(const kt_run *r, int64_t team) {
   return kt_ceil_div(team * r->moe->parts, r->team_count);
 }
 
+static int32_t first_thread(const kt_run *r, int64_t team) {
+  const int64_t node = kt_ceil_div(team * kt_pool_nodes(r->pool), r->team_count);
+  return kt_pool_first_thread(r->pool, (int32_t)node);
+}
+
 int32_t kt_team_threads(const kt_run *r, int64_t team) {
-  int32_t count = 0;
-  for (int32_t thread = 0; thread < kt_pool_threads(r->pool); thread++)
-    count += kt_team_of(r, thread) == team;
-  return count;
+  return first_thread(r, team + 1) - first_thread(r, team);
 }
 
 int32_t kt_team_rank(const kt_run *r, int32_t thread) {
-  int32_t rank = 0;
-  for (int32_t t = 0; t < thread; t++) rank += kt_team_of(r, t) == kt_team_of(r, thread);
-  return rank;
+  return thread - first_thread(r, kt_team_of(r, thread));
 }
 
 int32_t kt_moe_part_node(int64_t parts, int64_t part, const kt_pool *pool) {

@@ -36,33 +36,16 @@ typedef struct member {
 struct kt_pool {
   int32_t threads, nodes;
   pid_t owner;
-  member *members; /* [threads]; 0 is the caller and has no thread */
+  member *members;       /* [threads]; 0 is the caller and has no thread */
+  int32_t *first_thread; /* [nodes + 1] */
   pthread_mutex_t one_job;
   kt_job *job; /* NULL: members end */
   void *context;
   int32_t crowded; /* so many more jobs run with short time slices */
   _Alignas(KT_CACHE_LINE) kt_turn started;
-  _Alignas(KT_CACHE_LINE) atomic_int working; /* members that have not finished this job */
+  kt_gathering done; /* members that have finished this job */
   _Alignas(KT_CACHE_LINE) kt_turn finished;
 };
-
-/* ---- Barrier ---------------------------------------------------------------- */
-
-void kt_barrier_init(kt_barrier *barrier, int32_t count) {
-  atomic_init(&barrier->arrived, 0);
-  kt_turn_init(&barrier->turn);
-  barrier->count = count;
-}
-
-void kt_barrier_wait(kt_barrier *barrier) {
-  const unsigned now = kt_turn_now(&barrier->turn);
-  if (atomic_fetch_add_explicit(&barrier->arrived, 1, memory_order_acq_rel) + 1 < barrier->count) {
-    kt_turn_wait(&barrier->turn, now);
-    return;
-  }
-  atomic_store_explicit(&barrier->arrived, 0, memory_order_relaxed);
-  kt_turn_next(&barrier->turn);
-}
 
 /* ---- Scheduling --------------------------------------------------------------- *
  *
@@ -163,9 +146,8 @@ static void leave(caller *was) { (void)was; }
 
 /* ---- Members ------------------------------------------------------------------ */
 
-static void finish(kt_pool *pool) {
-  if (atomic_fetch_sub_explicit(&pool->working, 1, memory_order_acq_rel) == 1)
-    kt_turn_next(&pool->finished);
+static void finish(kt_pool *pool, const member *self) {
+  if (kt_gathering_come(&pool->done, self->index - 1)) kt_turn_next(&pool->finished);
 }
 
 /* As the caller does in enter(), at the changes only. */
@@ -190,7 +172,7 @@ static void *work(void *argument) {
     if (!pool->job) return NULL;
     follow_crowd(pool, &shortened, &before);
     pool->job(pool->context, self->index);
-    finish(pool);
+    finish(pool, self);
   }
 }
 
@@ -246,30 +228,36 @@ static void place_members(kt_pool *pool, const int32_t *cpus, const int32_t *nod
     m->cpu = cpus ? cpus[t] : -1;
     m->node = nodes ? nodes[t] : 0;
     m->rank = t && m[-1].node == m->node ? m[-1].rank + 1 : 0;
+    if (!m->rank) pool->first_thread[m->node] = t;
   }
   pool->nodes = pool->members[pool->threads - 1].node + 1;
+  pool->first_thread[pool->nodes] = pool->threads;
 }
 
 static kt_pool *new_pool(int32_t threads) {
   kt_pool *pool = aligned_alloc(KT_CACHE_LINE, sizeof *pool);
   member *members = calloc((size_t)threads, sizeof *members);
-  if (!pool || !members || pthread_mutex_init(&pool->one_job, NULL) != 0) {
+  int32_t *first_thread = calloc((size_t)threads + 1, sizeof *first_thread);
+  if (!pool || !members || !first_thread || pthread_mutex_init(&pool->one_job, NULL) != 0) {
+    free(first_thread);
     free(members);
     free(pool);
     return NULL;
   }
   pool->threads = threads;
   pool->members = members;
+  pool->first_thread = first_thread;
   pool->owner = getpid();
   pool->crowded = 0;
   kt_turn_init(&pool->started);
   kt_turn_init(&pool->finished);
-  atomic_init(&pool->working, 0);
+  kt_gathering_init(&pool->done, threads - 1);
   return pool;
 }
 
 static void free_pool(kt_pool *pool) {
   pthread_mutex_destroy(&pool->one_job);
+  free(pool->first_thread);
   free(pool->members);
   free(pool);
 }
@@ -306,10 +294,10 @@ int32_t kt_pool_node_of(const kt_pool *pool, int32_t thread) { return pool->memb
 
 int32_t kt_pool_rank(const kt_pool *pool, int32_t thread) { return pool->members[thread].rank; }
 
+int32_t kt_pool_first_thread(const kt_pool *pool, int32_t node) { return pool->first_thread[node]; }
+
 int32_t kt_pool_node_threads(const kt_pool *pool, int32_t node) {
-  int32_t count = 0;
-  for (int32_t t = 0; t < pool->threads; t++) count += pool->members[t].node == node;
-  return count;
+  return pool->first_thread[node + 1] - pool->first_thread[node];
 }
 
 /* ---- Jobs ------------------------------------------------------------------------- */
@@ -319,7 +307,6 @@ static void run_with_members(kt_pool *pool, kt_job *job, void *context) {
   const unsigned turn = kt_turn_now(&pool->finished);
   pool->job = job;
   pool->context = context;
-  atomic_store_explicit(&pool->working, pool->threads - 1, memory_order_relaxed);
   kt_turn_next(&pool->started);
   job(context, 0);
   if (kt_turn_wait(&pool->finished, turn))

@@ -24,17 +24,38 @@ kt_status kt_pool_run(kt_pool *pool, kt_job *job, void *context);
 int32_t kt_pool_node_of(const kt_pool *pool, int32_t thread);
 int32_t kt_pool_rank(const kt_pool *pool, int32_t thread);
 int32_t kt_pool_node_threads(const kt_pool *pool, int32_t node);
+/* The first thread of a node; for kt_pool_nodes, the number of threads. */
+int32_t kt_pool_first_thread(const kt_pool *pool, int32_t node);
+
+/* Counts threads that have come. They count in groups of neighbours, and each group's last among
+ * the groups: one counter for all would go from core to core as often as there are threads, 40 to
+ * 100 ns each time, where that takes about twice the square root of it. */
+enum { KT_MAX_GROUPS = 16, KT_GROUP_THREADS = 8 };
+
+typedef struct kt_count {
+  _Alignas(KT_CACHE_LINE) atomic_int come;
+  int32_t all;
+} kt_count;
+
+typedef struct kt_gathering {
+  kt_count groups, group[KT_MAX_GROUPS];
+  int32_t size; /* threads of a group, the last one's but for what is missing */
+} kt_gathering;
+
+void kt_gathering_init(kt_gathering *gathering, int32_t count);
+/* 1 to the last of the threads 0 .. count - 1 to come; the next may come again from then on. */
+int kt_gathering_come(kt_gathering *gathering, int64_t thread);
 
 /* All `count` threads wait until the last has come. Reusable at once. Its memory must stay
  * until every thread has left, as it does if it outlives the job. */
 typedef struct kt_barrier {
-  _Alignas(KT_CACHE_LINE) atomic_int arrived;
-  int32_t count;
+  kt_gathering gathering;
   _Alignas(KT_CACHE_LINE) kt_turn turn;
 } kt_barrier;
 
 void kt_barrier_init(kt_barrier *barrier, int32_t count);
-void kt_barrier_wait(kt_barrier *barrier);
+/* `thread`: 0 .. count - 1, another for each. */
+void kt_barrier_wait(kt_barrier *barrier, int64_t thread);
 
 /* Items next .. end - 1, handed out in runs of neighbours: long runs at first (so that each
  * thread streams through memory), down to `grain` at the end (so that all finish together). */

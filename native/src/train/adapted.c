@@ -103,8 +103,8 @@ static kt_rows_view view_of(const kt_run *r, const kt_adapted *a, const kt_rows_
   return view;
 }
 
-void kt_adapted_inputs(kt_run *r, kt_adapted *a, const kt_lora_worker *w, const kt_matrix *x,
-                       const kt_rows_view *own, float *values, uint8_t *panel) {
+void kt_adapted_inputs(kt_run *r, kt_adapted *a, int32_t thread, const kt_lora_worker *w,
+                       const kt_matrix *x, const kt_rows_view *own, float *values, uint8_t *panel) {
   if (!kt_adapts_x(&a->adapter)) return;
   kt_decode_rows_fn *const read = kt_decode_rows_best();
   for (int64_t first, count; kt_share_take(&a->rows, &first, &count);)
@@ -112,11 +112,11 @@ void kt_adapted_inputs(kt_run *r, kt_adapted *a, const kt_lora_worker *w, const 
       read(x, r->first_token + token, 1, values, r->moe->hidden);
       kt_rows_quantize(KT_ROWS_BF16, r->moe->hidden, 0, values, a->x_rows + token * a->x_stride);
     }
-  kt_barrier_wait(&r->all);
+  kt_barrier_wait(&r->all, thread);
   const kt_rows_view in = view_of(r, a, own, a->x_rows, a->x_stride, &a->adapter.drop_x);
   for (int64_t first, count; kt_share_take(&a->experts, &first, &count);)
     for (int64_t i = first; i < first + count; i++) pair_products(r, a, w, &in, panel, i);
-  kt_barrier_wait(&r->all);
+  kt_barrier_wait(&r->all, thread);
 }
 
 /* The gate whose SiLU is `limit`: SiLU rises from there on, and lies below its argument. */

@@ -40,8 +40,9 @@ void kt_adapted_start(const kt_run *run, kt_adapted *adapted);
 
 /* All threads: A x of gate and up. `own`: the team's rows of x, if they are bf16. Ends with a
  * barrier of all threads. */
-void kt_adapted_inputs(kt_run *run, kt_adapted *adapted, const kt_lora_worker *worker,
-                       const kt_matrix *x, const kt_rows_view *own, float *values, uint8_t *panel);
+void kt_adapted_inputs(kt_run *run, kt_adapted *adapted, int32_t thread,
+                       const kt_lora_worker *worker, const kt_matrix *x, const kt_rows_view *own,
+                       float *values, uint8_t *panel);
 
 /* What an item of gate and up rows has: strips from row `row` of a part on. */
 typedef struct kt_inner_item {

@@ -174,10 +174,14 @@ static void whole_block(kt_back *b, kt_back_team *t, const kt_back_worker *w, kt
   if (g->split.end) kt_back_split(b, t, w, g, part, at, block->count);
 }
 
+static void wait_for_team(const kt_back *b, kt_back_team *t, const kt_back_worker *w) {
+  kt_barrier_wait(&t->barrier, kt_team_rank(&b->run, (int32_t)(w - b->workers)));
+}
+
 static void step_by_step(kt_back *b, kt_back_team *t, const kt_back_worker *w, kt_back_group *g,
                          int64_t part) {
   EACH_RUN(&g->middle, first, count) kt_back_middle(b, t, w, g, part, first, count);
-  kt_barrier_wait(&t->barrier);
+  wait_for_team(b, t, w);
   EACH_ITEM(&g->pairs, i) kt_back_pairs(b, t, w, g, part, i);
   EACH_ITEM(&g->outer, i) kt_back_outer(b, t, w, g, part, i);
   EACH_RUN(&g->split, first, count) kt_back_split(b, t, w, g, part, first, count);
@@ -186,17 +190,17 @@ static void step_by_step(kt_back *b, kt_back_team *t, const kt_back_worker *w, k
 static void compute_part(kt_back *b, kt_back_team *t, const kt_back_worker *w, int64_t part) {
   kt_back_group *const groups = b->parts[part].groups, *const end = groups + b->groups;
   make_dy_rows(b, t, w, groups, part);
-  kt_barrier_wait(&t->barrier);
+  wait_for_team(b, t, w);
   for (kt_back_group *g = groups; g < end; g++) {
     if (g->whole)
       EACH_ITEM(&g->blocks, i) whole_block(b, t, w, g, part, i);
     else
       step_by_step(b, t, w, g, part);
-    kt_barrier_wait(&t->barrier);
+    wait_for_team(b, t, w);
     EACH_RUN(&g->dx, first, count) kt_back_inputs(b, t, w, g, part, first, count);
     EACH_ITEM(&g->outer, i) kt_back_outer(b, t, w, g, part, i);
     if (g + 1 < end) make_dy_rows(b, t, w, g + 1, part);
-    kt_barrier_wait(&t->barrier);
+    wait_for_team(b, t, w);
   }
 }
 
@@ -227,13 +231,13 @@ static void backward_job(void *context, int32_t thread) {
   for (int i = 0; i < KT_CHUNK; i++) w->ones[i] = 1.0f;
   EACH_ITEM(&b->zeros, e) kt_back_zero(b, e);
   EACH_ITEM(&b->rows, i) make_rows(b, w, i);
-  kt_barrier_wait(&b->run.all);
+  kt_barrier_wait(&b->run.all, thread);
   EACH_ITEM(&b->down, i) kt_back_down_products(b, w, i);
-  kt_barrier_wait(&b->run.all);
+  kt_barrier_wait(&b->run.all, thread);
   for (int64_t part = kt_first_part(&b->run, index);
        b->groups && part < kt_first_part(&b->run, index + 1); part++)
     compute_part(b, b->teams + index, w, part);
-  kt_barrier_wait(&b->run.all);
+  kt_barrier_wait(&b->run.all, thread);
   finish(b, w);
   kt_float_mode_leave(mode);
 }

@@ -83,7 +83,7 @@ class Layer:
         return ids if here is None or routing.trace is not None else (here[drawn] for drawn in ids)
 
     def scratch_bytes(self, tokens: int, pool: Pool) -> int:
-        """Bytes that a forward of so many tokens needs in addition to its arrays."""
+        """Bytes that a forward of `tokens` needs in addition to its arrays."""
         shape = self.shape
         if self.experts is not None:
             return self.experts.layer.scratch_size(tokens, shape.top_k, pool)
@@ -279,7 +279,7 @@ def _check_memory(request: Request, layers: Sequence[Layer], pool: Pool) -> None
 
 
 def _room_for_experts(request: Request, layers: Sequence[Layer], pool: Pool, working: int) -> int:
-    """Bytes left beside `working` and the largest batch; UsageError if that does not fit."""
+    """Bytes left besides `working` and the largest batch; UsageError if that does not fit."""
     free = int(_SHARE_OF_MEMORY * machine.available_memory()) - working
     tokens, shape = max(request.tokens), layers[0].shape
     batch = batch_bytes(tokens, shape.hidden, shape.top_k, request.effort)

@@ -110,7 +110,7 @@ def _expect(name: str, value: object, *kinds: type) -> None:
         raise TypeError(f"{name} is of type {type(value).__name__}")
 
 
-def compare(report: Report, old: Baseline, tolerance: float) -> list[str]:
+def compare(report: Report[Row], old: Baseline, tolerance: float) -> list[str]:
     """Add ratios to the rows of the report; returns notes for the user."""
     pairs = [(row, old.like(row)) for row in report.rows]
     report.rows = [_compared(row, then, tolerance) if then else row for row, then in pairs]
@@ -126,7 +126,7 @@ def _compared(row: Row, old: Row, tolerance: float) -> Row:
     )
 
 
-def _notes(report: Report, old: Baseline, missing: list[Row], tolerance: float) -> list[str]:
+def _notes(report: Report[Row], old: Baseline, missing: list[Row], tolerance: float) -> list[str]:
     notes = []
     if old.cpu != report.machine["cpu"]:
         notes.append(f"note: {old.path} is from another machine ({old.cpu or 'not named'})")

@@ -120,7 +120,7 @@ class Meter:
 
 
 def _filled(nbytes: int) -> Array:
-    """Memory of so many bytes, written once, so that each of its pages exists. Filled piece by
+    """`nbytes` of memory, written once, so that each of its pages exists. Filled piece by
     piece, because Python raises an interrupt only between two calls."""
     memory = native.aligned_bytes(nbytes)
     numbers = memory.view(np.uint64)

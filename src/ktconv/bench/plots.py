@@ -15,7 +15,7 @@ from ktconv.writer.pictures import picture
 _SIZE = (9.0, 6.0)
 
 
-def plot(report: Report, path: Path) -> None:
+def plot(report: Report[Row], path: Path) -> None:
     """A file whose name starts with "sweep" shows tokens/s over tokens, any other the roofline."""
     with picture(path, _SIZE) as axes:
         if path.stem.lower().startswith("sweep"):
@@ -24,7 +24,7 @@ def plot(report: Report, path: Path) -> None:
             _roofline(axes, report)
 
 
-def _series(report: Report) -> dict[str, list[Row]]:
+def _series(report: Report[Row]) -> dict[str, list[Row]]:
     """Label of a line -> its rows, fewest tokens first."""
     ours = [row for row in report.rows if row.engine == "ktconv"]
     several = {name for name in ("isa", "threads") if len({getattr(row, name) for row in ours}) > 1}
@@ -49,7 +49,7 @@ def _draw(axes: Any, label: str, rows: list[Row], x: list[float], y: list[float]
             axes.plot([u], [v], marker, color=drawn.get_color(), markerfacecolor="white")
 
 
-def _sweep(axes: Any, report: Report) -> None:
+def _sweep(axes: Any, report: Report[Row]) -> None:
     for label, rows in _series(report).items():
         tokens = [float(row.tokens) for row in rows]
         _draw(axes, label, rows, tokens, [row.tokens_per_s for row in rows])
@@ -60,7 +60,7 @@ def _sweep(axes: Any, report: Report) -> None:
     _finish(axes, report)
 
 
-def _roofline(axes: Any, report: Report) -> None:
+def _roofline(axes: Any, report: Report[Row]) -> None:
     for label, rows in _series(report).items():
         x = [row.gops / max(row.weight_gb_s, 1e-9) for row in rows]
         _draw(axes, label, rows, x, [row.gops for row in rows])
@@ -81,7 +81,7 @@ def _roofline(axes: Any, report: Report) -> None:
     _finish(axes, report)
 
 
-def _roofs(axes: Any, report: Report) -> None:
+def _roofs(axes: Any, report: Report[Row]) -> None:
     """The best limits of memory and units that were measured in this run."""
     low, high = axes.get_xlim()
     span = np.geomspace(max(low, 0.5), max(high, 1000.0), 400)
@@ -105,7 +105,7 @@ def _roofs(axes: Any, report: Report) -> None:
         )
 
 
-def _finish(axes: Any, report: Report) -> None:
+def _finish(axes: Any, report: Report[Row]) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     shapes = ", ".join(dict.fromkeys(row.shape["name"] for row in report.rows))

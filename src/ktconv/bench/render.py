@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from ktconv.bench.rows import Row
-from ktconv.bench.run import Report
+from ktconv.bench.run import AnyRow, Report
 
 FORMATS = ("table", "markdown", "json", "jsonl", "csv")
 
@@ -34,9 +34,10 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "before us": lambda row: "-" if row.old_median_us is None else f"{row.old_median_us:.0f}",
     "ratio": lambda row: _ratio(row),
 }
-_WORDS = {"shape", "engine", "method", "isa", ""}
+WORDS = {"shape", "engine", "method", "isa", ""}
+DISTURBED = "! disturbed: other work on the machine, times or limits that vary widely"
 _LEGEND = {
-    "!": "! disturbed: other work on the machine, times or limits that vary widely",
+    "!": DISTURBED,
     "c": "c the weights are so few that they come from the cache, not from memory",
 }
 
@@ -51,17 +52,30 @@ def _ratio(row: Row) -> str:
     return f"{row.ratio:.2f}{' SLOWER' if row.regressed else ''}"
 
 
-def render(report: Report, form: str) -> str:
+def render(report: Report[Row], form: str) -> str:
     """The report in one of FORMATS, without a newline at its end."""
-    names = _wanted(report.rows)
-    cells = [[_COLUMNS[name](row) for name in names] for row in report.rows]
+    columns = {name: _COLUMNS[name] for name in _wanted(report.rows)}
+    return render_report(report, form, columns, _marks, _LEGEND)
+
+
+def render_report(
+    report: Report[AnyRow],
+    form: str,
+    columns: Mapping[str, Callable[[AnyRow], str]],
+    marks: Callable[[AnyRow], str],
+    legend: Mapping[str, str],
+    *notes: str,
+) -> str:
+    """The report with these `columns`. Below a table for people stand `notes`, and the lines of
+    `legend` for the marks that rows have."""
+    cells = [[text(row) for text in columns.values()] for row in report.rows]
     facts = report.facts()
-    text = render_rows(form, facts, facts["rows"], names, cells, _WORDS)
+    text = render_rows(form, facts, facts["rows"], list(columns), cells, WORDS)
     if form not in ("table", "markdown"):
         return text
-    used = {mark for row in report.rows for mark in _marks(row)}
-    legend = [line for mark, line in _LEGEND.items() if mark in used]
-    return "\n".join([text, *([""] if legend else []), *legend])
+    used = {mark for row in report.rows for mark in marks(row)}
+    below = [*notes, *(line for mark, line in legend.items() if mark in used)]
+    return "\n".join([text, *([""] if below else []), *below])
 
 
 def render_rows(

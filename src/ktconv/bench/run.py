@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
-from typing import Any
+from math import isfinite
+from typing import Any, Generic, TypeVar
 
 from ktconv import native
 from ktconv.bench.cases import Layer, Plan, Request, Session, different_experts, prepare
@@ -23,32 +24,46 @@ from ktconv.system.units import counted
 SCHEMA = 1
 
 
+AnyRow = TypeVar("AnyRow")  # of the forward, or of fine-tuning
+
+
 @dataclass
-class Report:
+class Report(Generic[AnyRow]):
     """Rows and what they are to be judged by; `facts()` is the JSON document."""
 
     machine: dict[str, Any]
     limits: list[Limits] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[AnyRow] = field(default_factory=list)
+    mode: str = ""  # of --mode; empty: the usual one
 
     def facts(self) -> dict[str, Any]:
         return {
             "schema": SCHEMA,
+            **({"mode": self.mode} if self.mode else {}),
             "machine": self.machine,
             "limits": {f"{limit.isa}-{limit.threads}": asdict(limit) for limit in self.limits},
-            "rows": [asdict(row) for row in self.rows],
+            "rows": [_facts(row) for row in self.rows],
         }
+
+
+def _facts(row: Any) -> dict[str, Any]:
+    """Facts with errors that are not finite as strings, since JSON has no such numbers."""
+    facts = asdict(row)
+    for errors in (facts.get("errors", {}), facts.get("kernel_errors", {})):
+        odd = {name: str(error) for name, error in errors.items() if not isfinite(error)}
+        errors.update(odd)
+    return facts
 
 
 def bench(
     request: Request, notify: Notify, expect: Callable[[list[Key]], None] | None = None
-) -> Report:
+) -> Report[Row]:
     """Measures. `notify` gets what is being done, for people; `expect` the keys of the rows of
     ours that will be measured, and may raise before anything is."""
     plan = prepare(request, notify)
     if expect:
         expect([case.key for case in plan.cases])
-    report = Report(fingerprint())
+    report = Report[Row](fingerprint())
     with ExitStack() as stack:
         pools = {threads: stack.enter_context(Pool(threads)) for threads in request.threads}
         stack.enter_context(level_kept())

@@ -55,7 +55,7 @@ CONFLICTS = (
             "--model uses the converted model's own weights",
             "omit --method, --shape, --experts and --numa",
         )
-        for name in ("--method", "--shape", "--experts", "--numa")
+        for name in ("--method", "--shape", "--experts", "--numa !--numa=0")
     ),
 )
 _HINTS: Hints = {MemoryError: "use fewer --experts, --tokens or --threads, or a smaller --method"}

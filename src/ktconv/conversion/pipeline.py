@@ -74,7 +74,7 @@ class Observer:
         """Begin with the units that will be converted now."""
 
     def advanced(self, source_bytes: int) -> None:
-        """So many more bytes of the source are done."""
+        """Report `source_bytes` more of the source as done."""
 
     def unit_started(self, key: str) -> None:
         """A unit, like layer-00003, is being converted."""

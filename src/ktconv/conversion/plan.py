@@ -109,7 +109,7 @@ class Plan(Generic[T_co]):
 
     @property
     def made_files(self) -> Sequence[str]:
-        """Names of files that are made, not copied, beside shards."""
+        """Names of files that are made, not copied, next to shards."""
         return [*self.target.made_files, *self.checkpoint.made_files]
 
     @property

@@ -2,7 +2,7 @@
 
 The steps are: check output and disk; convert unit by unit; write index and manifest when
 every unit is there. Everything that was finished stays finished, whatever happens.
-Subclasses define the tasks that write experts, and the files beside the shards.
+Subclasses define the tasks that write experts, and the files next to the shards.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class Conversion(ABC):
         return CopyTask(reader, tensor, name, self.request.verify)
 
     def origin(self) -> Record:
-        """Inputs beside the source, for run.json and manifest; a run into an output with another
+        """Inputs besides the source, for run.json and manifest; a run into an output with another
         origin is refused."""
         return {}
 
@@ -408,7 +408,7 @@ class Conversion(ABC):
         for flaw in flaws(self.output, manifest.side_files or {}):
             if flaw.check in ("changed file", "damaged file"):
                 self.observer.noted(
-                    f"{flaw.message}, and stays as it is: to have it written anew, remove it and "
+                    f"{flaw.message}, and stays as it is: to have it written again, remove it and "
                     "run the same command again"
                 )
 

@@ -31,8 +31,8 @@ NAMES: Mapping[str, ExpertActivation] = {
 
 
 def expert_activation(config: Config, layer: int | None = None) -> ExpertActivation:
-    """What the routed experts of `layer` do between their products; without a layer, of one that
-    lists with a value for each layer have none for.
+    """The function that the routed experts of `layer` apply between their products; without a
+    layer, of one for which lists with a value for each layer have none.
 
     Raises CheckpointError for values of a wrong kind, and for lists that end before the model's
     layers do.
@@ -62,7 +62,7 @@ def assumed_activation(config: Config) -> str:
 
 
 def shared_activation(config: Config, layer: int | None = None) -> ExpertActivation:
-    """The same of the layer's shared experts."""
+    """The function that the layer's shared experts apply between their products."""
     row, text = config.family, config.checked_text
     found = replace(
         expert_activation(config, layer), biases=False, weight_on_input=False, post_norm=False
@@ -75,20 +75,20 @@ def shared_activation(config: Config, layer: int | None = None) -> ExpertActivat
 
 
 def post_norm_epsilon(config: Config) -> float:
-    """What is added to the mean square of an expert's output, where that is normalised."""
+    """The number added to the mean square of an expert's output, where that is normalised."""
     return _number(config.checked_text, "post norm epsilon") or _POST_NORM_EPSILON
 
 
 def _settings(config: Config) -> Mapping[str, Any]:
-    """The text section; of a family that nobody knows also what stands outside of it, since a
-    limit or a function that is overlooked makes results wrong."""
+    """The text section; of an unknown family also what stands outside of it, since a limit or a
+    function that is overlooked makes results wrong."""
     text = config.checked_text
     return text if config.family is not None else {**config.content, **text}
 
 
 def _usual_activation(config: Config) -> ExpertActivation:
-    """What the rows of the text section and of the whole config say. A model that took its text
-    section over from another family may compute something else than that one."""
+    """The activation in the rows of the text section and of the whole config. A model that took
+    its text section over from another family may compute something else than that one."""
     usual = PLAIN
     for kind in config.model_types:
         row = table.FAMILIES.of(kind)
@@ -161,8 +161,8 @@ def _key(text: Mapping[str, Any], setting: str) -> str:
 
 
 def experts_have_gate(config: Config) -> bool | None:
-    """By the family, else by the function that config.json names; None where it names none, or one
-    that experts have with and without a gate."""
+    """Whether experts have a gate: by the family, else by the function that config.json names.
+    None where it names none, or one that experts have with and without a gate."""
     row = config.family
     if row is None and not _name(_settings(config), "activation", None):
         return None
@@ -187,8 +187,8 @@ def _checked(key: str, value: Any) -> float:
 
 def _name(text: Mapping[str, Any], setting: str, family: Family | None) -> str:
     """The first that is not empty; empty where there is none. Keys of the family's own are those
-    of its experts alone: others are another module's. CheckpointError where the keys of a family
-    that nobody knows disagree."""
+    of its experts alone: others are another module's. CheckpointError where the keys of an unknown
+    family disagree."""
     own = family.keys.get(setting) if family is not None else None
     names = {key: _at(text, key) for key in own or table.FAMILIES.keys(setting)}
     for key, name in names.items():

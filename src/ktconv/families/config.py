@@ -90,7 +90,7 @@ def _value(section: Mapping[str, Any], setting: str, family: Family | None = Non
 
 
 def top_k_of(config: Config, layer: int | None = None) -> int | None:
-    """How many experts a token goes to in `layer`; None where config.json does not say.
+    """The number of experts of each token in `layer`; None where config.json does not say.
 
     The first section with any of the keys decides, and in it the first key in the order of
     `Families.keys`; a list that is too short for `layer` decides that nothing is said. Raises

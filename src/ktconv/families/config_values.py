@@ -18,7 +18,7 @@ from ktconv.errors import CheckpointError
 from ktconv.families import table
 
 CONFIG_NAME = "config.json"
-CONFIG_HINT = "Copy the config.json that belongs to this checkpoint beside its weights."
+CONFIG_HINT = "Copy the config.json that belongs to this checkpoint next to its weights."
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ def router_of(config: Config | Mapping[str, Any], layer: int) -> RouterSpec:
 
 
 def find_router(config: Config, layer: int, corrected: bool | None = None) -> FoundRouter:
-    """As `router_of`, and from what the router is inferred where the family is not in the table.
+    """The router of `router_of`, and from what it is inferred where the family is not in the table.
 
     `corrected`: whether the checkpoint has a correction bias for this layer, where that is known.
     For such a family it decides what config.json leaves open.
@@ -68,8 +68,8 @@ def find_router(config: Config, layer: int, corrected: bool | None = None) -> Fo
 
 
 def stated_router(config: Config, layer: int, experts: int, corrected: bool) -> RouterSpec | None:
-    """The router of a layer with so many experts, as far as family and config.json tell it; its
-    `top_k` is 0 where they do not. None for one that is not known.
+    """The router of a layer, as far as family and config.json tell it; its `top_k` is 0 where they
+    do not. None for one that is not known.
 
     Raises CheckpointError where config.json contradicts the family, or the number of experts.
     """
@@ -126,7 +126,8 @@ _HINT = "load the model with transformers, which implements its router"
 
 
 def _inferred(config: Config, corrected: bool | None) -> tuple[Router, str]:
-    """For a family that is not in the table: by the keys that such models share, and the tensors.
+    """The router of a family that is not in the table: by the keys that such models share, and the
+    tensors.
 
     Softmax only where the checkpoint has no correction bias, or config.json says softmax.
     """
@@ -231,7 +232,7 @@ def _checked(spec: RouterSpec, experts: Any) -> RouterSpec:
 
 
 def check_experts(spec: RouterSpec, experts: int) -> None:
-    """CheckpointError unless `spec` is possible with so many experts that have weights."""
+    """CheckpointError unless `spec` is possible with this number of experts that have weights."""
     choosable = experts + spec.identity_experts
     if choosable % spec.n_group or spec.topk_group > spec.n_group:
         raise CheckpointError(

@@ -118,7 +118,7 @@ def choose(
 
 @lru_cache(maxsize=64)
 def _rule(spec: RouterSpec, experts: int) -> native.Router:
-    """CheckpointError for a spec that no router with so many experts can have."""
+    """CheckpointError for a spec that no router with this number of experts can have."""
     check_experts(spec, experts - spec.identity_experts)
     _check_steps(spec, experts + spec.sinks)
     return native.Router(

@@ -18,6 +18,19 @@ Dialect = Literal["kernel", "quantize-cpu", "quantize-gpu"]
 
 
 @dataclass(frozen=True)
+class Stored:
+    """The tensors and the config.json of a checkpoint in a format: names of what describes them in
+    `ktconv.targets.encoded`, which formats do not import."""
+
+    layout: str  # module:object, in `layouts`
+    section: str = "compressed_tensors"  # in `sections`
+    naming: str = "OWN"  # in `naming`: what modules are called
+    groups: tuple[int, ...] = ()  # sizes to choose from, the default first; (): the format's own
+    half: bool | None = None  # whether scales of integers are f16; None: as the weights are
+    activations: str = ""  # strategy of compressed-tensors' input_activations
+
+
+@dataclass(frozen=True)
 class FormatSpec:
     """One format of numbers, by its names; an empty name: the dialect does not have it."""
 
@@ -33,6 +46,8 @@ class FormatSpec:
     others: tuple[str, ...] = ()  # names in other programs, beside those of KTransformers
     runs_as: str = ""  # the kernels' format with the same numbers, where `kernel` is empty
     number: str = ""  # the element of a source that its codes are, where they are no integers
+    cpu_stored: Stored | None = None  # as quantize-cpu writes checkpoints; None: packed
+    gpu_stored: Stored | None = None  # by quantize-gpu, in groups of the scheme's rows
 
     @property
     def is_int(self) -> bool:
@@ -44,22 +59,30 @@ class FormatSpec:
         return named[dialect]
 
 
+_INTEGERS = "packed:PACK_QUANTIZED"
+
+
 def _groups(kind: str, *rows: FormatSpec) -> Iterator[FormatSpec]:
     """Integers in groups, as kernels have them: with scales in bf16, for which `rows` have the
     names, and in float32 into which they pack those in fp16."""
     named = {row.group: row for row in rows}
-    kt = rows[0].kt
+    kt, bits, stored = rows[0].kt, int(kind[3:]), Stored(_INTEGERS)
     for group in (32, 64, 128):
-        row = named.get(group, FormatSpec(kind, int(kind[3:]), group))
-        yield replace(row, kernel=f"g{kind}-{group}", scheme=f"W{kind[3:]}A16", kt=kt)
+        row = named.get(group, FormatSpec(kind, bits, group))
+        kernel, scheme = f"g{kind}-{group}", f"W{bits}A16"
+        yield replace(row, kernel=kernel, scheme=scheme, kt=kt, gpu_stored=stored)
     for group in (32, 64, 128):
-        yield FormatSpec(kind, int(kind[3:]), group, f"g{kind}-{group}-f32", kt=kt)
+        yield FormatSpec(kind, bits, group, f"g{kind}-{group}-f32", kt=kt)
 
 
-def _named(kind: str, group: int, cpu: str, *others: str, kt: tuple[str, ...] = ()) -> FormatSpec:
-    bits = kind[3:]
-    words = f"INT{bits} in groups of {group}"
-    return FormatSpec(kind, int(bits), group, cpu=cpu, kt=kt, words=words, others=others)
+def _named(
+    kind: str, group: int, cpu: str, *others: str, kt: tuple[str, ...] = (), naming: str = "OWN"
+) -> FormatSpec:
+    bits, stored = kind[3:], Stored(_INTEGERS, naming=naming, half=False)
+    return FormatSpec(
+        kind, int(bits), group, cpu=cpu, kt=kt, words=f"INT{bits} in groups of {group}",
+        others=others, cpu_stored=stored,
+    )  # fmt: skip
 
 
 SPECS = (
@@ -70,26 +93,37 @@ SPECS = (
     *_groups(
         "int4",
         _named("int4", 32, "rawint4", "int4-g32", "gint4", "gint4-g32",
-               kt=("RAWINT4", "GPTQ_INT4")),
+               kt=("RAWINT4", "GPTQ_INT4"), naming="MLP"),
         _named("int4", 64, "int4-g64", "gint4-g64"),
         _named("int4", 128, "int4-g128", "gint4-g128"),
     ),
     *_groups("int8", _named("int8", 128, "int8-g128", "gint8-g128")),
     FormatSpec("fp8", 8, 128, "fp8", "fp8", "FP8_BLOCK", ("FP8",), block=128,
-               number="F8_E4M3", words="FP8 in blocks of 128 x 128"),
+               number="F8_E4M3", words="FP8 in blocks of 128 x 128",
+               cpu_stored=Stored("plain:FP8_BLOCK", "fine_grained_fp8", "THREE"),
+               gpu_stored=Stored("plain:FLOAT_QUANTIZED", activations="group")),
     FormatSpec("fp8", 8, CHANNEL, "fp8-channel", "fp8-channel", "FP8_DYNAMIC", ("FP8_PERCHANNEL",),
-               number="F8_E4M3", words="FP8, a scale per row"),
+               number="F8_E4M3", words="FP8, a scale per row",
+               cpu_stored=Stored("plain:FLOAT_QUANTIZED", naming="THREE", activations="token"),
+               gpu_stored=Stored("plain:FLOAT_QUANTIZED", activations="token")),
     FormatSpec("mxfp4", 4, 32, "mxfp4", "mxfp4", "MXFP4A16", ("MXFP4",),
-               number="F4_E2M1", words="FP4 in groups of 32"),
-    FormatSpec("mxfp8", 8, 32, cpu="mxfp8", kt=("MXFP8",), words="FP8 in groups of 32"),
+               number="F4_E2M1", words="FP4 in groups of 32",
+               cpu_stored=Stored("plain:MXFP4_V4", "deepseek_v4", "V4"),
+               gpu_stored=Stored("plain:MXFP4_PACK_QUANTIZED")),
+    FormatSpec("mxfp8", 8, 32, cpu="mxfp8", kt=("MXFP8",), words="FP8 in groups of 32",
+               cpu_stored=Stored("plain:MXFP8_M3", "mxfp8", "M3")),
     FormatSpec("nvfp4", 4, 16, "nvfp4", "nvfp4", "NVFP4A16", ("NVFP4",),
-               number="F4_E2M1", words="FP4 in groups of 16"),
+               number="F4_E2M1", words="FP4 in groups of 16",
+               cpu_stored=Stored("plain:NVFP4_MODELOPT", "modelopt_nvfp4", "MLP"),
+               gpu_stored=Stored("plain:NVFP4_PACK_QUANTIZED")),
     # Other tensors for the numbers of gint4-128.
     FormatSpec("int4", 4, 128, cpu="gptq-int4", kt=("GPTQ_INT4",), runs_as="gint4-128",
-               words="INT4 in groups of 128, in GPTQ's files"),
-    FormatSpec("int4", 4, 128, cpu="awq", words="INT4 in groups of 128, in AWQ's files"),
+               words="INT4 in groups of 128, in GPTQ's files",
+               cpu_stored=Stored("words:GPTQ", "gptq", "THREE", half=True)),
+    FormatSpec("int4", 4, 128, cpu="awq", words="INT4 in groups of 128, in AWQ's files",
+               cpu_stored=Stored("words:AWQ", "no_section", "BLK", (128, 32, 64), half=True)),
     FormatSpec("bf16", 16, 0, "bf16", "bf16", kt=("BF16",), number="BF16",
-               words="not quantized"),
+               words="not quantized", cpu_stored=Stored("plain:BF16", "no_section", "THREE")),
 )  # fmt: skip
 
 

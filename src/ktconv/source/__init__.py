@@ -66,7 +66,7 @@ from ktconv.system.text import path_text
 def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
     """Open the checkpoint that `model` means, see `ModelSource`.
 
-    config.json and other side files are those of its `config`, else those beside the safetensors
+    config.json and other side files are those of its `config`, else those next to the safetensors
     files; a GGUF model without it has a config.json of its metadata. Everything that headers
     contain is validated. Raises CheckpointError (or ResourceError where the system refuses) with
     the file or tensor in its message.

@@ -1,4 +1,4 @@
-"""Files of LoRA adapters, which are no part of the model that they lie beside."""
+"""Files of LoRA adapters, which are no part of the model that they lie next to."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Whether tensors and config.json agree: what cannot be right is refused, what is odd is noted.
 
 Numbers of experts and layers are compared where layers are built; here are the settings that no
-shape depends on, and the tensors beside the experts.
+shape depends on, and the tensors next to the experts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def check_agreement(
     layers: Sequence[MoELayer],
     others: Sequence[TensorRef],
 ) -> list[str]:
-    """Notes about what is odd in config.json (`content`, read as `config`) or the tensors beside
+    """Notes about what is odd in config.json (`content`, read as `config`) or the tensors next to
     the experts.
 
     Raises CheckpointError for a router that the family does not have, that the numbers of experts

@@ -147,7 +147,7 @@ class ConfigFile:
 
 def side_directory_of(place: Path, gguf: bool, given: Path | None) -> Path | None:
     """The directory of config.json and other side files, which may be `given`; None: there is none,
-    beside GGUF files. UsageError for another thing than a directory."""
+    next to GGUF files. UsageError for another thing than a directory."""
     if given is None:
         return None if gguf else place
     if not given.is_dir():
@@ -201,7 +201,7 @@ def with_quantize_config(
     if packing not in (None, "gptq"):
         other = CheckpointError(
             f"{directory / _QUANTIZE_CONFIG} has checkpoint_format {packing!r:.60}, but "
-            f"{CONFIG_NAME} beside it has no quantization_config",
+            f"{CONFIG_NAME} next to it has no quantization_config",
             _QUANTIZE_HINT,
         )
     return replace(config, group_sizes=_group_sizes(said)), other

@@ -109,7 +109,7 @@ class Counts:
         return notes
 
     def _left_rows(self, layer: MoELayer) -> int:
-        """Rows of the router beside those of the experts, where a family may have some."""
+        """Rows of the router besides those of the experts, where a family may have some."""
         router, count = self._routers.get(layer.source), len(layer.experts)
         if router is None or router.confirms(count):
             return 0

@@ -115,8 +115,8 @@ _Parts = Mapping[Projection, Parts]  # gate and up have the same ones where they
 def fused_experts(
     stack: Stack, config: ModelConfig, count: Setting | None
 ) -> tuple[FusedLayout, _Parts]:
-    """Sizes and layout of a fused stack, and its tensors by the names of their parts. `count`: how
-    many experts it has, for tensors that do not show it.
+    """Sizes and layout of a fused stack, and its tensors by the names of their parts. `count`: its
+    number of experts, for tensors that do not show it.
 
     Raises CheckpointError naming the tensor that is missing, unknown, or of a shape that fits none.
     """

@@ -222,7 +222,7 @@ def substitute(
 
 
 def _unnamed(index: Index) -> list[str]:
-    """Other safetensors files beside an index."""
+    """Other safetensors files next to an index."""
     named = set(index.weight_map.values())
     here = (path.name for path in index.path.parent.iterdir())  # as remote directories have it
     beside = sorted(name for name in here if name.endswith(".safetensors"))

@@ -21,7 +21,7 @@ def build_layers(
     split: Split, config: ModelConfig, with_routers: bool = True
 ) -> tuple[list[MoELayer], list[str]]:
     """All MoE layers, ascending, compared with config.json; and notes about them for the user.
-    `with_routers`: whether routers beside the experts are theirs.
+    `with_routers`: whether routers next to the experts are theirs.
 
     Raises CheckpointError naming the layer or tensor for every contradiction.
     """

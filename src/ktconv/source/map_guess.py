@@ -448,7 +448,7 @@ def _lines(
     for key, found in tables.items():
         yield from _table_lines(key, found)
         yield ""
-    yield "# What stands beside the experts; only `verify --level layers` uses it."
+    yield "# What stands next to the experts; only `verify --level layers` uses it."
     yield "[others]" if others else "# [others]"
     for key, text in others.items():
         yield f"{key} = {_quoted(text)}"

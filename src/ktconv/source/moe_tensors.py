@@ -209,7 +209,7 @@ class MoETensors:
             inner = next((size for size in up.shape if size not in widths), up.shape[0])
             shapes = tuple((inner, width) for width in widths)
             both = (*shapes, *(one[::-1] for one in shapes))
-            reason = f"of a shared expert beside experts of hidden size {layer.hidden_size}"
+            reason = f"of a shared expert next to experts of hidden size {layer.hidden_size}"
             yield _Expected(up, both, reason)
             gate, down = others
             same = f"{up.name} has {list(up.shape)}"

@@ -44,7 +44,7 @@ class _Watched(dict[str, Any]):
 
 def settings_used(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
     """Settings that decide how experts, activation and router are read, and keys of config.json
-    beside them; those of sections for other models are not listed."""
+    next to them; those of sections for other models are not listed."""
     seen, checked = Counter[str](), Counter[str]()
     watched = Config(_Watched(checkpoint.config.content, "", seen))
     interpret_config(watched)

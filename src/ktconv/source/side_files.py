@@ -1,4 +1,4 @@
-"""Files beside the weights: configuration, tokenizer, chat templates, code, licences.
+"""Files next to the weights: configuration, tokenizer, chat templates, code, licences.
 
 They are copied unchanged, and the manifest records their checksums. They are recognized by name,
 in sources and in outputs.

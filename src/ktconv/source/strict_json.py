@@ -67,7 +67,7 @@ def read_object(
     *,
     allow_same_twice: bool = True,
 ) -> JsonFile:
-    """Read the object in a file beside the weights.
+    """Read the object in a file next to the weights.
 
     Raises as `parse_object`, and for an object with too many levels for recursive functions; as
     `read_small` for a file that is missing or too large.

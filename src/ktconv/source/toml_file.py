@@ -20,12 +20,13 @@ else:
 def read_toml(path: Path, option: str, kind: str, limit: int, hint: str) -> str:
     """The text of the file that `option` names, a `kind` ("map") of at most `limit` bytes.
     UsageError if it cannot be read or is not UTF-8 text."""
+    named = f"name a {kind}, a TOML file; {hint}"
     try:
         return read_small(path.parent, path.name, limit).decode()
     except MissingFileError:
-        raise UsageError(f"{option} {path} does not exist", hint) from None
+        raise UsageError(f"{option} {path} does not exist", named) from None
     except CheckpointError as error:
-        raise UsageError(str(error), f"name a {kind}, a TOML file; {hint}") from None
+        raise UsageError(str(error), named) from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{option} {path} is not UTF-8 text: {error.reason}", hint) from None
 

@@ -137,7 +137,7 @@ def _of_lists(
 
 
 def _tower_of(stack: Stack, names: Mapping[str, tuple[str, ...]]) -> str | None:
-    """The tower that a stack is in; None for an MTP layer beside all of them."""
+    """The tower that a stack is in; None for an MTP layer outside of all."""
     words = _words(stack)
     if not stack.path.in_mtp:
         return next(name for name, path in names.items() if path == words)
@@ -161,7 +161,7 @@ def _of_section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         raise CheckpointError(
             f"config.json has no section for the tower {name} (looked for "
             f"{' and '.join(_section_names(name))})",
-            "Copy the config.json that belongs to this checkpoint beside its weights.",
+            "Copy the config.json that belongs to this checkpoint next to its weights.",
         )
     return _with_text(config, section)
 
@@ -187,7 +187,7 @@ def _with_text(config: Mapping[str, Any], section: Mapping[str, Any]) -> Mapping
 
 
 def _modalities(stacks: Sequence[Stack], config: Config) -> tuple[int, int] | None:
-    """How many experts of each layer are the text model's and the vision model's; None where
+    """Numbers of experts that the text model and the vision model have in each layer; None where
     config.json does not give two sizes of an expert, or has as many layers."""
     text, family, known = config.text, config.family, table.FAMILIES
     layers = next((text[key] for key in known.keys("layers") if key in text), None)

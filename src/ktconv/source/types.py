@@ -120,7 +120,7 @@ class ExpertMatrix:
         return None if self.quantization is None else self.quantization.scale
 
     def nbytes(self, rows: int) -> int:
-        """Bytes of so many rows, without scales."""
+        """Bytes of `rows`, without scales."""
         return self.element.nbytes(rows, self.cols)
 
     @property

@@ -12,6 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
 
@@ -159,6 +160,25 @@ class RemotePath(PosixPath):
         if not self.is_dir():
             raise NotADirectoryError(str(self)) if self.exists() else FileNotFoundError(str(self))
         return (self / name for name in self.store.names(self))
+
+    def glob(self, pattern: Any, **_: Any) -> Iterator[RemotePath]:  # type: ignore[override]
+        """Files and folders of the store whose names match, in order; `**` is any folders."""
+        first, _slash, rest = str(pattern).partition("/")
+        if not first:
+            raise ValueError(f"Unacceptable pattern: {pattern!r}")
+        here = sorted(self.iterdir()) if self.is_dir() else []
+        if first == "**":
+            yield from self.glob(rest) if rest else [self]
+            for path in here:
+                if path.is_dir():
+                    yield from path.glob(pattern)
+            return
+        for path in here:
+            if fnmatchcase(path.name, first):
+                yield from path.glob(rest) if rest else [path]
+
+    def rglob(self, pattern: Any, **options: Any) -> Iterator[RemotePath]:  # type: ignore[override]
+        return self.glob(f"**/{pattern}", **options)
 
 
 def is_remote(path: Path) -> bool:

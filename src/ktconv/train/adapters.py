@@ -1,6 +1,6 @@
 """Adapters of prepared models, saved and loaded in PEFT's layout.
 
-A directory holds LoRA of the experts, under a name for each of their matrices, and beside it what
+A directory holds LoRA of the experts, under a name for each of their matrices, and next to it what
 PEFT has put into other parts of the same model.
 """
 
@@ -46,7 +46,7 @@ def save(
     "parameters": those of PEFT's target_parameters, for models whose parameters have the matrices
     of all experts; where gate and up are in one, its rank is the sum of theirs.
 
-    Each file appears whole or not at all, and matrices never beside the alpha of others. UsageError
+    Each file appears whole or not at all, and matrices never with the alpha of others. UsageError
     for a model that is not prepared, without LoRA in its experts or without such parameters;
     ResourceError where files cannot be written.
     """
@@ -90,7 +90,7 @@ def load(
     lora_b_layout: Layout | None = None,
 ) -> None:
     """Read an adapter into a model that `prepare` has given LoRA of the same rank, alpha and
-    targets; where the adapter has LoRA beside the experts, PEFT must have put the same there.
+    targets; where the adapter has LoRA outside the experts, PEFT must have put the same there.
 
     `directory` is one that `save` or PEFT has written, or of KTransformers, with
     fused_expert_lora.safetensors. `alpha` is needed where no file has it; `lora_b_layout`, how

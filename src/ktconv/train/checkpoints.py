@@ -27,7 +27,7 @@ class SaveAdapter(TrainerCallback):
         self._resume_from = None if resume_from is None else Path(resume_from)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Saves the adapter beside what the Trainer saves."""
+        """Saves the adapter next to what the Trainer saves."""
         model = kwargs["model"]
         if state.is_world_process_zero and not hasattr(model, "save_pretrained"):
             save(model, _folder(args, state))

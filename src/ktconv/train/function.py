@@ -225,7 +225,7 @@ def _run(
     run: Callable[[Call, Array], None],
     more: int = 0,
 ) -> None:
-    """Calls `run` with workspace of the pool, of `more` bytes beside what the C library needs."""
+    """Call `run` with workspace of the pool, with `more` bytes besides what the C library needs."""
     size = more + _sized(partial(training.scratch_size, call.tokens, call.top_k))
     memory = workspace.take(setting.layer.pool, size)
     try:

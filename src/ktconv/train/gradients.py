@@ -181,7 +181,7 @@ def bounds(call: Call) -> dict[str, float]:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """torch computes with so many threads of its own."""
+    """Let torch compute with `count` threads of its own."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -23,7 +23,7 @@ from ktconv.train.reference import Lora
 
 
 class LoRAExperts(nn.Module):
-    """Packed experts that stay as they are, and thin matrices beside them that are trained: each
+    """Packed experts that stay as they are, and thin matrices next to them that are trained: each
     W of an expert counts as W + alpha / rank * B A (docs/fine-tuning.md).
 
     Parameters, None for matrices that are not among the targets:

@@ -33,7 +33,7 @@ def merge(
 
     The model is then one without adapters: save it with its own save_pretrained, and convert it as
     any other. `directory`, `alpha` and `lora_b_layout` are as for `load`; LoRA of linear layers
-    beside the experts is added, too. CheckpointError, and the model is as before, unless the model
+    next to the experts is added, too. CheckpointError, and the model is as before, unless the model
     has every matrix of the adapter in its shape; UsageError for packed or quantized experts.
     """
     sites = find_experts(model)

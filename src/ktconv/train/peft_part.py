@@ -147,8 +147,8 @@ def names(model: nn.Module) -> list[str]:
 
 
 def check_kind(model: nn.Module) -> None:
-    """UsageError where PEFT has something in the model that `save` cannot save beside LoRA of the
-    experts."""
+    """UsageError where PEFT has something in the model that `save` cannot save next to LoRA of
+    the experts."""
     adapted = _adapted(model)
     if adapted is not None:
         _name(adapted)

@@ -98,7 +98,7 @@ def reference(
     rounding  of the activations that base products read, as formats' kernels do it: "none"; "bf16";
               "int8", 127 levels up to the largest of a row; "group", of `group` columns. LoRA reads
               them in bf16, but with "none"
-    parts     the middle is cut into so many rows for "int8"
+    parts     number of pieces of the middle for "int8", each with its own scale of a row
     dropped   dropout: factors 0 or 1 / (1 - p) of what A reads of x [T, K, H], and of the middle
               [T, K, I]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from helpers import amx
+from helpers.looped import each
 from native.kernels.product import (
     AMX_LEAST,
     F32,
@@ -160,7 +161,7 @@ def test_fp8_products_are_near_exact_ones(
 
 
 @pytest.mark.parametrize("scales", GROUPS)
-@pytest.mark.parametrize("tokens", [*range(1, 34), 96])
+@each("tokens", [*range(1, 34), 96])
 def test_fp8_every_number_of_tokens(
     products: Products, level: str, scales: str, tokens: int
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from helpers import amx
+from helpers.looped import each
 from native.kernels.product import (
     AMX_LEAST,
     AMX_LEAST_GROUPS,
@@ -163,7 +164,7 @@ def test_group_products_are_near_exact_ones(
 
 
 @pytest.mark.parametrize("kind", ["mxfp4-ue8m0", "gint4-32-bf16", "gint4-128-f32", "gint8-64-bf16"])
-@pytest.mark.parametrize("tokens", [*range(1, 34), 96])
+@each("tokens", [*range(1, 34), 96])
 def test_group_every_number_of_tokens(
     products: Products, level: str, kind: str, tokens: int
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from helpers import amx
+from helpers.looped import each
 from native.kernels.product import (
     AMX_LEAST,
     F64,
@@ -83,7 +84,7 @@ def test_integer_products_are_the_reference(
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("tokens", [*range(1, 34), 49, 63, 64, 81, 95, 96])
+@each("tokens", [*range(1, 34), 49, 63, 64, 81, 95, 96])
 def test_integer_every_number_of_tokens(
     products: Products, level: str, kernel: str, tokens: int
 ) -> None:

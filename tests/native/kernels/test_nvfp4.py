@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from helpers import amx
+from helpers.looped import each
 from native.kernels.product import (
     AMX_LEAST,
     F32,
@@ -91,7 +92,7 @@ def test_nvfp4_products_are_near_exact_ones(
     case.check(products.everything(case.packed, case.rows_of(x)), x)
 
 
-@pytest.mark.parametrize("tokens", [*range(1, 34), 96])
+@each("tokens", [*range(1, 34), 96])
 def test_nvfp4_every_number_of_tokens(products: Products, level: str, tokens: int) -> None:
     products.use(LAYOUT, level)
     case = Case(products, 64, 224, tokens)

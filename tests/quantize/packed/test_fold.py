@@ -270,7 +270,7 @@ def test_integers_of_up_and_down_are_not_kept(tmp_path: Path) -> None:
     config = simple_config(hidden_size=HIDDEN, moe_intermediate_size=INNER, num_experts=1)
     model = write_checkpoint(tmp_path / "model", tensors, config)
     notes = prepare(Request(str(model), tmp_path / "out", Options(method="int8", numa=1, **FOLD)))
-    assert any("up and down are quantized anew" in note for note in notes.plan.notes)
+    assert any("up and down are quantized again" in note for note in notes.plan.notes)
     convert(model, tmp_path / "out", method="int8", **FOLD)
     kept = {
         name: one.get("lossless_rows") for name, one in tensor_records(tmp_path / "out").items()

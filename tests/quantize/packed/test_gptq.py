@@ -22,7 +22,7 @@ from ktconv import native
 from ktconv.conversion.pipeline import Observer
 from ktconv.errors import CheckpointError, MemoryLimitError, OutputError, UsageError
 from ktconv.formats import FORMATS, split, tensor_name
-from ktconv.formats.multiples import MULTIPLES
+from ktconv.formats.search import MULTIPLES
 from ktconv.quantize.packed.gptq.codes import best_codes, codes_under, factor_of
 from ktconv.quantize.packed.gptq.inputs import FEWEST_TOKENS, open_calibration
 from ktconv.quantize.packed.gptq.task import bound_of

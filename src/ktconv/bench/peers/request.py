@@ -5,10 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ktconv.bench.measure import Effort
 from ktconv.bench.presets import Shape
 from ktconv.native import Activation
+
+
+def facts_of(text: str) -> dict[str, Any]:
+    """The fields of a request in JSON, with its shape."""
+    facts: dict[str, Any] = json.loads(text)
+    activation = Activation(**facts["shape"].pop("activation"))
+    return facts | {"shape": Shape(**facts["shape"], activation=activation)}
 
 
 @dataclass(frozen=True)
@@ -27,9 +35,7 @@ class Request:
 
     @classmethod
     def from_json(cls, text: str) -> Request:
-        facts = json.loads(text)
-        activation = Activation(**facts["shape"].pop("activation"))
-        facts["shape"] = Shape(**facts["shape"], activation=activation)
+        facts = facts_of(text)
         facts["effort"] = Effort(**facts["effort"])
         facts["tokens"] = tuple(facts["tokens"])
         return cls(**facts)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ktconv.bench.render import render_rows
+from ktconv.bench.render import DISTURBED, render_report
+from ktconv.bench.run import Report
 from ktconv.bench.sft.rows import Row
-from ktconv.bench.sft.run import Report
 from ktconv.train.gradients import MATRICES, NAMES
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -34,9 +34,8 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "kernel": lambda row: _of_kernel(row),
     "": lambda row: _marks(row),
 }
-_WORDS = {"shape", "engine", "method", "isa", ""}
 _LEGEND = {
-    "!": "! disturbed: other work on the machine, times or limits that vary widely",
+    "!": DISTURBED,
     "x": "x an error exceeds its bound",
 }
 _ERRORS = (
@@ -46,16 +45,9 @@ _ERRORS = (
 )
 
 
-def render(report: Report, form: str) -> str:
+def render(report: Report[Row], form: str) -> str:
     """The report in one of bench.render.FORMATS, without a newline at its end."""
-    cells = [[text(row) for text in _COLUMNS.values()] for row in report.rows]
-    facts = report.facts()
-    text = render_rows(form, facts, facts["rows"], list(_COLUMNS), cells, _WORDS)
-    if form not in ("table", "markdown"):
-        return text
-    used = {mark for row in report.rows for mark in _marks(row)}
-    legend = [line for mark, line in _LEGEND.items() if mark in used]
-    return "\n".join([text, "", _ERRORS, *legend])
+    return render_report(report, form, _COLUMNS, _marks, _LEGEND, _ERRORS)
 
 
 def _marks(row: Row) -> str:

@@ -26,7 +26,7 @@ class Timing:
 
     @property
     def wide(self) -> bool:
-        """Whether something else ran beside it."""
+        """Whether something else ran at the same time."""
         return self.p90_us > SPREAD * self.median_us
 
 

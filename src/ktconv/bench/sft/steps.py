@@ -52,7 +52,7 @@ class Times:
 
 
 def turn(trained: Trained, ids: Iterator[Tensor], steps: int) -> Times:
-    """So many steps, on the next routings of `ids`."""
+    """Times of a number of steps, on the next routings of `ids`."""
     times = Times()
     for chosen in islice(ids, steps):
         start = time.perf_counter()

@@ -34,7 +34,7 @@ class Encode(Conversion):
 
     @staticmethod
     def check(request: Request, plan: Plan) -> int:
-        """Refuse what the method cannot do; bytes of memory that it needs beside the workers'."""
+        """Refuse what the method cannot do; bytes of memory that it needs besides the workers'."""
         if request.device.lower() not in ("auto", "cpu"):
             raise UsageError(
                 f"--device {request.device} belongs to --algorithm gptq: rounding to nearest runs "

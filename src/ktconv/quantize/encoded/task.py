@@ -45,7 +45,7 @@ def encoding_buffers(plan: Plan) -> BufferSizes:
 
 
 def encoding_memory(plan: Plan) -> int:
-    """Bytes of a worker beside its buffers: all scales of a matrix, its codes where they are not
+    """Bytes of a worker besides its buffers: all scales of a matrix, its codes where they are not
     written row by row, and a second buffer where it is read twice."""
     most = 0
     for matrix, scheme in _kinds(plan):

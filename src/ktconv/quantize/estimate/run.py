@@ -195,7 +195,7 @@ class SampledWeights:
 
 
 def _stages(count: int) -> dict[str, range]:
-    """So many samples in a few groups, by what progress calls them."""
+    """The samples in a few groups, by what progress calls them."""
     stages = min(STAGES, count)
     bounds = [count * i // stages for i in range(stages + 1)]
     return {f"sample {i + 1} of {stages}": range(bounds[i], bounds[i + 1]) for i in range(stages)}

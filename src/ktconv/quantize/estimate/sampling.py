@@ -75,7 +75,7 @@ def draw(units: Sequence[LayerUnit], limits: Limits) -> list[Sample]:
 
 
 def _of_layer(unit: LayerUnit, count: int, share: int, limits: Limits) -> list[list[Sample]]:
-    """Samples of so many experts of a layer, expert by expert."""
+    """Samples of `count` experts of a layer, expert by expert."""
     random = np.random.default_rng((limits.seed, unit.layer.index))
     chosen = random.permutation(len(unit.experts))[:count]
     return [_of_expert(unit.layer, unit.experts[i], share, limits, random) for i in chosen]
@@ -100,8 +100,8 @@ def _rows_for(matrix: ExpertMatrix, share: int, most: int) -> int:
 
 
 def cost_of(matrix: ExpertMatrix, rows: int) -> int:
-    """Bytes that reading so many rows makes a disk read, with all scales of the matrix, and 2 at
-    least for every weight, for the arithmetic."""
+    """Bytes that reading `rows` makes a disk read, with all scales of the matrix, and 2 at least
+    for every weight, for the arithmetic."""
     beside = source_bytes(matrix) - matrix.nbytes(matrix.rows)
     return max(_touched(matrix, rows) + beside, 2 * rows * matrix.cols)
 

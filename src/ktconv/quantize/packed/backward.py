@@ -1,4 +1,4 @@
-"""The matrices of backward passes: each part transposed, and quantized anew (SPEC 2.4).
+"""The matrices of backward passes: each part transposed, and quantized again (SPEC 2.4).
 
 Rows have scales of their own, by the rule of the options alone. A row of a transposed matrix is an
 input, and so what squared errors of that input count changes nothing in it.
@@ -37,7 +37,7 @@ def backward_buffers(layers: Sequence[MoELayer], options: Options) -> BufferSize
 
 
 def backward_memory(layers: Sequence[MoELayer], options: Options) -> int:
-    """Bytes of a worker beside its buffers."""
+    """Bytes of a worker besides its buffers."""
     return max((transposed_bytes(*piece) for piece in _pieces(layers, options)), default=0)
 
 

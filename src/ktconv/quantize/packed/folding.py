@@ -83,7 +83,7 @@ def fold_notes(layers: Sequence[MoELayer], options: Options) -> list[str]:
     )
     if not integers or not options.keep_integers:
         return []
-    return ["integers of up and down are quantized anew, also where they could be kept: --fold"]
+    return ["integers of up and down are quantized again, also where they could be kept: --fold"]
 
 
 def fold_memory(layers: Sequence[MoELayer], options: Options) -> int:

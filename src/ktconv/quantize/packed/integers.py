@@ -28,24 +28,25 @@ def treated(
 
 def _note(matrix: ExpertMatrix, options: Options) -> str:
     if options.calibrate is not None:
-        return "integers of the source are quantized anew: --calibrate"
+        return "integers of the source are quantized again: --calibrate"
     if options.requantize or options.compat:
         option = "--requantize" if options.requantize else "--compat"
-        return f"integers of the source are quantized anew: {option}"
+        return f"integers of the source are quantized again: {option}"
     found, scale = matrix.quantization, matrix.scale
     assert found is not None
     assert scale is not None
     if scale.block_cols < matrix.cols:
         return (
-            f"integers with a scale for {scale.block_cols} inputs are quantized anew, because "
+            f"integers with a scale for {scale.block_cols} inputs are quantized again, because "
             "packed rows have one scale each"
         )
     if isinstance(found.zero_point, BlockGrid):
         return (
             "integers with one scale per row are kept unchanged where all zero points of a matrix "
-            "are symmetric and no number is beyond the packed levels; other rows are quantized anew"
+            "are symmetric and no number is beyond the packed levels; other rows are quantized "
+            "again"
         )
     return (
         "integers with one scale per row are kept unchanged; only rows with a number beyond the "
-        "packed levels (-128 in INT8, -8 in INT4) are quantized anew"
+        "packed levels (-128 in INT8, -8 in INT4) are quantized again"
     )

@@ -131,11 +131,11 @@ class Way(ABC):
         return {}, []
 
     def shared_memory(self, units: int) -> int:
-        """Bytes that are kept while so many layers are under way."""
+        """Bytes that are kept while `units` are converted."""
         return 0
 
     def worker_memory(self, plan: Plan) -> int:
-        """Bytes of each worker beside its buffers."""
+        """Bytes of each worker besides its buffers."""
         return 0
 
     def buffers(self, plan: Plan) -> BufferSizes | None:

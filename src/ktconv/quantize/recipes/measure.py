@@ -149,7 +149,7 @@ def _total(values: np.ndarray, counted: F32 | None) -> float:
 
 
 def _relative(error: float, squares: float) -> float:
-    """Rounded to so many digits that machines agree."""
+    """Rounded to as many digits as machines agree on."""
     if not squares or not error:
         return 0.0
     found = error / squares

@@ -28,7 +28,7 @@ BIAS = "bias"  # the name of a tensor that a weight of any encoding may have bes
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """A tensor beside the primary one: what it is for, the names that it may have (one of them at
+    """A tensor next to the primary one: what it is for, the names that it may have (one of them at
     a time), and its dtypes."""
 
     role: str
@@ -41,8 +41,8 @@ class Companion:
 class Encoding:
     """An encoding: a way to store the numbers of an expert weight.
 
-    A weight can have this encoding if its tensor `primary` has one of `dtypes`, the tensors beside
-    it are `companions`, and everything else is `ignored`. It has it if also the shape of the
+    A weight can have this encoding if its tensor `primary` has one of `dtypes`, the tensors next
+    to it are `companions`, and everything else is `ignored`. It has it if also the shape of the
     primary tensor is right, and `quantization` finds scales, zero points and groups: the first
     such row of ENCODINGS counts. `quantization` returns None where the shapes are not those of
     this encoding; without companions it is not asked.

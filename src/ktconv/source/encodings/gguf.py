@@ -1,7 +1,7 @@
 """Weights of GGUF files: blocks of ggml, which have their scales inside, and floats.
 
-`weight` has the shape of its elements. Beside weights of any type there may be `scale`, F32 [E] or
-one number: a factor of each expert, or of the weight (NVFP4 has its second level of scales there).
+`weight` has the shape of its elements. Next to weights of any type may be `scale`, F32 [E] or one
+number: a factor of each expert, or of the weight (NVFP4 has its second level of scales there).
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def _names(encoding: Encoding) -> set[str]:
 
 
 def _without_primary(parts: Parts, encodings: Iterable[Encoding]) -> CheckpointError:
-    """The tensors beside a weight are there, but not the weight."""
+    """The tensors next to a weight are there, but not the weight."""
     part, tensor = next(iter(parts.items()))
     beside = parts.keys() - {BIAS}
     primaries = [one.primary for one in encodings if beside and beside <= _names(one)] or [WEIGHT]
@@ -220,7 +220,7 @@ def _faults(parts: Parts, weight: TensorRef, encoding: Encoding) -> list[_Fault]
 
 def _not_beside(tensor: TensorRef, weight: TensorRef) -> CheckpointError:
     return CheckpointError(
-        f"{tensor.name} is {tensor.dtype}, which is not supported beside {weight.name} "
+        f"{tensor.name} is {tensor.dtype}, which is not supported next to {weight.name} "
         f"({weight.dtype})",
         _HINT,
     )
@@ -229,7 +229,7 @@ def _not_beside(tensor: TensorRef, weight: TensorRef) -> CheckpointError:
 def wrong_scales(
     encoding: Encoding, roles: Roles, view: StoredView, config: ModelConfig
 ) -> CheckpointError:
-    """The shapes of what stands beside a weight are those of no way to share scales."""
+    """The shapes of what stands next to a weight belong to no way to share scales."""
     weight = roles[WEIGHT]
     beside = [tensor for role, tensor in roles.items() if role != WEIGHT]
     scale = roles.get(SCALE, beside[0])

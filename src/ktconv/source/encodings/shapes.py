@@ -30,7 +30,7 @@ def grid_with_blocks(
     tensor: TensorRef, view: StoredView, number: str, block: tuple[int, int]
 ) -> BlockGrid | None:
     """`tensor` as a grid of one number per block of (outputs, inputs), stored as the weight is;
-    None if its shape is another. Blocks start anew in each expert; the last may be ragged."""
+    None if its shape is another. Blocks start again in each expert; the last may be ragged."""
     unit = NUMBERS[number]
     outputs, inputs = outputs_and_inputs(view)
     rows, cols = unit.height(ceil_div(outputs, block[0])), ceil_div(inputs, block[1])
@@ -90,7 +90,7 @@ def declared_shape(tensor: TensorRef, view: StoredView) -> DeclaredShape:
 def group_size(inputs: int, groups: int, config: ModelConfig) -> int | None:
     """Number of `inputs` that share one of `groups` scales; the last group may have less.
 
-    config.json decides where one of its sizes gives so many groups; else the inputs must divide.
+    config.json decides where one of its sizes gives as many groups; else the inputs must divide.
     None where they do not, or several of its sizes fit.
     """
     if groups <= 1:

@@ -45,7 +45,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "granitehybrid": Architecture("granitemoehybrid"),
     "granitemoe": Architecture("granitemoe"),
     "grok": Architecture("grok", config={"hidden_act": "gelu", **_SOFTMAX_SHARES}),
-    "grovemoe": Architecture("grove_moe", refused="it has chunk experts beside the others"),
+    "grovemoe": Architecture("grove_moe", refused="it has chunk experts besides the others"),
     "hunyuan-moe": Architecture("hunyuan_v1_moe"),
     "jamba": Architecture("jamba"),
     "kimi-linear": Architecture("kimi_linear"),

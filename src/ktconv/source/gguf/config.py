@@ -1,6 +1,6 @@
 """A config.json of what the metadata of a GGUF file say about the experts.
 
-It has what ktconv reads, under the keys of Hugging Face's config.json. What a model needs beside
+It has what ktconv reads, under the keys of Hugging Face's config.json. What a model needs besides
 that (attention, tokenizer) is not in it, so no library can load the model by it.
 """
 

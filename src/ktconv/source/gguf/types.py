@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GgmlType:
-    """A row is cut into blocks of so many elements, stored in so many bytes each."""
+    """A row is cut into blocks of `elements`, stored in `nbytes` each."""
 
     name: str
     elements: int

@@ -80,7 +80,7 @@ def chunk_rows(matrix: ExpertMatrix) -> int:
 
 
 def buffer_bytes(matrix: ExpertMatrix, rows: int) -> int:
-    """Bytes of so many rows as `MatrixReader.read` leaves them: as in the source, but float32 where
+    """Bytes of `rows` as `MatrixReader.read` leaves them: as in the source, but float32 where
     the package gguf decodes them. UsageError if it is needed and not installed."""
     if not matrix.element.by_package:
         return matrix.nbytes(rows)

@@ -72,7 +72,7 @@ class SourceReader:
             )
 
     def found_zeros(self, scale: BlockGrid, count: int) -> None:
-        """So many scales of a matrix are zero: for who counts them."""
+        """Report that `count` scales of a matrix are zero, to whoever counts them."""
 
     def read(self, fd: Opened, tensor: TensorRef, target: memoryview, offset: int) -> None:
         """Bytes from `offset` on of a tensor."""

@@ -77,7 +77,7 @@ def _scan_layer(matrices: Sequence[ExpertMatrix], reader: SourceReader, threads:
 
 
 def _scaled(chosen: Chosen) -> list[ExpertMatrix]:
-    """The matrices with scales, in order. Layers that are cut anew, or merged, have no source."""
+    """The matrices with scales, in order. Layers that are cut again, or merged, have no source."""
     layer, experts = chosen
     if None in layer.experts[0].values() or not any(matrix.quantization for matrix in layer.kinds):
         return []

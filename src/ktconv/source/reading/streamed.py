@@ -59,5 +59,5 @@ def whole(matrix: F32, bias: F32 | None = None) -> Streamed:
 
 
 def piece_rows(cols: int) -> int:
-    """Rows of a piece of a matrix with so many columns."""
+    """Rows of a piece of a matrix with `cols` columns."""
     return max(1, PIECE_BYTES // (4 * cols * _ROWS_STEP)) * _ROWS_STEP

@@ -1,4 +1,4 @@
-"""The formats that experts of a checkpoint can be encoded in: one row each.
+"""The formats that experts of a checkpoint can be encoded in, from the rows of `formats.specs`.
 
 A format is a kind of number (kt_encode), the tensors that a matrix becomes (`layouts`), what
 modules are called (`naming`), and what config.json says (`sections`).
@@ -6,21 +6,20 @@ modules are called (`naming`), and what config.json says (`sections`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from ktconv.errors import UsageError
 from ktconv.formats.specs import CHANNEL as CHANNEL
-from ktconv.formats.specs import SPECS, FormatSpec, spec_of
+from ktconv.formats.specs import SPECS, names_in, spec_of
 from ktconv.source import PROJECTIONS, MoELayer, Projection
 from ktconv.targets.encoded import naming as names
 from ktconv.targets.encoded import sections
-from ktconv.targets.encoded.layouts import plain
 from ktconv.targets.encoded.layouts.base import Layout, Sizes
 from ktconv.targets.encoded.layouts.mixed import MIXED_PRECISION
-from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.encoded.layouts.words import AWQ, GPTQ
 from ktconv.targets.encoded.naming import OWN, Naming
 from ktconv.targets.encoded.sections import Section
@@ -60,55 +59,42 @@ class Row:
 
 
 _DYNAMIC = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True}
-_PER_TOKEN = {**_DYNAMIC, "strategy": "token", "group_size": None}
-_PER_GROUP = {**_DYNAMIC, "strategy": "group", "group_size": 128}
+_ACTIVATIONS: Mapping[str, Mapping[str, Any] | None] = {
+    "": None,
+    "token": {**_DYNAMIC, "strategy": "token", "group_size": None},
+    "group": {**_DYNAMIC, "strategy": "group", "group_size": 128},
+}
 
 
-def _gpu(name: str, layout: Layout, **more: Any) -> Row:
-    spec, sizes = spec_of(name, "quantize-gpu"), {one.group for one in SPECS if one.scheme == name}
-    others = sorted(sizes - {spec.group}, key=lambda size: (size < 0, size))
-    about = {"groups": (spec.group, *others), "section": sections.compressed_tensors, **more}
-    return _row(spec, name, "quantize-gpu", layout=layout, **about)
+def _rows_of(command: Command) -> Iterator[Row]:
+    """The formats in which a command writes checkpoints, from their rows in SPECS."""
+    gpu = command == "quantize-gpu"
+    for name in names_in(command):
+        spec = spec_of(name, command)
+        stored = spec.gpu_stored if gpu else spec.cpu_stored
+        if stored is None:
+            continue
+        sizes = {one.group for one in SPECS if gpu and one.scheme == name} - {spec.group}
+        own_groups = (spec.group, *sorted(sizes, key=lambda size: (size < 0, size)))
+        module, layout = stored.layout.split(":")
+        own = stored.naming == "OWN"
+        yield Row(
+            name,
+            command,
+            spec.kind,
+            groups=stored.groups or own_groups,
+            layout=getattr(import_module(f"ktconv.targets.encoded.layouts.{module}"), layout),
+            section=getattr(sections, stored.section),
+            naming=getattr(names, stored.naming),
+            kt_method="" if own else "".join(spec.kt[:1]),  # which finds experts by their names
+            half=stored.half,
+            bits=spec.bits,
+            activations=_ACTIVATIONS[stored.activations],
+            block=spec.block,
+        )
 
 
-def _cpu(name: str, layout: Layout, section: Section, naming: Naming = OWN, **more: Any) -> Row:
-    spec = spec_of(name, "quantize-cpu")
-    method = "".join(spec.kt[:1]) if naming is not OWN else ""  # which finds experts by their names
-    about = {"layout": layout, "section": section, "naming": naming, "kt_method": method, **more}
-    return _row(spec, name, "quantize-cpu", **{"groups": (spec.group,), **about})
-
-
-def _row(spec: FormatSpec, name: str, command: Command, **more: Any) -> Row:
-    return Row(name, command, spec.kind, bits=spec.bits, block=spec.block, **more)
-
-
-def _ints(name: str, naming: Naming = OWN) -> Row:
-    return _cpu(name, PACK_QUANTIZED, sections.compressed_tensors, naming, half=False)
-
-
-ROWS = (
-    _gpu("W4A16", PACK_QUANTIZED),
-    _gpu("W8A16", PACK_QUANTIZED),
-    _gpu("FP8_BLOCK", plain.FLOAT_QUANTIZED, activations=_PER_GROUP),
-    _gpu("FP8_DYNAMIC", plain.FLOAT_QUANTIZED, activations=_PER_TOKEN),
-    _gpu("MXFP4A16", plain.MXFP4_PACK_QUANTIZED),
-    _gpu("NVFP4A16", plain.NVFP4_PACK_QUANTIZED),
-    _ints("rawint4", names.MLP),
-    _ints("int4-g64"),
-    _ints("int4-g128"),
-    _ints("int8-g128"),
-    _cpu("fp8", plain.FP8_BLOCK, sections.fine_grained_fp8, names.THREE),
-    _cpu(
-        "fp8-channel", plain.FLOAT_QUANTIZED, sections.compressed_tensors, names.THREE,
-        activations=_PER_TOKEN,
-    ),
-    _cpu("mxfp4", plain.MXFP4_V4, sections.deepseek_v4, names.V4),
-    _cpu("mxfp8", plain.MXFP8_M3, sections.mxfp8, names.M3),
-    _cpu("nvfp4", plain.NVFP4_MODELOPT, sections.modelopt_nvfp4, names.MLP),
-    _cpu("gptq-int4", GPTQ, sections.gptq, names.THREE, half=True),
-    _cpu("awq", AWQ, sections.no_section, names.BLK, half=True, groups=(128, 32, 64)),
-    _cpu("bf16", plain.BF16, sections.no_section, names.THREE),
-)  # fmt: skip
+ROWS = (*_rows_of("quantize-gpu"), *_rows_of("quantize-cpu"))
 # What an output with several formats is as a whole; a recipe has the format of each matrix.
 MIXED = Row(
     "mixed", "quantize-cpu", "mixed", (0,), MIXED_PRECISION, sections.no_section

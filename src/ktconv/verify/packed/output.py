@@ -10,6 +10,7 @@ from typing import Any
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import is_backward, output_formats
+from ktconv.quantize.ways import WAYS
 from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.source.agreement import Dimensions
 from ktconv.source.model_source import ModelSource
@@ -101,12 +102,22 @@ def _usable(manifest: Manifest | None, output: Path) -> Manifest | None:
     if options is None:
         return None
     if options.method not in output_formats():
-        raise CheckpointError(
-            f"{output / MANIFEST} names the method {options.method!r}, which this "
-            "version does not support",
-            "verify with the version of ktconv that converted it",
-        )
+        raise _of_another_version(output / MANIFEST, f"the method {options.method!r}")
+    _check_ways(options, output / MANIFEST)
     return manifest
+
+
+def _check_ways(options: Options, path: Path) -> None:
+    """CheckpointError for codes that were chosen in a way whose proof is not here."""
+    for option in sorted(options.ways.keys() - {row.option for row in WAYS}):
+        raise _of_another_version(path, f"--{option.replace('_', '-')}")
+
+
+def _of_another_version(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} names {what}, which this version does not support",
+        "verify with the version of ktconv that converted it",
+    )
 
 
 def _options_of(manifest: Manifest) -> Options | None:
@@ -131,7 +142,10 @@ def _options_of_run(output: Path) -> Options | None:
     journal = Journal(output)
     run = journal.peek_run()
     options = _options_of(Manifest(journal.run_file, run)) if is_run_record(run) else None
-    return options if options and options.method in output_formats() and options.numa > 0 else None
+    if options is None or options.method not in output_formats() or options.numa < 1:
+        return None
+    _check_ways(options, journal.run_file)
+    return options
 
 
 def _contradiction(packed: PackedWeights, options: Options) -> str | None:

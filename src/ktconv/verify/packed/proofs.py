@@ -14,7 +14,7 @@ from ktconv import native
 from ktconv.errors import UsageError
 from ktconv.formats import Projection, TensorId
 from ktconv.formats.folding import FoldError, decode, folded_importance
-from ktconv.formats.multiples import MULTIPLES
+from ktconv.formats.search import MULTIPLES
 from ktconv.quantize.packed.ways import Converted, ErrorWeights, ways_of_table
 from ktconv.system.arrays import I8
 from ktconv.targets.card import codes_in_words

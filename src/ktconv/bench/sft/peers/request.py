@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
+from ktconv.bench.peers.request import facts_of
 from ktconv.bench.presets import Shape
-from ktconv.native import Activation
 
 
 @dataclass(frozen=True)
@@ -25,10 +24,7 @@ class Request:
 
     @classmethod
     def from_json(cls, text: str) -> Request:
-        facts = json.loads(text)
-        activation = Activation(**facts["shape"].pop("activation"))
-        facts["shape"] = Shape(**facts["shape"], activation=activation)
-        return cls(**facts)
+        return cls(**facts_of(text))
 
 
 @dataclass(frozen=True)

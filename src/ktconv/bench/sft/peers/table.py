@@ -20,8 +20,8 @@ Make = Callable[[Sequence[GatedMatrices], Call, int], Trained]  # of experts, a 
 class Spec(Package):
     """A row of PEERS. `method` of ours has the same weights; it is compared with `methods`.
 
-    `waiting`: threads beside those that compute which wait without sleeping, so that they need CPUs
-    of their own."""
+    `waiting`: threads besides those that compute which wait without sleeping, so that they need
+    CPUs of their own."""
 
     method: str
     methods: tuple[str, ...]

@@ -26,7 +26,7 @@ from ktconv.targets.encoded.target import Calibration
 
 _FILES = (".jsonl", ".txt")
 WITHOUT_MODEL = "--algorithm rtn works on the checkpoint itself"
-_COPY = "copy tokenizer.json and tokenizer_config.json of this model beside its weights"
+_COPY = "copy tokenizer.json and tokenizer_config.json of this model next to its weights"
 _RECORDS = 'each record needs "text" (a string) or "messages" (a list with role and content)'
 
 
@@ -47,7 +47,7 @@ class Samples:
 
 
 def load_tokenizer(model: Path) -> Any:
-    """The tokenizer beside the weights; CheckpointError if there is none that can be loaded."""
+    """The tokenizer next to the weights; CheckpointError if there is none that can be loaded."""
     if not any(model.glob("tokenizer*")) and not any(model.glob("vocab*")):
         raise CheckpointError(f"{model} contains no tokenizer, which calibration needs", _COPY)
     try:

@@ -164,12 +164,12 @@ class Gptq(Encode):
             raise CheckpointError(
                 f"the tokenizer of {self.plan.checkpoint.path} makes token {largest}, but the "
                 f"model knows {size}",
-                "copy tokenizer.json and tokenizer_config.json of this model beside its weights",
+                "copy tokenizer.json and tokenizer_config.json of this model next to its weights",
             )
 
     def _calibrate(self, pending: Sequence[LayerUnit]) -> None:
-        """Run the samples through the model. What they are between layers is kept beside the
-        journal, so that a run that is killed goes on at its layer."""
+        """Run the samples through the model. What they are between layers is kept next to
+        the journal, so that a run that is killed goes on at its layer."""
         import torch
 
         from ktconv.quantize.llm_compressor.gptq.runner import NotFinished
@@ -332,8 +332,8 @@ def _parted(checkpoint: Checkpoint, device: str = "cpu") -> PartedModel:
 def _plan(
     parted: PartedModel, windows: Sequence[int], request: Request, folder: Path | None = None
 ) -> PassPlan:
-    """ResourceError if memory, or the disk of `folder`, is too small for samples of so many
-    tokens each."""
+    """ResourceError if memory, or the disk of `folder`, is too small for samples of these
+    numbers of tokens."""
     from ktconv.model.streamed.plan import plan_pass
     from ktconv.quantize.llm_compressor.gptq.runner import runner_memory
 

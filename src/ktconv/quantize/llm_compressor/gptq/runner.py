@@ -86,7 +86,7 @@ def experts_at_once(
 
 
 def runner_memory(layers: Iterable[MoELayer], longest: int) -> int:
-    """Bytes that calibrating the experts of these layers takes, with samples of up to so many
+    """Bytes that calibrating the experts of these layers takes, with samples of up to `longest`
     tokens."""
     most = 0
     for layer in layers:

@@ -1,4 +1,4 @@
-"""`--calibrate`: codes that make up for one another's errors on the inputs of a text (GPTQ).
+"""`--calibrate`: codes with GPTQ error compensation on the inputs of a text.
 
 `codes` is the arithmetic, `task` an expert's matrices from source to checked bytes, `inputs` the
 second moments of `ktconv stats --hessian`, checked against the model, and `streaming` gathers them

@@ -2,7 +2,7 @@
 
 With H = X^T X of a matrix's inputs, the squared error of its outputs is the sum over its rows d of
 d H d^T, d the errors of the row's weights. Columns are rounded one after the other, those with the
-largest inputs first, and each error is made up for by the columns that follow (Frantar et al.,
+largest inputs first, and each error is compensated by the columns that follow (Frantar et al.,
 "GPTQ", https://arxiv.org/abs/2210.17323; the factor is that of their section 3.3). A row is done
 once for each of MULTIPLES of its searched scales, and the result with the smallest error stays.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ktconv import native
-from ktconv.formats.multiples import MULTIPLES
+from ktconv.formats.search import MULTIPLES
 from ktconv.native import Layout
 from ktconv.system.arrays import F32, F64, I8, I32, I64
 

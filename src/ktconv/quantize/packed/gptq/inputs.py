@@ -113,7 +113,7 @@ class Calibration:
             return self._kept[1]
 
     def memory(self, layers: int) -> int:
-        """Bytes, with the diagonals of so many layers, and what reading those of one takes."""
+        """Bytes, with the diagonals of `layers`, and what reading those of one takes."""
         sizes = [self._hessians.sizes[index] for index in self.counts]
         values = max(one.experts * (one.hidden + one.intermediate) for one in sizes)
         widest = max(one.experts * max(one.hidden, one.intermediate) for one in sizes)

@@ -2,7 +2,7 @@
 the second moments of its experts are there. They are removed then, so the disk has those of one
 layer at a time.
 
-What a pass is between two layers is kept beside the journal. A run that is killed goes on there,
+What a pass is between two layers is kept next to the journal. A run that is killed goes on there,
 and writes the same bytes as one with the second moments of the same text in a directory.
 """
 

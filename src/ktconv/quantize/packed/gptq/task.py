@@ -12,7 +12,7 @@ import numpy as np
 from ktconv import native
 from ktconv.conversion.tasks import Advance
 from ktconv.formats import FORMATS, Slice
-from ktconv.formats.multiples import MULTIPLES
+from ktconv.formats.search import MULTIPLES
 from ktconv.quantize.packed.folding import expert_exponents
 from ktconv.quantize.packed.gptq.codes import Factor, best_codes
 from ktconv.quantize.packed.gptq.inputs import LayerInputs
@@ -34,7 +34,7 @@ _DIGITS = 5  # of a bound
 
 
 def expert_memory(layers: Sequence[MoELayer]) -> int:
-    """Bytes that a worker needs at most for an expert of these layers, beside its buffers."""
+    """Bytes that a worker needs at most for an expert of these layers, besides its buffers."""
     return max((_memory(layer) for layer in layers), default=0)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -171,9 +171,7 @@ class Compensation(Way):
     def running(self) -> AbstractContextManager[object]:
         if self._inputs is None:
             return nullcontext()
-        from ktconv.quantize.packed.gptq.threads import one_torch_thread
-
-        return one_torch_thread()  # for each worker
+        return _one_torch_thread()  # for each worker
 
     def report(self) -> dict[str, Any]:
         """Tokens of experts in the layers that a text has passed in this run."""
@@ -209,3 +207,17 @@ def _of_text(asked: Asked, text: Path) -> TextCalibration:
     folder = Journal(request.output).directory / PASS
     half = request.max_memory // 2
     return TextCalibration(text, asked.checkpoint, source.config, asked.layers, half, folder)
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """Threads that begin meanwhile compute with torch alone: the pipeline's workers are enough, and
+    sums have the same bits for any number of them."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -92,7 +92,7 @@ class ExpertWeights:
             return self._kept[layer].of(expert, projection)
 
     def memory(self, layers: int) -> int:
-        """Bytes, with the weights of so many layers, and what computing those of one takes."""
+        """Bytes, with the weights of `layers`, and what computing those of one takes."""
         sizes = [self._file.sizes[index] for index in self.coverage]
         values = max(one.experts * (one.hidden + one.intermediate) for one in sizes)
         widest = max(one.experts * max(one.hidden, one.intermediate) for one in sizes)
