@@ -58,7 +58,7 @@ def examine(directory: Path) -> dict[str, Any]:
 
 
 def _node(node: numa.Node) -> dict[str, Any]:
-    """What a node has, and what of it this process may use."""
+    """CPUs, memory and huge pages of a NUMA node, for the document."""
     return {
         "cpus": len(node.cpus),
         "usable_cpus": len(numa.cpus_of(node.number)),

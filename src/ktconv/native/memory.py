@@ -33,7 +33,7 @@ class Ranges:
         return sum(end - begin for begin, end in self.spans)
 
     def cut(self, count: int) -> list[Ranges]:
-        """The same memory as up to `count` ranges of nearly equal size, for a thread each."""
+        """Splits the memory into up to `count` ranges of nearly equal size, for a thread each."""
         each = max(PAGE, -(-self.nbytes // max(1, count) // PAGE) * PAGE)
         pieces: list[list[tuple[int, int]]] = [[]]
         room = each
@@ -67,7 +67,7 @@ def _pointer(ranges: Ranges) -> tuple[Any, Array]:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What `gather_pages` found and did, in pages; see kt_gathered."""
+    """Result of `gather_pages`, in pages; see kt_gathered."""
 
     pages: int = 0
     local: int = 0

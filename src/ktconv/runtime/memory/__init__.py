@@ -1,5 +1,5 @@
-"""Where the weights of a converted model lie while layers compute with them: mapped from their
-files, copied, or shared by processes; each part on the NUMA node whose threads compute it."""
+"""Memory of a converted model's weights while layers compute with them: mapped from their files,
+copied, or shared by processes; each part on the NUMA node whose threads compute it."""
 
 from ktconv.runtime.memory.held import Held, Mapped, Say, held_weights, warn
 from ktconv.runtime.memory.needs import MEMORY, check_memory, layer_needs, needs_of

@@ -135,9 +135,11 @@ def held_weights(
     if found.local >= _ENOUGH * found.pages or not found.refusal:
         return mapped
     needs = needs_of([rounded(part_size(packed, part)) for part in parts], os_nodes)
-    share = f"{found.pages - found.local:,} of {counted(found.pages, 'page')}"
-    what = f"{share} of layer {layer} of {packed.directory} lie on another NUMA node than the one "
-    what += f"that computes them, and cannot be moved, as {found.refusal}"
+    far, whole = f"{found.pages - found.local:,}", counted(found.pages, "page")
+    what = (
+        f"{far} of {whole} of layer {layer} of {packed.directory} lie on another NUMA node than the "
+        f"one that computes them, and cannot be moved, as {found.refusal}"
+    )
     if memory == "map" or (missing := shortage(needs)):
         more = "" if memory == "map" else f"; a copy takes {missing}"
         mapped.note = f"{what}: speed suffers{more}"
@@ -155,7 +157,7 @@ def _few_parts(layer: int, parts: int, pool: Pool) -> str:
     return (
         f"layer {layer} is cut into {counted(parts, 'part')}, but threads of {pool.nodes} NUMA "
         "nodes compute it: some read weights of another node (ktconv reshard "
-        f"--numa {pool.nodes} cuts it anew)"
+        f"--numa {pool.nodes} changes that)"
     )
 
 
@@ -309,7 +311,7 @@ def _key(
     parts: Sequence[Sequence[TensorId]],
     os_nodes: Sequence[int | None],
 ) -> str:
-    """The same for processes that want the same bytes at the same places."""
+    """Name of a shared copy, equal for processes that want the same bytes at the same places."""
     files = sorted({packed.place(tensor).file for part in parts for tensor in part})
     status = [file.stat() for file in files]
     same = [

@@ -78,6 +78,7 @@ def layer_needs(packed: PackedWeights, layer: int, experts: Collection[int], poo
 
 
 def needs_of(sizes: Iterable[int], os_nodes: Iterable[int | None]) -> Needs:
+    """Sums the sizes of parts by node."""
     found: Counter[int | None] = Counter()
     for size, node in zip(sizes, os_nodes, strict=True):
         found[node] += size
@@ -85,7 +86,7 @@ def needs_of(sizes: Iterable[int], os_nodes: Iterable[int | None]) -> Needs:
 
 
 def shortage(needs: Needs) -> str:
-    """What is missing, in words; empty where there is memory for all."""
+    """Tells in words what memory is missing; empty where there is enough for all."""
     there = {node.number: node.available for node in nodes() if node.total}
     for node, size in needs.items():
         if node in there and size > there[node]:

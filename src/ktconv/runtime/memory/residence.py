@@ -1,4 +1,4 @@
-"""What memory the weights of a layer are in now, asked of the system."""
+"""Memory that the weights of a layer are in now, asked of the system."""
 
 from __future__ import annotations
 
