@@ -137,8 +137,8 @@ def held_weights(
     needs = needs_of([rounded(part_size(packed, part)) for part in parts], os_nodes)
     far, whole = f"{found.pages - found.local:,}", counted(found.pages, "page")
     what = (
-        f"{far} of {whole} of layer {layer} of {packed.directory} lie on another NUMA node than the "
-        f"one that computes them, and cannot be moved, as {found.refusal}"
+        f"{far} of {whole} of layer {layer} of {packed.directory} lie on another NUMA node than "
+        f"the one that computes them, and cannot be moved, as {found.refusal}"
     )
     if memory == "map" or (missing := shortage(needs)):
         more = "" if memory == "map" else f"; a copy takes {missing}"
