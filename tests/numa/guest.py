@@ -180,7 +180,7 @@ def check_machine() -> None:
     facts = examine(Path("/tmp"))
     check("nodes", facts["cpu"]["numa_nodes"] == len(NODES), facts["cpu"]["numa_nodes"])
     check("threads", Pool.shared().os_nodes == NODES, Pool.shared().os_nodes)
-    remarks = " ".join(facts["numa"]["remarks"])
+    remarks = " ".join(facts["remarks"])
     wanted = WORDS.get("remark", "").replace("+", " ")
     check("remarks", wanted in remarks if wanted else not remarks, remarks)
 
@@ -248,7 +248,7 @@ def check_without_permission(path: Path, wanted: Any) -> None:
         check("forbidden", layer.memory.kind == "copy" and bool(said), said)
         check("first touched", by_numa_maps(layer) > 0.97, by_numa_maps(layer))
         check("forbidden answers", (answers(layer) == wanted).all())
-        remarks = " ".join(examine(Path("/tmp"))["numa"]["remarks"])
+        remarks = " ".join(examine(Path("/tmp"))["remarks"])
         check("doctor says so", "does not let this process place memory" in remarks, remarks)
         return failures
 
@@ -305,7 +305,7 @@ def check_membind(path: Path) -> None:
         layer = MoELayer.load(path, memory="copy")
         found = native.pages_by_node(native.Ranges(layer.packed.layer.arrays(0)), 64)
         check("membind pages", found is not None and found[0][NODES[0]] == sum(found[0]))
-        remarks = " ".join(examine(Path("/tmp"))["numa"]["remarks"])
+        remarks = " ".join(examine(Path("/tmp"))["remarks"])
         check("membind is said", "is not for this process" in remarks, remarks)
         return failures
 

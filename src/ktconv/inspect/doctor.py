@@ -48,10 +48,8 @@ def examine(directory: Path) -> dict[str, Any]:
             "available_bytes": machine.available_memory(),
             "transparent_huge_pages": numa.transparent_pages() or "none",
         },
-        "numa": {
-            "nodes": {str(node.number): _node(node) for node in numa.nodes()},
-            "remarks": [*numa.remarks(), *filter(None, [numa.memory_remark()])],
-        },
+        "numa_nodes": {str(node.number): _node(node) for node in numa.nodes()},
+        "remarks": [*numa.remarks(), *filter(None, [numa.memory_remark()])],
         "disk": {"directory": str(directory), "free_bytes": machine.disk_free(directory)},
         "packages": {name: _package(name, use) for name, use in OPTIONAL_PACKAGES.items()},
     }
