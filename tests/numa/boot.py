@@ -99,8 +99,8 @@ def archive(kept: Path, source: Path, script: Path) -> Path:
     own = shutil.ignore_patterns("__pycache__")
     shutil.copytree(source, root / "site/ktconv", ignore=own)
     binaries = [python, *(root / "site").rglob("*.so*"), *root.rglob("lib-dynload/*.so")]
-    for library in _libraries(binaries):
-        _copy(library, root)
+    for needed in _libraries(binaries):
+        _copy(needed, root)
     shutil.copy2(script, root / "script.py")
     init = root / "init"
     init.write_text(
