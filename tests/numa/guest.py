@@ -66,7 +66,7 @@ def write_model() -> None:
 
 
 def convert(to: str, parts: int | None = None) -> Path:
-    more = {} if parts is None else {"numa": parts}
+    more: dict[str, Any] = {} if parts is None else {"numa": parts}
     path = Path("/tmp") / to
     ktconv.quantize_cpu(MODEL, path, method="int8", scale="amax", experts_only=True, **more)
     return path
