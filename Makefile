@@ -9,6 +9,7 @@
 # make bench   speed of the kernels, of packing and of a whole conversion
 # make fuzz    the readers of files, with coverage guidance, for SECONDS=60
 # make fuzz-native  random calls of the C library, sanitized and between unreadable pages
+# make numa    where weights lie on emulated machines with several NUMA nodes: MACHINES=two
 # make torture kills, full disks, power losses, shared outputs: KILLS=1000 SHARE=1 SEED=1 SUBJECTS=
 # make mutants small wrong changes of the packers, audit, planner and journal, EACH of a source: hours
 # make docs    the documentation as a site, with links checked: build/site
@@ -26,7 +27,7 @@ C_HEADERS := $(shell find native -name '*.h')
 SETUP     := pyproject.toml setup.py constraints.txt native/build_ffi.py $(C_SOURCES) $(C_HEADERS)
 WARNINGS  := -std=c11 -Wall -Wextra -Wconversion -Wshadow -Wstrict-prototypes -Werror
 
-.PHONY: demo test check test-fast asan tsan neon lint format bench fuzz fuzz-native torture mutants docs wheels clean
+.PHONY: demo test check test-fast asan tsan neon lint format bench fuzz fuzz-native numa torture mutants docs wheels clean
 
 demo: $(VENV)/.core
 	rm -rf build/demo
@@ -50,8 +51,9 @@ check: $(VENV)/.check
 test-fast: $(VENV)/.check
 	$(FAST)
 
-asan: $(addprefix build/asan/,check moe_check train_check train_calls_check gradients_check strips_check random_check threads_check pool_check portable_pool_check)
+asan: $(addprefix build/asan/,check placement_check moe_check train_check train_calls_check gradients_check strips_check random_check threads_check pool_check portable_pool_check)
 	build/asan/check
+	build/asan/placement_check
 	build/asan/moe_check
 	build/asan/train_check
 	build/asan/train_calls_check
@@ -72,7 +74,7 @@ build/asan/%.o: native/%.c $(C_HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(ASAN) -O$(if $(VECTORS),0,1) -Inative/include -c $< -o $@
 
-build/asan/check build/asan/train_calls_check build/asan/threads_check build/asan/pool_check: build/asan/%: $(LIBRARY) build/asan/test/%.o
+build/asan/check build/asan/placement_check build/asan/train_calls_check build/asan/threads_check build/asan/pool_check: build/asan/%: $(LIBRARY) build/asan/test/%.o
 	$(CC) $(ASAN) $^ -lm -pthread -o $@
 
 build/asan/moe_check build/asan/train_check build/asan/gradients_check build/asan/strips_check build/asan/random_check: build/asan/%: $(LIBRARY) build/asan/test/%.o $(EMULATOR:x86_64=build/asan/test/amx_emulator.o)
@@ -147,6 +149,11 @@ fuzz: $(VENV)/.fuzz
 
 fuzz-native: $(VENV)/.check build/asan/random_check
 	$(BIN)/python tests/fuzz/native.py --seconds $(SECONDS) build/asan/random_check
+
+MACHINES ?=
+
+numa: $(VENV)/.core
+	$(BIN)/python tests/numa/run.py $(MACHINES)
 
 KILLS    ?= 1000
 SHARE    ?= 1

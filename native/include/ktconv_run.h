@@ -39,9 +39,53 @@ int32_t kt_pool_nodes(const kt_pool *pool);
  * of the process that created the pool, as for every job. */
 kt_status kt_pool_empty(kt_pool *pool, int64_t times);
 
-/* Asks for the whole pages of this memory to be on a node, by the system's number: now if
- * they exist, else once they are touched. Without effect where there is no NUMA. */
+/* ---- Memory on NUMA nodes -------------------------------------------------- *
+ *
+ * Nodes have the system's numbers. What belongs to a range is its whole pages, of the system's
+ * usual size: those that neighbours share with it stay where they are. No call needs rights
+ * beyond those of its process, and none changes what the memory contains. */
+
+typedef struct kt_range {
+  const void *memory;
+  size_t size; /* bytes */
+} kt_range;
+
+/* What kt_memory_gather found and did, in pages. */
+typedef struct kt_gathered {
+  int64_t pages;  /* of the ranges */
+  int64_t local;  /* ... that lie on the node now */
+  int64_t moved;  /* ... of these, that it has moved */
+  int64_t shared; /* not moved: other processes have mapped them, too */
+  int64_t busy;   /* not moved: the system uses them, or cannot move pages of this file */
+  int64_t full;   /* not moved: the node has no memory left */
+  int32_t error;  /* errno of the system call as a whole: EPERM where a container forbids it, ENODEV
+                     for a node that is not for this process, ENOSYS without NUMA; else 0 */
+} kt_gathered;
+
+/* Asks for pages to be on a node: now if they exist, else once they are touched. Memory of other
+ * nodes is taken where this one has none left. KT_ERR_UNSUPPORTED where the system refuses: pages
+ * lie where the thread runs that writes to them first. */
 kt_status kt_memory_bind(void *memory, size_t size, int32_t os_node);
+
+/* Pages by node: nodes[n] is how many lie on node n < count, *elsewhere how many are in no memory
+ * or on a higher node. KT_ERR_UNSUPPORTED where the system does not say. */
+kt_status kt_memory_nodes(const kt_range *ranges, int64_t range_count, int64_t *nodes,
+                          int32_t count, int64_t *elsewhere);
+
+/* Reads every page from the calling thread, which should run on the node: those of a file that is
+ * in no memory yet come to it, read ahead. Then asks the system to move the others there, which
+ * it does for pages that no other process has mapped. KT_OK whatever the system has refused. */
+kt_status kt_memory_gather(const kt_range *ranges, int64_t range_count, int32_t os_node,
+                           kt_gathered *gathered);
+
+/* Gives every page of new memory to the process now, zeroed, by the calling thread.
+ * KT_ERR_UNSUPPORTED where there is no room for all (huge pages beyond what a container may have,
+ * say), in place of the SIGBUS of a later write; some pages may be there then. */
+kt_status kt_memory_populate(void *memory, size_t size);
+
+/* The process's policy (numactl): nodes[n], n < count, is 1 where its memory may come from node n.
+ * KT_ERR_UNSUPPORTED where the system does not say. */
+kt_status kt_memory_allowed(uint8_t *nodes, int32_t count);
 
 /* ---- MoE forward --------------------------------------------------------- */
 

@@ -277,8 +277,6 @@ static void check_refusals(void) {
   expect(kt_pool_create(2, cpus, NULL, &pool) == KT_ERR_ARGUMENT, "a CPU beyond all");
   expect(kt_pool_create(2, negative, NULL, &pool) == KT_ERR_ARGUMENT, "a CPU below -1");
   expect(kt_pool_empty(NULL, 1) == KT_ERR_ARGUMENT, "no pool");
-  expect(kt_memory_bind(NULL, 1, 0) == KT_ERR_ARGUMENT, "no memory");
-  expect(kt_memory_bind(&pool, sizeof pool, -1) == KT_ERR_ARGUMENT, "no node");
   expect(pool == NULL, "refusals make no pool");
   expect(kt_pool_threads(NULL) == 0 && kt_pool_nodes(NULL) == 0, "no pool has no threads");
   kt_pool_destroy(NULL);

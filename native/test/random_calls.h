@@ -37,6 +37,10 @@
   X(kt_pool_nodes)                                                                                 \
   X(kt_pool_empty)                                                                                 \
   X(kt_memory_bind)                                                                                \
+  X(kt_memory_nodes)                                                                               \
+  X(kt_memory_gather)                                                                              \
+  X(kt_memory_populate)                                                                            \
+  X(kt_memory_allowed)                                                                             \
   X(kt_product_check)                                                                              \
   X(kt_moe_has_kernels)                                                                            \
   X(kt_moe_scratch_size)                                                                           \

@@ -49,7 +49,6 @@ static void pool_case(int number) {
 static void limits_case(int number) {
   const size_t size = (size_t)(1 + below(3)) << 20;
   const void *const memory = seal(room(size, 1));
-  uint8_t *const bound = room(3 * 4096, 1);
   snprintf(inputs, sizeof inputs, "limits %d", number);
   for (int i = 0; i < level_count; i++) {
     use_level(i);
@@ -61,8 +60,42 @@ static void limits_case(int number) {
   REFUSED_CALL(CALLED(kt_limit_read, one_in(2) ? NULL : pools[0], NULL, size, 1));
   REFUSED_CALL(CALLED(kt_limit_dot, pools[0], no_number(), 1));
   REFUSED_CALL(CALLED(kt_limit_dot, pools[0], KT_UNIT_INT8, -1 - below(99)));
-  EXPECTED(KT_OK, CALLED(kt_memory_bind, bound, (size_t)below(3 * 4096 + 1), (int32_t)below(3)));
-  REFUSED_CALL(CALLED(kt_memory_bind, bound, 4096, one_in(2) ? 1 << 20 : -1 - (int32_t)below(9)));
+}
+
+/* Containers and systems without NUMA refuse any of these. */
+#define OR_UNSUPPORTED(call)                                                                       \
+  do {                                                                                             \
+    const kt_status status_ = (call);                                                              \
+    if (status_ != KT_OK && status_ != KT_ERR_UNSUPPORTED) FAILED(#call ": %d", (int)status_);     \
+  } while (0)
+
+static void memory_case(int number) {
+  enum { SIZE = 3 * 4096, RANGES = 2, NODES = 3 };
+  const size_t size = (size_t)below(SIZE + 1);
+  uint8_t *const memory = room(SIZE, 1);
+  kt_range *const ranges = room(RANGES * sizeof *ranges, sizeof(void *));
+  int64_t *const nodes = room(NODES * sizeof *nodes, 8), *const elsewhere = room(8, 8);
+  kt_gathered *const gathered = room(sizeof *gathered, 8);
+  uint8_t *const allowed = room(NODES, 1);
+  const int32_t no_node = one_in(2) ? 1 << 20 : -1 - (int32_t)below(9);
+  const int64_t none = -1 - below(9);
+  ranges[0] = (kt_range){memory, size}, ranges[1] = (kt_range){memory, 0};
+  snprintf(inputs, sizeof inputs, "memory %d, size %zu", number, size);
+  OR_UNSUPPORTED(CALLED(kt_memory_bind, memory, number ? size : 0, (int32_t)below(NODES)));
+  OR_UNSUPPORTED(CALLED(kt_memory_nodes, ranges, RANGES, nodes, (int32_t)NODES, elsewhere));
+  EXPECTED(KT_OK, CALLED(kt_memory_gather, ranges, RANGES, (int32_t)below(NODES), gathered));
+  if (gathered->local + gathered->shared + gathered->busy + gathered->full > gathered->pages)
+    FAILED("more pages than there are");
+  OR_UNSUPPORTED(CALLED(kt_memory_populate, memory, 0));
+  OR_UNSUPPORTED(CALLED(kt_memory_allowed, allowed, (int32_t)NODES));
+  REFUSED_CALL(CALLED(kt_memory_bind, one_in(2) ? NULL : memory, 4096, no_node));
+  REFUSED_CALL(CALLED(kt_memory_nodes, one_in(2) ? NULL : ranges, none, nodes, NODES, elsewhere));
+  REFUSED_CALL(CALLED(kt_memory_nodes, ranges, RANGES, one_in(2) ? NULL : nodes, -1, elsewhere));
+  REFUSED_CALL(CALLED(kt_memory_nodes, ranges, RANGES, nodes, NODES, NULL));
+  REFUSED_CALL(CALLED(kt_memory_gather, one_in(2) ? NULL : ranges, none, 0, gathered));
+  REFUSED_CALL(CALLED(kt_memory_gather, ranges, RANGES, no_node, one_in(2) ? NULL : gathered));
+  REFUSED_CALL(CALLED(kt_memory_populate, NULL, size));
+  REFUSED_CALL(CALLED(kt_memory_allowed, one_in(2) ? NULL : allowed, -1));
 }
 
 static void words_case(int number) {
@@ -122,6 +155,7 @@ static const subject subjects[] = {
     {"router refused", router_refusal_case, 20},
     {"pools", pool_case, 6},
     {"limits", limits_case, 1},
+    {"memory", memory_case, 4},
     {"words", words_case, 4},
     {"known", known_case, KT_DTYPE_COUNT + 1},
 };

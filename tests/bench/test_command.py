@@ -281,6 +281,7 @@ def test_packing_honours_seconds_iterations_and_seed(monkeypatch: pytest.MonkeyP
 
 MEANINGLESS = [
     ("--model", "anywhere"),
+    ("--memory", "copy"),
     ("--layer", "0"),
     ("--top-k", "2"),
     ("--experts", "99"),
@@ -388,7 +389,7 @@ def test_memory_of_packing_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--plot", "nowhere/plot.png"), "there is no directory nowhere"),
         (("--compare", "nowhere.json"), "nowhere.json does not exist"),
         (("--compare", "/dev/zero"), "--compare /dev/zero is a device"),
-        (("--layer", "0"), "--layer and --top-k belong to --model"),
+        (("--layer", "0"), "--layer, --top-k and --memory belong to --model"),
         (("--model", "nowhere"), "--model nowhere is not a directory"),
         (("--model", ""), "--model is empty"),
         (("--plot", "."), "is not a picture file"),

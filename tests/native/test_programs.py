@@ -14,7 +14,8 @@ from helpers.random_calls import build_calls, calls_command, environment
 pytestmark = pytest.mark.slow
 
 PROGRAMS = (
-    "check", "moe_check", "train_check", "train_calls_check", "gradients_check", "strips_check"
+    "check", "moe_check", "train_check", "train_calls_check", "gradients_check", "strips_check",
+    "placement_check",
 )  # fmt: skip
 ELSEWHERE = {"random_check", "threads_check", "pool_check"}  # test_random_calls and test_pool
 

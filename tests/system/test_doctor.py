@@ -40,6 +40,11 @@ def test_doctor_json() -> None:
     assert cpu["level_in_use"] in cpu["levels"]
     assert set(cpu["features"]) == {name for name, there in native.cpu_features().items() if there}
     assert cpu["amx"]
+    nodes = found["numa_nodes"]
+    assert isinstance(nodes, dict)
+    assert sum(node["cpus"] for node in nodes.values()) >= machine.usable_cpus()
+    assert all(0 < node["available_bytes"] <= node["total_bytes"] for node in nodes.values())
+    assert found["remarks"] == [] or len(nodes) > 1
     memory, disk = found["memory"], found["disk"]
     assert isinstance(memory, dict)
     assert isinstance(disk, dict)

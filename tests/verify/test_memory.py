@@ -347,9 +347,7 @@ def test_groups_of_experts_give_what_the_whole_layer_gives(
 
     monkeypatch.setattr(moe_experts.Experts, "forward", counting)
     monkeypatch.setattr(memory.Budget, "experts_at_once", lambda self, size: 1)
-    monkeypatch.setattr(
-        "ktconv.runtime.layers.load._Mapped.release", lambda self: released.append(1)
-    )
+    monkeypatch.setattr("ktconv.runtime.memory.Mapped.release", lambda self: released.append(1))
     result = verify(request)
     (apart,) = result.facts["layers"]["layers"]
     assert result.passed and set(ran) == {1}

@@ -24,7 +24,9 @@ from ktconv.errors import UsageError
 from ktconv.formats import Format
 from ktconv.runtime.layers import Experts, experts_per_token, native_experts, open_stored
 from ktconv.runtime.layers.experts import check_shape
-from ktconv.runtime.layers.load import ConvertedModel, expert_activation_of, open_layer
+from ktconv.runtime.layers.load import ConvertedModel, Hold, expert_activation_of, open_layer
+from ktconv.runtime.memory import residence_of
+from ktconv.runtime.sources import holder
 from ktconv.source.config import CONFIG_NAME
 from ktconv.system import machine
 from ktconv.system.arrays import I64
@@ -53,6 +55,7 @@ class Request:
     layer: int | None = None
     top_k: int | None = None  # of `model`
     experts: int | None = None
+    memory: str = "auto"  # of `model`
     parts: int = 1
     effort: Effort = field(default_factory=Effort)
     seed: int = 0
@@ -210,7 +213,12 @@ def _sized(shape: Shape, experts: int | None) -> Shape:
 def _layer_of_model(request: Request, model: Path, pool: Pool, notify: Notify) -> Layer:
     if request.peers:
         raise UsageError("peers cannot read converted models", "leave --model or --peers out")
-    (number, experts) = _opened(model, request.layer)
+    (number, experts) = _opened(model, request.layer, holder(pool, request.memory, notify))
+    if request.memory in ("map", "shared") and experts.held != request.memory:
+        raise UsageError(
+            f"--memory {request.memory} is for converted models, and {model} is a checkpoint",
+            "convert it with ktconv quantize-cpu, or leave --memory out",
+        )
     name = printable(path_text(model.resolve().name))
     here = np.flatnonzero(experts.origins >= 0)
     count = len(here)
@@ -235,14 +243,15 @@ def _layer_of_model(request: Request, model: Path, pool: Pool, notify: Notify) -
         f"{counted(experts.parts, 'part')}, "
         f"{expert_activation_of(experts.activation)}"
     )
+    notify(f"{name}: {residence_of(experts.layer, pool, experts.held)}")
     return layer
 
 
-def _opened(model: Path, layer: int | None) -> tuple[int, Experts]:
-    """The number and the experts of a layer: packed ones are mapped, those of a checkpoint whose
-    numbers the kernels compute with put into their order."""
+def _opened(model: Path, layer: int | None, hold: Hold | None = None) -> tuple[int, Experts]:
+    """The number and the experts of a layer: `hold` puts packed ones into memory, those of a
+    checkpoint whose numbers the kernels compute with are put into their order."""
     if ConvertedModel(model).layers or not (model / CONFIG_NAME).exists():
-        return open_layer(model, layer)
+        return open_layer(model, layer, hold=hold)
     checkpoint = open_stored(model)
     number = checkpoint.layers[0].index if layer is None else layer
     return number, native_experts(checkpoint, number)

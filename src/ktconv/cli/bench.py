@@ -16,10 +16,11 @@ from ktconv.errors import UsageError
 
 BenchMode = Literal["infer", "sft"]
 BenchStage = Literal["forward", "pack"]
+BenchMemory = Literal["auto", "map", "copy", "shared"]  # as runtime.memory.MEMORY
 BenchFormat = Literal["table", "markdown", "json", "jsonl", "csv"]  # as bench.render.FORMATS
 _NOT_OF_PACKING = (
-    "--compare", "--experts", "--layer", "--mode", "--model", "--numa", "--peers", "--plot",
-    "--routing", "--threads", "--tokens", "--tolerance", "--top-k",
+    "--compare", "--experts", "--layer", "--memory", "--mode", "--model", "--numa", "--peers",
+    "--plot", "--routing", "--threads", "--tokens", "--tolerance", "--top-k",
 )  # fmt: skip
 CONFLICTS = (
     *(
@@ -42,9 +43,11 @@ CONFLICTS = (
     ),
     *(
         Conflict(
-            f"{name} !--model", "--layer and --top-k belong to --model", "give --model DIR too"
+            f"{name} !--model",
+            "--layer, --top-k and --memory belong to --model",
+            "give --model DIR too",
         )
-        for name in ("--layer", "--top-k")
+        for name in ("--layer", "--top-k", "--memory")
     ),
     *(
         Conflict(
@@ -100,6 +103,18 @@ def bench(
             "mxfp4, bf16 and others.",
         ),
     ] = None,
+    memory: Annotated[
+        BenchMemory,
+        choice(
+            BenchMemory,
+            "Where weights of --model lie.",
+            panel=ADVANCED,
+            detail="- map: in their files, pages moved to the NUMA nodes that compute them\n"
+            "- copy: in memory of those nodes, on huge pages\n"
+            "- shared: a copy that processes share\n"
+            "- auto: map, or copy where pages cannot be moved",
+        ),
+    ] = "auto",
     layer: Annotated[
         int | None, option("Layer of --model to measure.", "N", panel=ADVANCED, min=0)
     ] = None,
@@ -227,6 +242,7 @@ def bench(
             isas=command.parse_isas(isa, tuple(FORMATS.values())),
             routing=parse_routing(routing),
             model=None if model is None else Path(model),
+            memory=memory,
             layer=layer,
             top_k=top_k,
             experts=experts,

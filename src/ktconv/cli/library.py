@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ktconv.cli.bench import BenchMode, BenchStage
+    from ktconv.cli.bench import BenchMemory, BenchMode, BenchStage
     from ktconv.cli.compare import CompareLevel
     from ktconv.cli.mix import MixEngine
     from ktconv.cli.plan import PlacementName
@@ -384,6 +384,7 @@ def bench(
     method: Listed = "",
     shape: Iterable[str] | None = None,
     model: Name | None = None,
+    memory: BenchMemory = "auto",
     layer: int | None = None,
     top_k: int | None = None,
     experts: int | None = None,
@@ -442,7 +443,12 @@ def doctor() -> Report:
 
 
 def load_layer(
-    path: Name, layer: int | None = None, *, method: str | None = None, parts: int | None = None
+    path: Name,
+    layer: int | None = None,
+    *,
+    method: str | None = None,
+    parts: int | None = None,
+    memory: str = "auto",
 ) -> MoELayer:
     """Load an MoE layer of a conversion or a checkpoint, to call with torch or NumPy arrays.
 
@@ -454,7 +460,7 @@ def load_layer(
 
     from ktconv.runtime import MoELayer
 
-    return MoELayer.load(Path(path), layer, method=method, parts=parts)
+    return MoELayer.load(Path(path), layer, method=method, parts=parts, memory=memory)
 
 
 # ---- how a command is called -------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 from ktconv import __version__, native
 from ktconv.errors import UsageError
 from ktconv.system import machine
+from ktconv.system import nodes as numa
 
 OPTIONAL_PACKAGES = {
     "huggingface_hub": "hub ids as MODEL",
@@ -45,9 +46,25 @@ def examine(directory: Path) -> dict[str, Any]:
         "memory": {
             "total_bytes": machine.total_memory(),
             "available_bytes": machine.available_memory(),
+            "transparent_huge_pages": numa.transparent_pages() or "none",
         },
+        "numa_nodes": {str(node.number): _node(node) for node in numa.nodes()},
+        "remarks": [*numa.remarks(), *filter(None, [numa.memory_remark()])],
         "disk": {"directory": str(directory), "free_bytes": machine.disk_free(directory)},
         "packages": {name: _package(name, use) for name, use in OPTIONAL_PACKAGES.items()},
+    }
+
+
+def _node(node: numa.Node) -> dict[str, Any]:
+    """CPUs, memory and huge pages of a NUMA node, for the document."""
+    return {
+        "cpus": len(node.cpus),
+        "usable_cpus": len(numa.cpus_of(node.number)),
+        "total_bytes": node.total,
+        "available_bytes": node.available,
+        "reserved_huge_pages_bytes": node.huge_total,
+        "free_huge_pages_bytes": node.huge_free,
+        "distances": {str(other): away for other, away in node.distances.items()},
     }
 
 

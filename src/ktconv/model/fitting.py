@@ -23,6 +23,7 @@ from ktconv.model.matching import (
 from ktconv.model.module import PackedExperts
 from ktconv.model.sites import Site
 from ktconv.runtime.layers import Experts
+from ktconv.runtime.layers.load import Hold
 from ktconv.source.settings import ModelSettings
 
 
@@ -36,13 +37,17 @@ def settings_of(model: nn.Module) -> ModelSettings:
 
 
 def converted_experts(
-    model: nn.Module, sites: Mapping[int, Site], settings: ModelSettings, directory: Path
+    model: nn.Module,
+    sites: Mapping[int, Site],
+    settings: ModelSettings,
+    directory: Path,
+    hold: Hold | None = None,
 ) -> dict[int, Experts]:
     """Each layer's experts in an OUTPUT of quantize-cpu. CheckpointError unless it is one of this
     model: its layers, sizes and activation."""
     layers = model.get_submodule(next(iter(sites.values())).layers_path)
     check_layers(settings, sites, directory, built=len(list(layers.children())))
-    experts = open_layers(directory, sites, settings)
+    experts = open_layers(directory, sites, settings, hold)
     for layer, site in sites.items():
         check_match(settings, layer, site.own, experts[layer], directory)
     return experts

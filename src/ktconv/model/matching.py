@@ -13,6 +13,7 @@ from ktconv.model.own import OwnExperts
 from ktconv.runtime.layers import Experts, expert_output
 from ktconv.runtime.layers.load import (
     ConvertedModel,
+    Hold,
     activation_of,
     kernel_activation,
     moe_layers,
@@ -32,16 +33,20 @@ class UnlikeExperts(CheckpointError):
 
 
 def open_layers(
-    directory: Path, layers: Iterable[int], settings: ModelSettings
+    directory: Path,
+    layers: Iterable[int],
+    settings: ModelSettings,
+    hold: Hold | None = None,
 ) -> dict[int, Experts]:
     """Each layer's experts; headers are read for all of them at once, not once per layer.
-    Where `directory` does not say what experts compute, `settings` of the model do."""
+    Where `directory` does not say what experts compute, `settings` of the model do. `hold` puts
+    them into memory, else they are mapped."""
     first, *others = sorted(layers)
     model = ConvertedModel(directory, settings)
-    experts = dict([model.open_layer(first)])
+    experts = dict([model.open_layer(first, hold=hold)])
     for layer in others:
         activation = kernel_activation(model.activation(layer))
-        experts[layer] = packed_experts(model.packed, layer, activation)
+        experts[layer] = packed_experts(model.packed, layer, activation, hold=hold)
     return experts
 
 

@@ -21,6 +21,7 @@ from ktconv.model.fitting import (
 from ktconv.model.forms import packed_class
 from ktconv.model.module import PackedExperts
 from ktconv.model.sites import Site, find_experts
+from ktconv.runtime.sources import holder
 from ktconv.system.pool import Pool
 
 
@@ -101,6 +102,7 @@ def replace_experts(
     threads: int | None = None,
     isa: str | None = None,
     keep: bool = False,
+    memory: str = "auto",
 ) -> ReplacedExperts:
     """Run the experts of every MoE layer of `model` on the packed weights in `output`.
 
@@ -112,8 +114,9 @@ def replace_experts(
     `output` is what ktconv quantize-cpu made of the model's checkpoint. Layers of `output` beyond
     the model's own (multi-token prediction) are left out. Experts that `output` leaves out
     (quantize-cpu --exclude-experts) run on the model's own weights. The replaced parameters are
-    freed, unless `keep` or such experts need them. `threads`: size of a thread pool of its own,
-    else the shared one is used; `isa` applies to the whole process until the result is closed.
+    freed, unless `keep` or such experts need them. `memory` is where weights go, as for
+    `MoELayer.load`. `threads`: size of a thread pool of its own, else the shared one is used; `isa`
+    applies to the whole process until the result is closed.
 
     The result computes in bf16, has no gradients, and cannot be saved as a model.
 
@@ -127,13 +130,14 @@ def replace_experts(
     sites, settings = find_experts(model), settings_of(model)
     for site in sites.values():
         check_place(site)
-    experts = converted_experts(model, sites, settings, directory)
-    for layer, site in sites.items():
-        check_elsewhere(site, experts[layer])
     with ExitStack() as used:
+        pool = used.enter_context(Pool(threads)) if threads is not None else None
+        hold = holder(pool or Pool.shared(), memory)
+        experts = converted_experts(model, sites, settings, directory, hold)
+        for layer, site in sites.items():
+            check_elsewhere(site, experts[layer])
         if isa is not None:
             _use_isa(isa, used)
-        pool = used.enter_context(Pool(threads)) if threads is not None else None
         packed = {
             layer: packed_class(site.own)(experts[layer], pool, site.own).eval()
             for layer, site in sites.items()

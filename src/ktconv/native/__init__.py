@@ -45,6 +45,16 @@ from ktconv.native.levels import (
     isa_parts,
     use_isa,
 )
+from ktconv.native.memory import (
+    PAGE,
+    Gathered,
+    Ranges,
+    allowed_nodes,
+    bind_memory,
+    gather_pages,
+    pages_by_node,
+    populate,
+)
 from ktconv.native.moe import (
     GATE_FUNCTIONS,
     MAX_COLS,
@@ -67,7 +77,7 @@ from ktconv.native.packing import (
     unpack,
     unpack_weight,
 )
-from ktconv.native.pool import UNITS, Pool, bind_memory, limit_dot, limit_ops, limit_read
+from ktconv.native.pool import UNITS, Pool, limit_dot, limit_ops, limit_read
 from ktconv.native.routing import MAX_ROUTED, SCORINGS, Router, choose_experts
 from ktconv.native.rules import RULES, Choice
 from ktconv.native.source import DTYPES, Matrix, decode, stored_unit

@@ -229,6 +229,17 @@ class Layer:
                 expect_aligned(f"{name} bias", matrix.bias, 4)
                 setattr(entry, f"{name}_bias", ffi.cast("float *", ffi.from_buffer(matrix.bias)))
 
+    def arrays(self, part: int) -> list[Array]:
+        """Codes and scales of a part: what its threads read."""
+        return [
+            array
+            for expert in self._keep[part]
+            for matrix in expert or ()
+            if matrix is not None
+            for array in (matrix.codes, matrix.scale)
+            if array is not None
+        ]
+
     def with_activation(self, activation: Activation) -> Layer:
         """A layer of the same matrices under another activation. ValueError as for a new layer."""
         return Layer(self.layout, activation, self.hidden, self.intermediate, self._keep)

@@ -1,4 +1,4 @@
-"""Threads of the C library, and NUMA nodes of memory."""
+"""Threads of the C library."""
 
 from __future__ import annotations
 
@@ -41,11 +41,6 @@ def open_pool(pool: Pool) -> Any:
     if not found:
         raise ValueError("the pool is closed")
     return found
-
-
-def bind_memory(memory: Array, os_node: int) -> None:
-    """Asks for the pages of `memory` to be on a NUMA node, by the system's number."""
-    check(lib.kt_memory_bind(ffi.from_buffer(memory), memory.nbytes, os_node))
 
 
 UNITS = {"int8": lib.KT_UNIT_INT8, "bf16": lib.KT_UNIT_BF16}

@@ -30,6 +30,7 @@ from ktconv.runtime.compiled import uncompiled
 from ktconv.runtime.compute import compute, prepared, working_bytes
 from ktconv.runtime.handle import Handle
 from ktconv.runtime.layers import Experts
+from ktconv.runtime.memory import Residence, residence_of
 from ktconv.system.arrays import Array
 from ktconv.system.numbers import whole
 from ktconv.system.pool import Pool
@@ -72,11 +73,12 @@ class MoELayer:
         pool: Pool | None = None,
         adapter: str | Path | None = None,
         adapters: Mapping[str, str | Path] | None = None,
+        memory: str = "auto",
     ) -> MoELayer:
         """Layer `layer` (None: the first with experts) of what `path` is:
 
         - an OUTPUT of `ktconv quantize-cpu`, shards or layer folders, or of KTransformers' scripts:
-          mapped, so that processes share its pages;
+          mapped, so that processes share its pages, or as `memory` says;
         - a checkpoint, as for `ktconv quantize-cpu`, with weights that a kernel computes with as
           they are (BF16, FP8 by 128 x 128 blocks, rows or tensors, MXFP4, INT4 by groups): codes
           and scales are copied into the kernels' order, bit for bit, and cut into `parts` (default:
@@ -86,12 +88,22 @@ class MoELayer:
         `slots` [P]: slot p has the weights of expert slots[p], of which there may be several;
         default: expert p. `adapter`: the directory of a LoRA adapter, of PEFT or KTransformers,
         that calls use unless they name another one; `adapters`: several by name, for calls to
-        choose from (docs/runtime.md). Raises CheckpointError for weights that are damaged or that
-        no kernel has exactly, and for adapters that do not fit them, UsageError for a layer, slots
-        or options that do not fit.
+        choose from (docs/runtime.md).
+
+        `memory`, of an OUTPUT; where there are several NUMA nodes, each part comes to the node
+        whose threads compute it:
+        - "map": mapped, its pages moved as far as the system does it;
+        - "copy": copied, on huge pages where the system has some;
+        - "shared": a copy that all processes of this user share, gone with the last of them;
+        - "auto": "map", or "copy" where pages cannot be moved and there is memory.
+        What was not possible is a warning, and in `memory`'s answer.
+
+        Raises CheckpointError for weights that are damaged or that no kernel has exactly, and for
+        adapters that do not fit them, UsageError for a layer, slots or options that do not fit,
+        ResourceError where there is no memory for a copy.
         """
         source = sources.opened(Path(path), layer)
-        found = sources.loaded(source, layer, slots, method, parts, pool or Pool.shared())
+        found = sources.loaded(source, layer, slots, method, parts, pool or Pool.shared(), memory)
         made = cls(found, pool)
         number = layer if layer is not None else sources.first_layer(source)
         made._model = sizes_of(source, number), number
@@ -110,15 +122,19 @@ class MoELayer:
         pool: Pool | None = None,
         adapter: str | Path | None = None,
         adapters: Mapping[str, str | Path] | None = None,
+        memory: str = "auto",
     ) -> Mapping[int, MoELayer]:
-        """Every layer of `path`, by its number; as `load`, but headers are read once. A layer that
-        an adapter has nothing for has it all the same, without matrices, so that names and numbers
-        of adapters are the same in all layers."""
+        """Every layer of `path`, by its number; as `load`, but headers are read once, and memory
+        for copies of all layers is looked for before the first is read. A layer that an adapter has
+        nothing for has it all the same, without matrices, so that names and numbers of adapters are
+        the same in all layers."""
         source = sources.opened(Path(path))
         sizes = sizes_of(source)
         opened = _opened(adapter, adapters, sizes)
         layers = {}
-        for number, packed in sources.loaded_all(source, method, parts, pool or Pool.shared()):
+        for number, packed in sources.loaded_all(
+            source, method, parts, pool or Pool.shared(), memory
+        ):
             made = layers[number] = cls(packed, pool)
             made._model = sizes, number
             for name, one in opened.items():
@@ -380,6 +396,28 @@ class MoELayer:
             raise UsageError(f"dtype {dtype!r} is none of {', '.join(_SIZES)}")
         size = working_bytes(self._packed, self.pool, tokens, top_k, self._adapters.largest)
         return size + tokens * self.hidden * _SIZES[dtype]
+
+    @staticmethod
+    def plan_load(
+        path: str | Path,
+        layer: int | None = None,
+        *,
+        memory: str = "auto",
+        pool: Pool | None = None,
+    ) -> dict[int | None, int]:
+        """Bytes that the weights of an OUTPUT take on each NUMA node, by the system's number; None:
+        on any. `layer`: None for all. Mapped ones ("map") are memory that the system takes back
+        when it needs some, copies stay. Nothing but headers is read. UsageError for a checkpoint
+        and for a layer that it does not have."""
+        source = sources.opened(Path(path), layer)
+        return dict(sources.needs(source, layer, memory, pool or Pool.shared()))
+
+    @property
+    def memory(self) -> Residence:
+        """The memory that its weights are in now: kind, huge pages, and how many pages lie on the
+        node whose threads compute them. Asks the system page by page: 10 ms for each GB or so."""
+        packed = self._packed
+        return residence_of(packed.layer, self.pool, packed.held, packed.note)
 
     def touch(self) -> None:
         """Reads a byte of each page of the weights by the threads that will use them: those of

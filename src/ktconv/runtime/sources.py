@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ from ktconv.formats import FORMATS, format_named
 from ktconv.native import Activation
 from ktconv.runtime.arrays import kind_of
 from ktconv.runtime.layers import Experts, native_experts, native_formats, open_stored, pack_online
-from ktconv.runtime.layers.load import ConvertedModel, open_converted
+from ktconv.runtime.layers.load import ConvertedModel, Hold, open_converted
 from ktconv.runtime.layers.requantized import requantized_experts
+from ktconv.runtime.memory import Held, Say, check_memory, held_weights, layer_needs, warn
+from ktconv.runtime.memory.needs import Needs, expect_room
 from ktconv.source import Checkpoint
 from ktconv.system.arrays import Array
 from ktconv.system.numbers import whole
 from ktconv.system.pool import Pool
-from ktconv.targets.packed.weights import may_hold_packed
+from ktconv.targets.packed.weights import PackedWeights, may_hold_packed
 
 Slots = Sequence[int] | Array | None
 
@@ -53,21 +56,62 @@ def loaded(
     method: str | None,
     parts: int | None,
     pool: Pool,
+    memory: str = "auto",
+    say: Say = warn,
 ) -> Experts:
-    """One layer, see `MoELayer.load`."""
+    """One layer, see `MoELayer.load`. `say` gets what could not be done as asked."""
     layer = None if layer is None else whole("layer", layer)
+    if check_memory(memory) in ("map", "shared") and isinstance(source, Checkpoint):
+        raise UsageError(
+            f'memory "{memory}" is for converted models: weights of {source.path} are put into '
+            "another order",
+            "convert it with ktconv quantize-cpu, or leave memory out",
+        )
     if isinstance(source, Checkpoint):
         return _native(source, layer, slots, method, parts, pool)
-    return _converted(source, layer, slots, method, parts)
+    return _converted(source, layer, slots, method, parts, holder(pool, memory, say))
+
+
+def holder(pool: Pool, memory: str, say: Say = warn) -> Hold:
+    """Puts weights where the threads of `pool` compute them, as `memory` wants it."""
+    check_memory(memory)
+
+    def hold(packed: PackedWeights, layer: int, experts: Collection[int]) -> Held:
+        return held_weights(packed, layer, experts, pool, memory, say)
+
+    return hold
+
+
+def needs(source: Source, layer: int | None, memory: str, pool: Pool) -> Needs:
+    """See `MoELayer.plan_load`."""
+    check_memory(memory)
+    if isinstance(source, Checkpoint):
+        raise UsageError(
+            f"what {source.path} takes in memory depends on the format that it is held in",
+            "load it, and ask weight_bytes",
+        )
+    chosen = source.layers if layer is None else [whole("layer", layer)]
+    found: Counter[int | None] = Counter()
+    for number in chosen:
+        geometry = source.packed.geometry(number)
+        found.update(layer_needs(source.packed, number, set(geometry.here), pool))
+    return found
 
 
 def loaded_all(
-    source: Source, method: str | None, parts: int | None, pool: Pool
+    source: Source,
+    method: str | None,
+    parts: int | None,
+    pool: Pool,
+    memory: str = "auto",
+    say: Say = warn,
 ) -> Iterator[tuple[int, Experts]]:
-    """Every layer."""
+    """Every layer. Memory for copies of all is looked for first."""
+    if check_memory(memory) == "copy" and not isinstance(source, Checkpoint):
+        expect_room(needs(source, None, memory, pool), str(source.directory))
     for one in source.layers:
         number = one if isinstance(one, int) else one.index
-        yield number, loaded(source, number, None, method, parts, pool)
+        yield number, loaded(source, number, None, method, parts, pool, memory, say)
 
 
 def requantized(
@@ -115,9 +159,10 @@ def _converted(
     slots: Slots,
     method: str | None,
     parts: int | None,
+    hold: Hold,
 ) -> Experts:
-    """Mapped. UsageError where it has another method or number of parts than was asked for."""
-    experts = open_converted(model, layer, slots)
+    """UsageError where it has another method or number of parts than was asked for."""
+    experts = open_converted(model, layer, slots, hold)
     key = None if method is None else format_named(method).key
     for what, wanted, found, command in (
         ("method", key, experts.format.key, "quantize-cpu"),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ktconv import native
 from ktconv.errors import UsageError
 from ktconv.system.units import counted, parse_ranges
 
@@ -16,7 +17,9 @@ SYSTEM = Path("/sys/devices/system")
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 MEMINFO = Path("/proc/meminfo")
+STATUS = Path("/proc/self/status")
 MAX_THREADS = 4096  # kt_pool_create's
+_MOST_NODES = 1024  # as the kernel can be built for
 
 
 def usable_cpus() -> int:
@@ -31,16 +34,15 @@ def _affinity() -> set[int]:
 
 
 def numa_nodes() -> int:
-    """NUMA nodes with CPUs and memory; 1 where the system does not say."""
-    counts = [_node_list(kind) for kind in ("has_cpu", "has_normal_memory")]
-    return max(1, len(set.intersection(*counts)))
+    """NUMA nodes with CPUs and memory for this process; 1 where the system does not say."""
+    return max(1, len({cpu.node for cpu in topology()}))
 
 
 def _node_list(kind: str, system: Path = SYSTEM) -> set[int]:
-    return _numbers(system / "node" / kind)
+    return numbers_in(system / "node" / kind)
 
 
-def _numbers(path: Path) -> set[int]:
+def numbers_in(path: Path) -> set[int]:
     """The numbers in a file of the kernel, like 0-1,3; none where it cannot be read."""
     try:
         return set(parse_ranges(text_of(path), path.name))
@@ -78,27 +80,54 @@ class Placement:
     os_nodes: list[int]
 
 
-def topology(system: Path = SYSTEM, usable: Iterable[int] | None = None) -> list[Cpu]:
+def allowed_memory() -> set[int]:
+    """Nodes that memory of this process may come from, by cpusets and numactl; empty where the
+    system does not say."""
+    found = native.allowed_nodes(_MOST_NODES)
+    if found is not None:
+        return set(found)
+    match = re.search(r"^Mems_allowed_list:\s*(\S+)$", text_of(STATUS), re.MULTILINE)
+    return set(parse_ranges(match[1], "Mems_allowed_list")) if match else set()
+
+
+def topology(
+    system: Path = SYSTEM,
+    usable: Iterable[int] | None = None,
+    memory: Collection[int] | None = None,
+) -> list[Cpu]:
     """The CPUs that this process may run on, ascending.
 
-    A CPU without local memory counts with the first node that has some.
+    A CPU whose node has no memory, or none for this process, counts with the nearest that has
+    some. `memory`: the nodes that may be used; of another machine than this one, default all.
     """
     allowed = _affinity() if usable is None else set(usable)
-    online = _numbers(system / "cpu/online")
+    online = numbers_in(system / "cpu/online")
     with_memory = _node_list("has_normal_memory", system) or _node_list("has_memory", system)
+    if memory is None:
+        memory = allowed_memory() if system == SYSTEM else ()
+    with_memory = with_memory & set(memory) or with_memory
     node_of = {
         cpu: node
         for node in _node_list("online", system)
-        for cpu in _numbers(system / f"node/node{node}/cpulist")
+        for cpu in numbers_in(system / f"node/node{node}/cpulist")
     }
+    nearest = {node: _nearest(node, with_memory, system) for node in set(node_of.values())}
     first = min(with_memory, default=0)
     found = []
     for number in sorted(allowed & online if online else allowed):
-        node = node_of.get(number, first)
-        siblings = _numbers(system / f"cpu/cpu{number}/topology/thread_siblings_list")
-        local = node in with_memory or not with_memory
-        found.append(Cpu(number, node if local else first, min(siblings | {number})))
+        node = nearest.get(node_of.get(number, first), first)
+        siblings = numbers_in(system / f"cpu/cpu{number}/topology/thread_siblings_list")
+        found.append(Cpu(number, node, min(siblings | {number})))
     return found
+
+
+def _nearest(node: int, with_memory: set[int], system: Path) -> int:
+    """The node itself, or of those with memory the nearest, the first where several are."""
+    if node in with_memory or not with_memory:
+        return node
+    away = [int(word) for word in text_of(system / f"node/node{node}/distance").split()]
+    distance = dict(zip(sorted(_node_list("online", system)), away, strict=False))
+    return min(with_memory, key=lambda other: (distance.get(other, 0), other))
 
 
 def cpu_quota(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:

@@ -19,7 +19,9 @@ from typing import Any, NoReturn
 from ktconv import native
 from ktconv.errors import ResourceError, UsageError
 from ktconv.system import machine
+from ktconv.system import nodes as numa
 from ktconv.system.arrays import Array
+from ktconv.system.threads import run_placed
 from ktconv.system.units import counted
 
 
@@ -39,7 +41,7 @@ class Pool(native.Pool):
         self._submitting = threading.Lock()
         self._process = os.getpid()
         self.os_nodes = place.os_nodes  # by the system's numbers
-        self._placed = place.cpus is not None
+        self.placed = place.cpus is not None
         try:
             super().__init__(place.threads, place.cpus, place.nodes)
         except ValueError as error:
@@ -54,9 +56,18 @@ class Pool(native.Pool):
         return len(self.os_nodes)
 
     def bind(self, memory: Array, node: int) -> None:
-        """Asks for `memory` to be where the threads of node `node`, from 0 on, run."""
-        if self._placed:
-            native.bind_memory(memory, self.os_nodes[node])
+        """Sees to it that `memory`, which nobody has written to yet, comes from where the threads
+        of node `node`, from 0 on, run: as far as the system allows it."""
+        if self.placed and not native.bind_memory(memory, self.os_nodes[node]):
+            self._touch(memory, node)
+
+    def _touch(self, memory: Array, node: int) -> None:
+        """Writes to each page from a thread of the node, where the system refuses to bind them."""
+
+        def touch() -> None:
+            memory[:: native.PAGE] = 0
+
+        run_placed([(numa.cpus_of(self.os_nodes[node]), [touch])])
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
         """Runs `work` in a thread of its own, after all that was submitted before. UsageError for a

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -40,6 +42,50 @@ def run_tasks(
                 future.result()
         finally:
             stopped.set()  # also after an interrupt
+
+
+# Tasks, and the CPUs that their threads run on (empty: any).
+Placed = tuple[Collection[int], Sequence[Callable[[], None]]]
+
+
+def run_placed(groups: Sequence[Placed], most: int = 8) -> None:
+    """Does the tasks of all groups at the same time, each group's by up to `most` threads on its
+    CPUs, begun in their order. The first error ends all threads after their present task, and is
+    raised. A CPU that is not for this process is no error."""
+    taken: list[tuple[Collection[int], Callable[[], Callable[[], None] | None]]] = []
+    lock, stopped = threading.Lock(), threading.Event()
+    for cpus, tasks in groups:
+        pending = iter(tasks)
+
+        def take(pending: Any = pending) -> Callable[[], None] | None:
+            with lock:
+                return next(pending, None)
+
+        taken += [(cpus, take)] * min(most, len(tasks), len(cpus) or most)
+
+    def work(cpus: Collection[int], take: Callable[[], Callable[[], None] | None]) -> None:
+        move_to(cpus)
+        try:
+            while not stopped.is_set() and (task := take()) is not None:
+                task()
+        except BaseException:
+            stopped.set()
+            raise
+
+    with ThreadPoolExecutor(max(1, len(taken))) as pool:  # new threads: they stay on their CPUs
+        futures = [pool.submit(work, *one) for one in taken]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            stopped.set()
+
+
+def move_to(cpus: Collection[int]) -> None:
+    """Has the calling thread run on these CPUs alone, where the system allows it."""
+    if cpus and hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, cpus)
 
 
 class AwaitedThread(threading.Thread):

@@ -23,14 +23,19 @@ from ktconv.system.units import counted
 
 
 def load_layer(
-    settings: Settings, source: sources.Source, slots: list[int] | None, pool: Pool
+    settings: Settings,
+    source: sources.Source,
+    slots: list[int] | None,
+    pool: Pool,
+    memory: str,
 ) -> MoELayer:
-    """Load a layer of a converted model (mapped) or a checkpoint. Raises CheckpointError for
-    weights that the method does not read, UsageError where they contradict the settings."""
+    """Load a layer of a converted model, whose weights go where `memory` says, or of a checkpoint.
+    Raises CheckpointError for weights that the method does not read, UsageError where they
+    contradict the settings."""
     if isinstance(source, Checkpoint):
         found = _of_checkpoint(settings, source, slots, pool)
     else:
-        found = _of_output(settings, source, slots, pool)
+        found = _of_output(settings, source, slots, pool, memory)
     _check(settings, found)
     return MoELayer(_activated(settings, found), pool)
 
@@ -80,9 +85,13 @@ def slots_of(mapping: Any, experts: int) -> list[int] | None:
 
 
 def _of_output(
-    settings: Settings, model: sources.Source, slots: list[int] | None, pool: Pool
+    settings: Settings,
+    model: sources.Source,
+    slots: list[int] | None,
+    pool: Pool,
+    memory: str,
 ) -> Experts:
-    found = sources.loaded(model, settings.layer_idx, slots, None, None, pool)
+    found = sources.loaded(model, settings.layer_idx, slots, None, None, pool, memory)
     if found.format.key not in settings.method.formats:
         _refuse_format(settings, [found.format.key])
     if found.parts != settings.parts:

@@ -38,8 +38,11 @@ class KTMoEWrapper:
     Several threads may call different wrappers; calls of one wrapper are for one thread at a time.
 
     With mode "sft" it is a `ktconv.compat.kt.sft.SFTWrapper`: LoRA of the experts, which is trained
-    and served.
+    and served. `memory`, of the class or of a wrapper, is where `load_weights` puts the weights of
+    an OUTPUT, as for `ktconv.runtime.MoELayer.load`.
     """
+
+    memory = "auto"
 
     def __new__(cls, *given: Any, **named: Any) -> KTMoEWrapper:
         """An object of the class that the mode asks for."""
@@ -168,7 +171,7 @@ class KTMoEWrapper:
         """
         slots = slots_of(physical_to_logical_map_cpu, self.num_experts)
         source = self._model.source(self._settings.weight_path)
-        self._layer = load_layer(self._settings, source, slots, self._pool)
+        self._layer = load_layer(self._settings, source, slots, self._pool, self.memory)
 
     def load_weights_from_tensors(
         self,

@@ -63,7 +63,8 @@ class Experts:
     were quantized from, where known. `norm` is that of their outputs, if there is one;
     `weight_on_input`: the model multiplies inputs by the router's weights, which callers of
     `forward` do themselves. `release()` gives pages of mapped weights back to the system;
-    they are read again when they are needed.
+    they are read again when they are needed. `held`: how weights are in memory, as
+    `ktconv.runtime.memory` calls it, with a `note` where something was not possible.
     """
 
     def __init__(
@@ -77,7 +78,10 @@ class Experts:
         release: Callable[[], None] = lambda: None,
         norm: OutputNorm | None = None,
         weight_on_input: bool = False,
+        held: str = "copy",
+        note: str = "",
     ) -> None:
+        self.held, self.note = held, note
         self.norm, self.weight_on_input = norm, weight_on_input
         self.format, self.layer, self.activation = format, layer, activation
         self.streams, self.source, self.release = streams, source, release
@@ -98,6 +102,8 @@ class Experts:
             self.release,
             self.norm,
             self.weight_on_input,
+            self.held,
+            self.note,
         )
 
     def __deepcopy__(self, memo: object) -> Experts:

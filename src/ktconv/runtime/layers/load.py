@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from ktconv import native
-from ktconv.errors import CheckpointError, UsageError
+from ktconv.errors import CheckpointError, ResourceError, UsageError
 from ktconv.families.activations import NAMES
 from ktconv.families.config import USUAL_TOP_K
 from ktconv.families.family import ExpertActivation
@@ -22,21 +23,26 @@ from ktconv.native.arrays import aligned_to
 from ktconv.runtime.layers.experts import Experts, OutputNorm
 from ktconv.runtime.layers.slots import Slots, slot_origins
 from ktconv.runtime.layers.unpacked import packed_streams
+from ktconv.runtime.memory import Held, Mapped
 from ktconv.source import TensorRef
 from ktconv.source.activations import of_records
 from ktconv.source.config import CONFIG_NAME
 from ktconv.source.settings import ModelSettings
 from ktconv.system.arrays import F32, Array
+from ktconv.system.regular_files import opened_regular
 from ktconv.targets.packed.weights import (
+    Geometry,
     PackedWeights,
     map_file,
-    map_pages,
     name_of,
     no_packed_experts,
     open_packed,
 )
 from ktconv.targets.renaming import output_name
 from ktconv.writer.manifest import Manifest, read_run
+
+# Puts the tensors of some experts of a layer into memory. Without one they are mapped.
+Hold = Callable[[PackedWeights, int, Collection[int]], Held]
 
 # Functions of the gate's outputs, and of up's where there is no gate: what kernels call them.
 _GATED = {"silu": "swiglu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
@@ -123,12 +129,13 @@ def open_layer(
     layer: int | None = None,
     settings: ModelSettings | None = None,
     slots: Slots | None = None,
+    hold: Hold | None = None,
 ) -> tuple[int, Experts]:
-    """open_experts, with the layer's number."""
+    """open_experts, with the layer's number. `hold` puts weights into memory."""
     model = ConvertedModel(directory, settings, layer)
     if not model.layers:  # the error tells the layers that it has
         model = ConvertedModel(directory, settings)
-    return model.open_layer(layer, slots)
+    return model.open_layer(layer, slots, hold)
 
 
 class ConvertedModel:
@@ -187,7 +194,7 @@ class ConvertedModel:
         return self._recorded.get(layer, stated)
 
     def open_layer(
-        self, layer: int | None = None, slots: Slots | None = None
+        self, layer: int | None = None, slots: Slots | None = None, hold: Hold | None = None
     ) -> tuple[int, Experts]:
         """See `open_experts`; with the layer's number."""
         if self.packed.damaged:
@@ -200,20 +207,21 @@ class ConvertedModel:
                 f"{self.directory} has no experts of layer {wanted}", f"it has {self.layers}"
             )
         activation = kernel_activation(self.activation(wanted))
-        experts = packed_experts(self.packed, wanted, activation, slots=slots)
         _expect_finite_scales(self.packed, wanted)
+        experts = packed_experts(self.packed, wanted, activation, slots=slots, hold=hold)
         return wanted, experts
 
 
 def _expect_finite_scales(packed: PackedWeights, layer: int) -> None:
     """Another one makes its row NaN whenever its expert has a token, and only then."""
-    geometry, mapped = packed.geometry(layer), _Mapped(packed, layer)
+    geometry = packed.geometry(layer)
     fmt = geometry.format
     assert fmt is not None  # what geometry() sees to
+    by_file: dict[Path, list[TensorId]] = {}
     for tensor in geometry.tensors(layer):
-        if tensor.kind == "weight":
-            continue
-        stored = mapped.get(tensor)
+        if tensor.kind != "weight":
+            by_file.setdefault(packed.place(tensor).file, []).append(tensor)
+    for tensor, stored in _small_tensors(packed, by_file):
         if tensor.kind == "bias":
             numbers: Array = stored.view("<f4")
         else:
@@ -226,21 +234,49 @@ def _expect_finite_scales(packed: PackedWeights, layer: int) -> None:
             )
 
 
+def _small_tensors(
+    packed: PackedWeights, by_file: Mapping[Path, Sequence[TensorId]]
+) -> Iterator[tuple[TensorId, Array]]:
+    """Their bytes, read without those around them: what is in memory of a file on small pages stays
+    so, and weights are faster on large ones."""
+    for file, tensors in by_file.items():
+        try:
+            with opened_regular(file) as fd:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+                for tensor in tensors:
+                    place = packed.place(tensor)
+                    stored = os.pread(fd, place.nbytes, place.offset)
+                    if len(stored) != place.nbytes:
+                        raise CheckpointError(
+                            f"{file} ends within {name_of(tensor)}", "convert it again"
+                        )
+                    yield tensor, np.frombuffer(stored, np.uint8)
+                    page = mmap.PAGESIZE
+                    first = place.offset // page * page
+                    size = place.offset + place.nbytes - first
+                    os.posix_fadvise(fd, first, -(-size // page) * page, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise ResourceError(f"{file} cannot be read: {error.strerror}") from error
+
+
 def packed_experts(
     packed: PackedWeights,
     layer: int,
     activation: Activation,
     norm: OutputNorm | None = None,
     slots: Slots | None = None,
+    hold: Hold | None = None,
 ) -> Experts:
     """One layer of packed weights that are open already. Slots of experts that were left out of it
-    have no origin. UsageError for `slots` that it cannot have."""
+    have no origin. `hold`: see `Hold`. UsageError for `slots` that it cannot have."""
     geometry = packed.geometry(layer)
     fmt = geometry.format
     assert fmt is not None  # what geometry() sees to
     expect_gates(geometry.gated, activation, f"layer {layer} of {packed.directory}")
-    wanted, mapped = slot_origins(slots, geometry.experts), _Mapped(packed, layer)
-    experts = {e: mapped.parts(e) for e in set(wanted) - geometry.elsewhere}
+    wanted = slot_origins(slots, geometry.experts)
+    here = set(wanted) - geometry.elsewhere
+    held = hold(packed, layer, here) if hold else Mapped(packed)
+    experts = {e: _parts(held, geometry, layer, e) for e in here}
     rows = [
         [experts[e][part] if e in experts else None for e in wanted]
         for part in range(geometry.parts)
@@ -259,8 +295,10 @@ def packed_experts(
         activation,
         [e if e in experts else None for e in wanted],
         lambda e: packed_streams(fmt, *sizes, experts[e]),
-        release=mapped.release,
+        release=held.release,
         norm=norm,
+        held=held.kind,
+        note=held.note,
     )
 
 
@@ -275,38 +313,15 @@ def expect_gates(gated: bool, activation: Activation, where: str) -> None:
     )
 
 
-class _Mapped:
-    """The tensors of a layer, each file mapped once."""
+def _parts(held: Held, geometry: Geometry, layer: int, expert: int) -> list[Expert]:
+    """The matrices of each part of an expert."""
+    fmt = geometry.format
+    assert fmt is not None  # what geometry() sees to
 
-    def __init__(self, packed: PackedWeights, layer: int) -> None:
-        self._packed, self._layer, self._geometry = packed, layer, packed.geometry(layer)
-        self._files: dict[Path, tuple[mmap.mmap, Array]] = {}
-
-    def get(self, tensor: TensorId) -> Array:
-        place = self._packed.place(tensor)
-        if place.file not in self._files:
-            pages = map_pages(place.file)
-            self._files[place.file] = pages, np.frombuffer(pages, np.uint8)
-        return self._files[place.file][1][place.offset : place.offset + place.nbytes]
-
-    def parts(self, expert: int) -> list[Expert]:
-        """The matrices of each part of an expert."""
-
-        def of(proj: Projection, part: int) -> PackedMatrix:
-            return self._matrix(proj, expert, part)
-
-        gated = self._geometry.gated
-        return [
-            (of("gate", part) if gated else None, of("up", part), of("down", part))
-            for part in range(self._geometry.parts)
-        ]
-
-    def _matrix(self, proj: Projection, expert: int, part: int) -> PackedMatrix:
-        fmt = self._geometry.format
-        assert fmt is not None  # what geometry() sees to
+    def of(proj: Projection, part: int) -> PackedMatrix:
         found: dict[Kind, Array] = {
-            kind: self.get(TensorId(self._layer, proj, expert, part, kind))
-            for kind in kinds_of(proj, part, self._geometry.biased)
+            kind: held.get(TensorId(layer, proj, expert, part, kind))
+            for kind in kinds_of(proj, part, geometry.biased)
         }
         bias = found.get("bias")
         return PackedMatrix(
@@ -315,10 +330,11 @@ class _Mapped:
             None if bias is None else aligned_to(bias, 4).view(np.float32),
         )
 
-    def release(self) -> None:
-        """Pages that were read do not count as this process's memory any more."""
-        for pages, _ in self._files.values():
-            pages.madvise(mmap.MADV_DONTNEED)
+    gated = geometry.gated
+    return [
+        (of("gate", part) if gated else None, of("up", part), of("down", part))
+        for part in range(geometry.parts)
+    ]
 
 
 # ---- with the norm of outputs ----------------------------------------------------------
@@ -327,13 +343,16 @@ _VECTORS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 def open_converted(
-    model: ConvertedModel, layer: int | None = None, slots: Slots | None = None
+    model: ConvertedModel,
+    layer: int | None = None,
+    slots: Slots | None = None,
+    hold: Hold | None = None,
 ) -> Experts:
     """Open experts as `open_experts`, and with the norm of their outputs where the model has one.
 
     Raises CheckpointError also where that norm is not among its tensors.
     """
-    number, experts = model.open_layer(layer, slots)
+    number, experts = model.open_layer(layer, slots, hold)
     stated = model.activation(number)
     experts.weight_on_input = stated.weight_on_input
     if stated.post_norm:
