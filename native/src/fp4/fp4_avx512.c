@@ -7,7 +7,7 @@
 KT_TARGET_BEGIN(AVX512_BF16)
 #include "../gemm/row_scales_avx512.h"
 #include "fp4_scales_avx512.h"
-#include "nvfp4_tiles_avx512.h"
+#include "fp4_tiles_avx512.h"
 
 /* ---- MXFP4 ------------------------------------------------------------------- */
 

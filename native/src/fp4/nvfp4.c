@@ -84,7 +84,7 @@ const kt_weight_format kt_nvfp4_format = {
     .product[KT_ISA_AVX2] = kt_nvfp4_product_avx2,
     .product[KT_ISA_AMX] = kt_nvfp4_product_amx,
     .stream[KT_ISA_AMX] = kt_nvfp4_stream_amx,
-    .least_tokens = {3},
+    .least_tokens = {4},
     .transposed = kt_nvfp4_transposed_amx,
 #endif
 };

@@ -6,7 +6,7 @@
  * whatever the loop order, so its bits do not depend on the batch.
  *
  * Loop order. The first block of tokens reads packed weights, lines in strictly ascending
- * order, which is what DRAM needs (see int_gemm_avx512.h), and decodes them in registers. If
+ * order, which is what DRAM needs (see int/int_gemm_avx512.c), and decodes them in registers. If
  * there are more blocks, it leaves its decoded lines in the panel for them: nothing is decoded
  * twice. Columns are cut so that those of a strip and of the activations stay in L2; not for
  * the fewest tokens, which want long runs of DRAM more than that (K = 7168, blocks of 2048

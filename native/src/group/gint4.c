@@ -107,7 +107,7 @@ const kt_weight_format kt_gint4_format = {
     .product[KT_ISA_AVX2] = kt_gint4_product_avx2,
     .product[KT_ISA_AMX] = kt_gint4_product_amx,
     .stream[KT_ISA_AMX] = kt_gint4_stream_amx,
-    .least_tokens = {7, 7, 4},
+    .least_tokens = {7, 4, 3},
     .transposed = kt_gint4_transposed_amx,
 #endif
 };

@@ -8,7 +8,7 @@
  * registers; more tokens are done in blocks. (GINT4, Zen 4, K = 2048, groups of 32 / 128 columns:
  * 362 / 430 of 469 GOPS. Totals in memory with 12 tokens: 265 / 380, with 5 tokens: 340.)
  *
- * Lines are read in strictly ascending order, which is what DRAM needs (gemm/int_gemm_avx512.h),
+ * Lines are read in strictly ascending order, which is what DRAM needs (int/int_gemm_avx512.c),
  * and prefetched: one token of GINT4 reads 33 GB/s where plain reading gives 35; 29 without.
  *
  * `bits` is a constant in every call. */

@@ -7,17 +7,26 @@
 
 KT_INLINE __m512 kt_flip_sign16(__m512 x) { return _mm512_xor_ps(x, _mm512_set1_ps(-0.0f)); }
 
+/* Whether a value is this constant, which then takes no instructions. */
+#define KT_IS_CONSTANT(x, constant) (__builtin_constant_p((x) == (constant)) && (x) == (constant))
+
 /* Of the two operands of max and min, the second where they are unordered. */
 KT_INLINE __m512 kt_at_least16(float limit, __m512 x) {
-  return _mm512_max_ps(_mm512_set1_ps(limit), x);
+  return KT_IS_CONSTANT(limit, -INFINITY) ? x : _mm512_max_ps(_mm512_set1_ps(limit), x);
 }
 KT_INLINE __m512 kt_at_most16(float limit, __m512 x) {
-  return _mm512_min_ps(_mm512_set1_ps(limit), x);
+  return KT_IS_CONSTANT(limit, INFINITY) ? x : _mm512_min_ps(_mm512_set1_ps(limit), x);
 }
 
 KT_INLINE __m512 kt_exponential16(__m512 x) {
-  const kt_reduced16 e = kt_reduce16(kt_at_most16(KT_EXP_MAX, kt_at_least16(KT_EXP_MIN, x)));
-  return _mm512_mul_ps(kt_horner16(kt_exp_taylor, KT_EXP_TERMS, e.r), kt_power_of_two16(e.n));
+  const __m512 rounder = _mm512_set1_ps(KT_ROUNDER);
+  const __m512 within = kt_at_most16(KT_EXP_MAX, kt_at_least16(KT_EXP_MIN, x));
+  const __m512 shifted = _mm512_fmadd_ps(within, _mm512_set1_ps(KT_LOG2_E), rounder);
+  const __m512 n = _mm512_sub_ps(shifted, rounder);
+  const __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(KT_LN2), within);
+  const __m512i p = _mm512_castps_si512(kt_horner16(kt_exp_best, KT_EXP_BEST_TERMS, r));
+  return _mm512_castsi512_ps(
+      _mm512_add_epi32(p, _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)));
 }
 
 KT_INLINE __m512 kt_with_sign_of16(__m512 x, __m512 size) {
@@ -121,7 +130,8 @@ KT_INLINE kt_graded16 kt_up_within16(int function, const kt_activation *a, __m51
   const __m512 zero = _mm512_setzero_ps(), one = _mm512_set1_ps(1.0f);
   const __m512 positive = kt_at_least16(0.0f, u);
   switch (function) {
-  case KT_SWIGLU: return (kt_graded16){_mm512_add_ps(u, _mm512_set1_ps(a->beta)), one};
+  case KT_SWIGLU:
+    return (kt_graded16){a->beta == 0.0f ? u : _mm512_add_ps(u, _mm512_set1_ps(a->beta)), one};
   case KT_SOFTCAP: return kt_capped16(a->beta, u);
   case KT_RELU2:
     return (kt_graded16){_mm512_mul_ps(positive, positive),

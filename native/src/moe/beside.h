@@ -17,6 +17,7 @@ enum {
   KT_BESIDE_REGIONS = 12, /* runs of bytes that are fetched one after the other */
   KT_BESIDE_LINE = 64,
   KT_BESIDE_ONE = 256,       /* a whole unit of what is counted in fractions */
+  KT_BESIDE_SOME = 4,        /* units of work that are done at once, or more */
   KT_BESIDE_RING = 2 * 8192, /* bytes */
   KT_BESIDE_SPARE = 2 * 4096 /* bytes */
 };
@@ -138,14 +139,15 @@ static inline __attribute__((always_inline)) void kt_beside_fetch_step(kt_beside
 
 static inline __attribute__((always_inline)) void kt_beside_step(kt_beside *b) {
   kt_beside_fetch_step(b);
-  b->work_part += b->work_rate;
-  if (b->next < b->end && b->work_part >= KT_BESIDE_ONE) {
-    const int64_t left = b->end - b->next, some = b->work_part / KT_BESIDE_ONE;
-    const int64_t end = b->next + (some < left ? some : left);
+  const int64_t left = b->end - b->next, due = (b->work_part += b->work_rate) / KT_BESIDE_ONE;
+  if (left == 0) {
+    b->work_part = 0;
+  } else if (due >= KT_BESIDE_SOME || due >= left) {
+    const int64_t end = b->next + (due < left ? due : left);
+    b->work_part %= KT_BESIDE_ONE;
     b->work(b->context, b->next, end);
     b->next = end;
   }
-  b->work_part %= KT_BESIDE_ONE;
 }
 
 #endif

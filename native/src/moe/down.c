@@ -49,7 +49,7 @@ static kt_weighted weighted_of(const kt_forward_run *f, const kt_expert *e, int6
 
 static void add_weighted(void *context, int64_t first, int64_t end) {
   const kt_worker *const w = context;
-  w->epilogue->add_weighted(&w->weighted, first, end);
+  w->epilogue->add_weighted(w->weighted + w->at_work, first, end);
 }
 
 /* Strips of one expert for a thread: first .. end of the rows of down. */
@@ -82,15 +82,17 @@ static void stream_strip(kt_forward_run *f, const kt_team *t, kt_worker *w, cons
   for (int64_t i = 0; i < b.number; i++) {
     const int64_t slot = kt_block_start(&b, i), count = kt_block_start(&b, i + 1) - slot;
     const int last = i + 1 == b.number;
-    float *const sums = kt_stream_sums(w, w->strip_number++ % 2);
-    kt_weighted weighted = weighted_of(f, e, s->part, strip, 1, slot);
+    const int64_t odd = w->strip_number++ % 2;
+    float *const sums = kt_stream_sums(w, odd);
+    kt_weighted *const weighted = w->weighted + odd;
+    *weighted = weighted_of(f, e, s->part, strip, 1, slot);
     w->beside.following = !last ? down : following->strips ? &following->weight : NULL;
     w->beside.following_strip = last ? following->strip : strip;
     f->stream(down, strip, rows_at(f, t, g, slot), f->mid_stride, count, &w->beside, sums,
-              &weighted.down);
-    if (adapted) adapt(f, t, w, slot - g->slot, count, sums, &weighted.down);
+              &weighted->down);
+    if (adapted) adapt(f, t, w, slot - g->slot, count, sums, &weighted->down);
     kt_beside_finish(&w->beside);
-    w->weighted = weighted;
+    w->at_work = odd;
     kt_beside_work(&w->beside, add_weighted, w, count, 1);
   }
 }

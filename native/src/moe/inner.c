@@ -95,7 +95,7 @@ static void activate(void *context, int64_t first, int64_t end) {
   const kt_worker *const w = context;
   for (int i = 0; i < 2; i++)
     if (w->keep[i].rows) w->math->keep(w->keep + i, first, end);
-  w->activate(w->activation, &w->inner, first, end);
+  w->activate(w->activation, w->inner + w->at_work, first, end);
 }
 
 /* Whether anything is added to products of gate and up, or kept of them. */
@@ -121,26 +121,27 @@ static void stream_item(kt_forward_run *f, const kt_team *t, kt_worker *w, const
   const kt_weight gate = kt_gate_weight(r, e);
   const uint8_t *const x = x_rows_of(f, t, w, i->slot, i->count);
   const kt_inner_item lora = {r->route.active[i->active], part, i->strip * KT_STRIP, 1};
-  kt_inner inner = inner_of(f, t, g, e, i);
   const int64_t odd = w->strip_number++ % 2;
+  kt_inner *const inner = w->inner + odd;
   float *const gates = kt_stream_sums(w, odd), *const ups = kt_stream_sums(w, 2 + odd);
+  *inner = inner_of(f, t, g, e, i);
   if (adapted) kt_adapted_inner_strips(&f->adapted, r, &w->lora, &lora);
   if (gated) {
     kt_fetch_place(w, &up, 1);
-    f->stream(&gate, i->strip, x, f->x_stride, i->count, &w->beside, gates, &inner.gate);
-    if (adapted) adapt(f, w, KT_GATE, &lora, i, gates, &inner.gate);
+    f->stream(&gate, i->strip, x, f->x_stride, i->count, &w->beside, gates, &inner->gate);
+    if (adapted) adapt(f, w, KT_GATE, &lora, i, gates, &inner->gate);
   }
   kt_fetch_place(w, next, 1);
-  f->stream(&up.weight, i->strip, x, f->x_stride, i->count, &w->beside, ups, &inner.up);
-  if (adapted) adapt(f, w, KT_UP, &lora, i, ups, &inner.up);
+  f->stream(&up.weight, i->strip, x, f->x_stride, i->count, &w->beside, ups, &inner->up);
+  if (adapted) adapt(f, w, KT_UP, &lora, i, ups, &inner->up);
   kt_beside_finish(&w->beside);
-  w->inner = inner;
+  w->at_work = odd;
   if (f->adapted.saves && gated)
     w->keep[0] =
-        kt_adapted_keep(&f->adapted, r, KT_GATE, &lora, gates, inner.gate_bias, i->slot, i->count);
+        kt_adapted_keep(&f->adapted, r, KT_GATE, &lora, gates, inner->gate_bias, i->slot, i->count);
   if (f->adapted.saves)
     w->keep[1] =
-        kt_adapted_keep(&f->adapted, r, KT_UP, &lora, ups, inner.up_bias, i->slot, i->count);
+        kt_adapted_keep(&f->adapted, r, KT_UP, &lora, ups, inner->up_bias, i->slot, i->count);
   kt_beside_work(&w->beside, activate, w, i->count, gated ? 2 : 1);
 }
 

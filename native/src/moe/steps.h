@@ -46,14 +46,15 @@ typedef struct kt_worker {
   kt_lora_worker lora;
   /* Streams: what is beside a product, and the work on the sums of the strip before. */
   kt_beside beside;
-  int64_t strip_number; /* whose parity chooses among sums */
+  int64_t strip_number; /* whose parity chooses among sums, and what is known of them */
+  int64_t at_work;      /* parity of the strip before */
   kt_activate_fn *activate;
   const kt_activation *activation;
   const kt_epilogue *epilogue;
-  kt_inner inner;
-  kt_weighted weighted;
+  kt_inner inner[2]; /* never copied: loads of what was just stored in parts wait for tile stores */
+  kt_weighted weighted[2];
   const kt_gradients *math; /* for `keep` */
-  kt_keep keep[2];          /* gate and up of `inner`, where they are kept */
+  kt_keep keep[2];          /* gate and up of the strip before, where they are kept */
 } kt_worker;
 
 typedef struct kt_forward_run {

@@ -36,7 +36,7 @@ KINDS = {
 }
 UNGATED = [kind for kind, one in KINDS.items() if not lib.kt_function_has_gate(one.function)]
 LEVELS = ("scalar", "avx512")  # AMX has none of its own
-BOUND = 1e-6  # relative: exp to 3e-7, tanh to 2.4e-7, erf to 5e-7 (epilogue.h), some roundings
+BOUND = 1e-6  # relative: exp to 4e-7, tanh to 2.4e-7, erf to 5e-7 (activation.h), some roundings
 TINY = 1e-32  # times BOUND: what sigmoid has at -87 and below, where it should go on to 0
 
 

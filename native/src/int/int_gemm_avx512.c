@@ -1,4 +1,4 @@
-/* int_gemm_avx512.h - products with INT8 and INT4 in KTransformers' layout, by VPDPBUSD.
+/* INT8 and INT4 products with AVX-512 VNNI, by VPDPBUSD.
  *
  * A 64-byte line of a half tile is 16 rows x 4 columns, so with 4 activations of a token
  * broadcast one instruction adds 4 columns to 16 rows. VPDPBUSD wants one side unsigned: codes
@@ -22,13 +22,17 @@
  * Columns are cut into blocks of K_BLOCK, so that those of the activations and of the strip stay in
  * L2 meanwhile.
  *
- * `int4` is a constant in every call. Include after KT_TARGET_BEGIN(AVX512_VNNI). */
-#ifndef KT_INT_GEMM_AVX512_H
-#define KT_INT_GEMM_AVX512_H
+ * `int4` is a constant in every call. */
+#include "../cpu.h"
 
+#if KT_X86
+#include "../simd/target.h"
+
+KT_TARGET_BEGIN(AVX512_VNNI)
+#include "../gemm/int_gemm.h"
 #include "../moe/beside.h"
 #include "../simd/unroll.h"
-#include "int_gemm.h"
+#include "int.h"
 
 enum {
   KT_INT_BLOCK = 12,     /* tokens of the micro kernel */
@@ -143,24 +147,28 @@ typedef struct kt_int_kernels {
     if (n < few) kt_int_micro(int4, KT_INT_AHEAD_OF, n, w, tiles, x, stride, beside, sum);         \
   }
 
-/* Defines kt_int_kernels `kernels_few` (fewer tokens than `few`), `kernels_streamed` and
- * `kernels_zen`. */
-#define KT_INT_KERNELS(int4, few)                                                                  \
-  KT_1_TO_12(KT_INT_FEW, ahead_, int4, few)                                                        \
-  KT_1_TO_12(KT_INT_MICRO, ascending_, int4, KT_INT_ASCENDING)                                     \
-  KT_1_TO_12(KT_INT_MICRO, cached_, int4, KT_INT_CACHED)                                           \
-  static kt_int_micro_fn *const ahead[] = {NULL, KT_1_TO_12(KT_NUMBERED, ahead_)};                 \
-  static kt_int_micro_fn *const ascending[] = {NULL, KT_1_TO_12(KT_NUMBERED, ascending_)};         \
-  static kt_int_micro_fn *const cached[] = {NULL, KT_1_TO_12(KT_NUMBERED, cached_)};               \
-  static const kt_int_kernels kernels_few = {ahead, NULL}, kernels_streamed = {cached, cached},    \
-                              kernels_zen = {ascending, cached};
+/* Defines kt_int_kernels <format>_few (fewer tokens than `few`), <format>_streamed and
+ * <format>_zen. */
+#define KT_INT_KERNELS(format, int4, few)                                                          \
+  KT_1_TO_12(KT_INT_FEW, format##_ahead_, int4, few)                                               \
+  KT_1_TO_12(KT_INT_MICRO, format##_ascending_, int4, KT_INT_ASCENDING)                            \
+  KT_1_TO_12(KT_INT_MICRO, format##_cached_, int4, KT_INT_CACHED)                                  \
+  static kt_int_micro_fn *const format##_ahead[] = {NULL,                                          \
+                                                    KT_1_TO_12(KT_NUMBERED, format##_ahead_)};     \
+  static kt_int_micro_fn *const format##_ascending[] = {                                           \
+      NULL, KT_1_TO_12(KT_NUMBERED, format##_ascending_)};                                         \
+  static kt_int_micro_fn *const format##_cached[] = {NULL,                                         \
+                                                     KT_1_TO_12(KT_NUMBERED, format##_cached_)};   \
+  static const kt_int_kernels format##_few = {format##_ahead, NULL},                               \
+                              format##_streamed = {format##_cached, format##_cached},              \
+                              format##_zen = {format##_ascending, format##_cached};
 
 /* Columns k .. k + cols of one strip for all tokens, in blocks of nearly equal size. */
 KT_INLINE void kt_int_strip(const int int4, const kt_int_kernels *kernels, const kt_weight *w,
-                            int64_t block_rows, int64_t strip, int64_t k, int64_t cols,
-                            const uint8_t *x, int64_t stride, int64_t tokens, kt_beside *beside,
-                            int32_t *sum) {
-  const int64_t tile_cols = int4 ? 128 : 64;
+                            int64_t strip, int64_t k, int64_t cols, const uint8_t *x,
+                            int64_t stride, int64_t tokens, kt_beside *beside, int32_t *sum) {
+  const int64_t tile_cols = int4 ? KT_INT4_TILE_COLS : KT_INT8_TILE_COLS;
+  const int64_t block_rows = int4 ? KT_INT4_BLOCK_ROWS : KT_INT8_BLOCK_ROWS;
   const int64_t start = kt_tile_start(w->rows, w->cols, block_rows, strip * KT_STRIP, k);
   const uint8_t *const tiles = w->codes + (int4 ? start / 2 : start);
   const int64_t blocks = (tokens + KT_INT_BLOCK - 1) / KT_INT_BLOCK;
@@ -198,9 +206,8 @@ KT_INLINE void kt_int_finish(float step, const float *scale, const uint8_t *x, i
 }
 
 KT_INLINE void kt_int_product_avx512(const int int4, const kt_int_kernels *kernels,
-                                     int64_t block_rows, const kt_weight *w, int64_t strip,
-                                     int64_t strips, const uint8_t *x, int64_t stride,
-                                     int64_t tokens, float *out) {
+                                     const kt_weight *w, int64_t strip, int64_t strips,
+                                     const uint8_t *x, int64_t stride, int64_t tokens, float *out) {
   int32_t *const sum = (int32_t *)(void *)out;
   kt_beside nothing = kt_beside_of(NULL, NULL);
   const int64_t k_block = tokens <= KT_INT_BLOCK ? KT_COL_BLOCK : KT_INT_K_BLOCK;
@@ -209,7 +216,7 @@ KT_INLINE void kt_int_product_avx512(const int int4, const kt_int_kernels *kerne
     const int64_t left = w->cols - k;
     cols = left < k_block ? left : k_block;
     for (int64_t s = 0; s < strips; s++)
-      kt_int_strip(int4, kernels, w, block_rows, strip + s, k, cols, x, stride, tokens, &nothing,
+      kt_int_strip(int4, kernels, w, strip + s, k, cols, x, stride, tokens, &nothing,
                    sum + s * tokens * KT_STRIP);
   }
   for (int64_t s = 0; s < strips; s++)
@@ -217,20 +224,20 @@ KT_INLINE void kt_int_product_avx512(const int int4, const kt_int_kernels *kerne
                   stride, tokens, out + s * tokens * KT_STRIP);
 }
 
-/* kt_stream_fn of `kernels_streamed`. */
+/* kt_stream_fn of <format>_streamed. */
 KT_INLINE void kt_int_stream_avx512(const int int4, const kt_int_kernels *kernels,
-                                    int64_t block_rows, const kt_weight *w, int64_t strip,
-                                    const uint8_t *x, int64_t stride, int64_t tokens,
-                                    kt_beside *beside, int32_t *sum, kt_sums *sums) {
+                                    const kt_weight *w, int64_t strip, const uint8_t *x,
+                                    int64_t stride, int64_t tokens, kt_beside *beside, int32_t *sum,
+                                    kt_sums *sums) {
   const int64_t blocks = (tokens + KT_INT_BLOCK - 1) / KT_INT_BLOCK;
   const int64_t k_block = blocks == 1 ? KT_COL_BLOCK : KT_INT_K_BLOCK;
   kt_beside_finish(beside); /* while the sums of the strip before are in L1 */
-  kt_beside_start(beside, w->cols / (int4 ? 128 : 64) * blocks);
+  kt_beside_start(beside, w->cols / (int4 ? KT_INT4_TILE_COLS : KT_INT8_TILE_COLS) * blocks);
   kt_int_start(int4 ? 8 : 128, x, w->cols, stride, 1, tokens, sum);
   for (int64_t k = 0, cols; k < w->cols; k += cols) {
     const int64_t left = w->cols - k;
     cols = left < k_block ? left : k_block;
-    kt_int_strip(int4, kernels, w, block_rows, strip, k, cols, x, stride, tokens, beside, sum);
+    kt_int_strip(int4, kernels, w, strip, k, cols, x, stride, tokens, beside, sum);
   }
   *sums = (kt_sums){.sum = sum,
                     .whole = 1,
@@ -241,4 +248,33 @@ KT_INLINE void kt_int_stream_avx512(const int int4, const kt_int_kernels *kernel
                     .stride = stride};
 }
 
+/* Defines the kt_stream_fn and the kt_product_fn of a format. */
+#define KT_INT_PRODUCTS(format, int4, least)                                                       \
+  KT_INT_KERNELS(format, int4, least)                                                              \
+  void kt_##format##_stream_avx512(const kt_weight *w, int64_t strip, const uint8_t *x,            \
+                                   int64_t stride, int64_t tokens, kt_beside *beside, void *out,   \
+                                   kt_sums *sums) {                                                \
+    kt_int_stream_avx512(int4, &format##_streamed, w, strip, x, stride, tokens, beside, out,       \
+                         sums);                                                                    \
+  }                                                                                                \
+  void kt_##format##_product_avx512(const kt_weight *w, int64_t strip, int64_t strips,             \
+                                    const uint8_t *x, int64_t stride, int64_t tokens, float *out,  \
+                                    uint8_t *panel) {                                              \
+    if (tokens < least)                                                                            \
+      kt_int_product_avx512(int4, &format##_few, w, strip, strips, x, stride, tokens, out);        \
+    else                                                                                           \
+      kt_streamed_product(kt_##format##_stream_avx512, w, strip, strips, x, stride, tokens, out,   \
+                          panel);                                                                  \
+  }                                                                                                \
+  void kt_##format##_product_zen(const kt_weight *w, int64_t strip, int64_t strips,                \
+                                 const uint8_t *x, int64_t stride, int64_t tokens, float *out,     \
+                                 uint8_t *panel) {                                                 \
+    (void)panel;                                                                                   \
+    kt_int_product_avx512(int4, &format##_zen, w, strip, strips, x, stride, tokens, out);          \
+  }
+
+KT_INT_PRODUCTS(int8, 0, KT_INT8_LEAST_STREAMED)
+KT_INT_PRODUCTS(int4, 1, KT_INT4_LEAST_STREAMED)
+
+KT_TARGET_END
 #endif

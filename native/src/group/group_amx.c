@@ -1,17 +1,21 @@
-/* group_gemm_amx.h - products with integers in groups of columns with AMX, by TDPBSSD: the same
- * integers and the same float operations as with AVX-512, so the same bits.
+/* Products with integers in groups of columns with AMX, by TDPBSSD: the same integers and the same
+ * float operations as with AVX-512, so the same bits.
  *
  * A group is two steps of 64 columns, one of 64, or one of 32. For the last, tiles are configured
  * for 32 bytes of columns. Filling them up with zeros would need no fewer products, and a second
  * group in a tile cannot be used, its sums being apart; a narrow tile of weights takes half the
  * load and half the room.
  *
- * `bits` and `group` are constants in every call. Include after KT_TARGET_BEGIN(AMX). */
-#ifndef KT_GROUP_GEMM_AMX_H
-#define KT_GROUP_GEMM_AMX_H
+ * `bits` and `group` are constants in every call. */
+#include "../cpu.h"
 
-#include "amx_groups.h"
-#include "group_scales_avx512.h"
+#if KT_X86
+#include "../simd/target.h"
+
+KT_TARGET_BEGIN(AMX)
+#include "../gemm/amx_groups.h"
+#include "../gemm/group_scales_avx512.h"
+#include "group.h"
 
 /* Nibbles less 8 as bytes: bits 0..2 stay, and the others are the opposite of bit 3, so a matrix of
  * bits makes them with one instruction for low nibbles and one for high ones. */
@@ -47,8 +51,8 @@ KT_INLINE void kt_group_amx_scales(const kt_amx_groups *s, int64_t g, __m512 sca
   scale[1] = kt_group_load_scales(dtype, s->w->scale, at + 16);
 }
 
-#define KT_GROUP_UNPACK(bits, group)                                                               \
-  KT_INLINE void unpack_##group(kt_amx_codes codes, uint8_t *tiles, const int part) {              \
+#define UNPACK(bits, group)                                                                        \
+  KT_INLINE void unpack_##bits##_##group(kt_amx_codes codes, uint8_t *tiles, const int part) {     \
     kt_group_unpack(bits, group == 32 ? 2 : 4, group == 32 ? 8 : 16, codes.at, tiles, part);       \
   }
 
@@ -74,21 +78,36 @@ KT_INLINE void kt_group_stream(const int bits, const int group, kt_amx_unpack_fn
   kt_amx_stream_groups(form, &s, size, tokens, beside);
 }
 
-/* Defines the format's kt_stream_fn `stream`. */
-#define KT_GROUP_STREAM(bits, stream)                                                              \
-  KT_GROUP_UNPACK(bits, 32)                                                                        \
-  KT_GROUP_UNPACK(bits, 64)                                                                        \
-  KT_GROUP_UNPACK(bits, 128)                                                                       \
-  void stream(const kt_weight *w, int64_t strip, const uint8_t *x, int64_t stride, int64_t tokens, \
-              kt_beside *beside, void *out, kt_sums *sums) {                                       \
+#define STREAM(bits, group)                                                                        \
+  kt_group_stream(bits, group, unpack_##bits##_##group, w, strip, x, stride, tokens, beside, out)
+
+/* Defines the kt_stream_fn and kt_product_fn of a format. */
+#define DEFINE(format, bits)                                                                       \
+  UNPACK(bits, 32)                                                                                 \
+  UNPACK(bits, 64)                                                                                 \
+  UNPACK(bits, 128)                                                                                \
+  void kt_##format##_stream_amx(const kt_weight *w, int64_t strip, const uint8_t *x,               \
+                                int64_t stride, int64_t tokens, kt_beside *beside, void *out,      \
+                                kt_sums *sums) {                                                   \
     switch (w->layout.group) {                                                                     \
-    case 32: kt_group_stream(bits, 32, unpack_32, w, strip, x, stride, tokens, beside, out);       \
-        break;                                                                                     \
-    case 64: kt_group_stream(bits, 64, unpack_64, w, strip, x, stride, tokens, beside, out);       \
-        break;                                                                                     \
-    default: kt_group_stream(bits, 128, unpack_128, w, strip, x, stride, tokens, beside, out);     \
+    case 32: STREAM(bits, 32); break;                                                              \
+    case 64: STREAM(bits, 64); break;                                                              \
+    default: STREAM(bits, 128);                                                                    \
     }                                                                                              \
     *sums = kt_sums_of(out, tokens);                                                               \
+  }                                                                                                \
+  void kt_##format##_product_amx(const kt_weight *w, int64_t strip, int64_t strips,                \
+                                 const uint8_t *x, int64_t stride, int64_t tokens, float *out,     \
+                                 uint8_t *panel) {                                                 \
+    if (tokens < kt_least_tokens(&w->layout))                                                      \
+      kt_##format##_product_avx512(w, strip, strips, x, stride, tokens, out, panel);               \
+    else                                                                                           \
+      kt_streamed_product(kt_##format##_stream_amx, w, strip, strips, x, stride, tokens, out,      \
+                          panel);                                                                  \
   }
 
+DEFINE(gint4, 4)
+DEFINE(gint8, 8)
+
+KT_TARGET_END
 #endif
