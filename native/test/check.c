@@ -21,10 +21,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-static const uint64_t EXPECTED_HASH = 0x79364c15d919d1a0u;
+static const uint64_t EXPECTED_HASH = 0xb1cc578adc441732u;
 
 static const char *const FORMAT_NAMES[] = {"int8", "int4"};
-static const char *const RULE_NAMES[] = {"amax", "search", "search with importance"};
+static const char *const RULE_NAMES[] = {"amax", "search", "search with importance", "search-1"};
 static const char *const DTYPE_NAMES[] = {"BF16", "F16", "F32", "F8_E4M3"};
 static const int64_t ELEMENT_SIZE[] = {2, 2, 4, 1};
 
@@ -400,9 +400,11 @@ static void check_choice(const inputs *in, const source *s, const kt_choice *cho
 
 static void check_values(const inputs *in, const source *s) {
   const float *const importance = (const float *)s->importance.data;
-  const kt_choice choices[] = {
-      {KT_RULE_AMAX, NULL}, {KT_RULE_SEARCH, NULL}, {KT_RULE_SEARCH, importance}};
-  for (int i = 0; i < 3; i++) {
+  const kt_choice choices[] = {{KT_RULE_AMAX, NULL},
+                               {KT_RULE_SEARCH, NULL},
+                               {KT_RULE_SEARCH, importance},
+                               {KT_RULE_SEARCH_1, NULL}};
+  for (int i = 0; i < 4; i++) {
     rule_name = RULE_NAMES[i];
     check_choice(in, s, choices + i);
   }

@@ -243,8 +243,8 @@ typedef struct weights_case {
 } weights_case;
 
 static inline void draw_choice(weights_case *c) {
-  c->choice.rule = (int32_t)below(2);
-  if (c->choice.rule != KT_RULE_SEARCH || one_in(2)) return;
+  c->choice.rule = (int32_t)below(3);
+  if (c->choice.rule == KT_RULE_AMAX || one_in(2)) return;
   float *const importance = room((size_t)c->cols * sizeof *importance, sizeof *importance);
   for (int64_t k = 0; k < c->cols; k++)
     importance[k] = one_in(20) ? 0.0f : one_in(20) ? 0x1p32f : 1.5f + unit();

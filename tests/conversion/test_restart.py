@@ -99,6 +99,18 @@ def test_changed_source_is_refused(
     assert contents(output) == contents(tmp_path / "clean")
 
 
+def test_a_run_by_the_first_search_is_refused(
+    model: Path, tmp_path: Path, stage: tuple[str, ...]
+) -> None:
+    """What it has written has other scales than what would be written now."""
+    output = tmp_path / "output"
+    done(model, output, *stage)
+    state = output / STATE / "run.json" if stage else output / "ktconv.json"
+    edit_json(state, lambda content: content["options"].pop("search"))
+    refused(run(model, output), 2, "options.search: nothing there, 2 now")
+    done(model, output, "--overwrite")
+
+
 def test_another_version_is_refused(model: Path, tmp_path: Path, stage: tuple[str, ...]) -> None:
     output = tmp_path / "output"
     done(model, output, *stage)

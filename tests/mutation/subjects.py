@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PACKING = (
-    "tests/native/test_golden.py", "tests/native/test_search.py",
+    "tests/native/test_golden.py", "tests/native/test_fixed_search.py",
+    "tests/native/test_search.py",
     "tests/native/test_missing_buffers.py", "tests/native/test_refusals.py",
     "tests/native/test_layouts.py", "tests/native/test_memory.py::test_guard_pages",
 )  # fmt: skip
@@ -19,7 +20,7 @@ AUDIT = (
     "tests/native/test_missing_buffers.py", "tests/native/test_ggml.py",
     "tests/native/test_stored_units.py", "tests/native/test_refusals.py",
     "tests/native/test_audit.py", "tests/native/test_memory.py::test_guard_pages",
-    "tests/native/test_audit_groups.py",
+    "tests/native/test_audit_groups.py", "tests/native/test_fixed_search.py",
 )  # fmt: skip
 OUTPUT = (
     "tests/writer", "tests/conversion/test_plan.py", "tests/quantize/packed/test_manifest.py",
@@ -50,7 +51,9 @@ SUBJECTS = {
         (
             "quantize/quantize.c", "quantize/rows.c", "quantize/rounding.h", "quantize/search.h",
             "quantize/strip.h", "quantize/strip_avx2.h", "quantize/strip_avx512.h",
-            "quantize/search_avx2.h", "quantize/search_avx512.h", "format/int_tiles.h",
+            "quantize/search_avx2.h", "quantize/search_avx512.h", "quantize/fixed.h",
+            "quantize/fixed_avx2.h", "quantize/fixed_avx512.h", "quantize/fixed_sums.c",
+            "quantize/fixed_sums_avx2.c", "quantize/fixed_sums_avx512.c", "format/int_tiles.h",
             "format/scales.c",
         ),
         (*PACKING, "tests/native/kernels/test_groups.py"),
@@ -81,6 +84,9 @@ SUBJECTS = {
     "audit": Subject(
         (
             "audit/packed.c", "audit/packed_loop.h", "audit/packed_search.h", "audit/source.h",
+            "audit/packed_fixed.h", "audit/packed_fixed_sums.c", "audit/packed_fixed_sums_avx2.c",
+            "audit/packed_fixed_sums_avx512.c", "audit/packed_fixed_avx2.h",
+            "audit/packed_fixed_avx512.h", "audit/packed_fixed_sums.h",
             "audit/source_numbers.h", "audit/packed_runs_avx512.h", "audit/source_ggml.h",
         ),
         AUDIT,

@@ -25,7 +25,7 @@ U8 = NDArray[np.uint8]
 Bits = NDArray[np.unsignedinteger]
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-Rule = Literal["amax", "search"]
+Rule = Literal["amax", "search", "search-1"]
 STORED = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32, "F8_E4M3": np.uint8}
 NONFINITE = {
     "BF16": [0x7F80, 0xFF80, 0x7FC1, 0xFF81],
@@ -272,9 +272,11 @@ def quantize_pack(source: Source, matrix: native.Matrix) -> tuple[U8, F32]:
 
 
 # And whether there is an importance.
-RULES: list[tuple[Rule, bool]] = [("amax", False), ("search", False), ("search", True)]
+RULES: list[tuple[Rule, bool]] = [
+    ("amax", False), ("search", False), ("search", True), ("search-1", False)
+]  # fmt: skip
 every_rule = pytest.mark.parametrize(
-    ("rule", "weighted"), RULES, ids=["amax", "search", "weighted"]
+    ("rule", "weighted"), RULES, ids=["amax", "search", "weighted", "search-1"]
 )
 
 

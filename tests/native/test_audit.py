@@ -61,7 +61,7 @@ def assert_audit(source: Source, packed: U8, scale: F32) -> native.Audit:
     with np.errstate(all="ignore"):
         top = np.float32(source.fmt.traits.max_level) * step_of(source, scale)[:, None]
         cut = np.where((top > 0) & (np.abs(values) > top), np.copysign(top, values), values)
-        off = np.abs((cut if source.rule == "search" else values) - got)
+        off = np.abs((cut if source.rule != "amax" else values) - got)
     assert_same("row_error", found.row_error, off.max(axis=1))
     assert_same("row_amax", found.row_amax, np.abs(values).max(axis=1))
     assert_same("row_scale", found.row_scale, rule_scale(source))

@@ -79,7 +79,7 @@ def quantized(layout: Layout, source: Source) -> tuple[U8, U8]:
 @lru_cache(maxsize=1024)
 def rule_scale(layout: Layout, source: Source) -> F32:
     """What the source's rule gives for each group [rows, groups]; the same for every level."""
-    if source.rule == "search":
+    if source.rule != "amax":
         fmt = replace(
             FORMATS[f"{layout.format}-32"], group=layout.group, scale_dtype=layout.scale_dtype
         )
@@ -106,7 +106,7 @@ def assert_audit(layout: Layout, source: Source, packed: U8, scale: U8) -> nativ
     got = codes * np.repeat(step, layout.group, axis=1)
     grouped = (source.rows, -1, layout.group)
     cut = values
-    if source.rule == "search":
+    if source.rule != "amax":
         top = np.repeat(np.float32(top_of(layout)) * step, layout.group, axis=1)
         cut = np.where((top > 0) & (np.abs(values) > top), np.copysign(top, values), values)
     off = np.abs(cut - got).reshape(grouped).max(axis=2)

@@ -244,7 +244,7 @@ def test_group_scales(
         "scales of pack", native.pack_weight(layout, rows, cols, codes, scale, again), packed_scale
     )
     assert_same("pack(quantize)", again, packed)
-    if rule == "search":
+    if rule != "amax":
         return
     step = np.repeat(scales.astype(np.float64), layout.group, axis=1)
     top, rounded = layout.traits.max_level, 0.5 + (2.0**-20 if nibbles else 2.0**-15)

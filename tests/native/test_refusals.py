@@ -161,6 +161,8 @@ def test_choices(isa: str, name: str) -> None:
     for rule, importance in [
         (lib.KT_RULE_AMAX, None),
         (lib.KT_RULE_SEARCH, None),
+        (lib.KT_RULE_SEARCH_1, None),
+        (lib.KT_RULE_SEARCH_1, 1.0),
         (lib.KT_RULE_SEARCH, 1.0),
         (lib.KT_RULE_SEARCH, 0.0),
         (lib.KT_RULE_SEARCH, 2.0**32),
@@ -168,9 +170,13 @@ def test_choices(isa: str, name: str) -> None:
         assert call(name, {}, choice=(rule, importance)) == lib.KT_OK
     for rule, importance in [
         (-1, None),
-        (2, None),
+        (3, None),
         (lib.KT_RULE_AMAX, 1.0),
-        *((lib.KT_RULE_SEARCH, bad) for bad in (math.nan, math.inf, -1.0, -1e-40, 2.0**33)),
+        *(
+            (rule, bad)
+            for rule in (lib.KT_RULE_SEARCH, lib.KT_RULE_SEARCH_1)
+            for bad in (math.nan, math.inf, -1.0, -1e-40, 2.0**33)
+        ),
     ]:
         assert call(name, {}, choice=(rule, importance)) == lib.KT_ERR_ARGUMENT
 

@@ -1,4 +1,4 @@
-"""The rule "search": what must hold whatever the weights are, and the rows where it is special."""
+"""The search for scales: what must hold whatever the weights are, and rows where it is special."""
 
 from __future__ import annotations
 
@@ -28,17 +28,21 @@ def f32_matrix(values: F32, **more: Any) -> native.Matrix:
     return native.Matrix(values.reshape(-1).view(np.uint8), "F32", *values.shape, **more)
 
 
-def searched(method: str, values: F32, importance: F32 | None = None) -> tuple[Any, Any]:
-    choice = native.Choice("search", importance)
+def searched(
+    method: str, values: F32, importance: F32 | None = None, rule: str = "search"
+) -> tuple[Any, Any]:
+    choice = native.Choice(rule, importance)
     return native.quantize(FORMATS[method].layout, f32_matrix(values), choice)
 
 
-def packed(method: str, matrix: native.Matrix, importance: F32 | None = None) -> tuple[Any, Any]:
+def packed(
+    method: str, matrix: native.Matrix, importance: F32 | None = None, rule: str = "search"
+) -> tuple[Any, Any]:
     """Codes int8 [N, K] by the audit's path, and packed scales."""
     layout = FORMATS[method].layout
     weight = np.empty(layout.weight_size(matrix.rows, matrix.cols), np.uint8)
     scale = np.empty(layout.scale_size(matrix.rows, matrix.cols), np.uint8)
-    choice = native.Choice("search", importance)
+    choice = native.Choice(rule, importance)
     native.quantize_pack(layout, matrix, weight, scale, choice=choice)
     return native.audit_codes(layout, weight, matrix.rows, matrix.cols), scale
 
@@ -85,29 +89,35 @@ def by_amax(method: str, values: F32) -> F32:
 
 
 @methods
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "weighted"), [("search", False), ("search", True), ("search-1", False)]
+)
 @settings(
     deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25
 )
 @given(seed=st.integers(0, 2**32), tiles=st.integers(1, 6))
 def test_never_worse_than_the_largest_magnitude(
-    method: str, weighted: bool, seed: int, tiles: int
+    method: str, rule: str, weighted: bool, seed: int, tiles: int
 ) -> None:
+    """But for INT8 in fixed point, whose first step is 258 where the largest weight makes 258.008:
+    of 28,800 rows 41 were worse, by 0.17 % at most."""
     values = drawn(32, 128 * tiles, seed)
     importance = lognormal(values.shape[1], seed) if weighted else None
-    restored = reference.dequantize(FORMATS[method], *searched(method, values, importance))
+    restored = reference.dequantize(FORMATS[method], *searched(method, values, importance, rule))
     found = errors(method, values, restored, importance)
     before = errors(method, values, by_amax(method, values), importance)
-    assert (found <= before + 5e-7).all()  # gains are differences of binary32 sums
-    codes, _ = packed(method, f32_matrix(values), importance)
+    more = 1.003 if (method, rule, weighted) == ("int8", "search", False) else 1.0
+    assert (found <= more * before + 5e-7).all()  # gains are differences of binary32 sums
+    codes, _ = packed(method, f32_matrix(values), importance, rule)
     assert np.abs(codes.astype(int)).max() <= FORMATS[method].traits.max_level
 
 
 @methods
-def test_much_better_on_normal_weights(method: str) -> None:
+@pytest.mark.parametrize("rule", ["search", "search-1"])
+def test_much_better_on_normal_weights(method: str, rule: str) -> None:
     """Of the squared error by the largest magnitude: 0.86 in groups of 32, 0.56 in rows of 2048."""
     values = np.random.default_rng(1).standard_normal((64, 2048)).astype(np.float32)
-    restored = reference.dequantize(FORMATS[method], *searched(method, values))
+    restored = reference.dequantize(FORMATS[method], *searched(method, values, None, rule))
     before = errors(method, values, by_amax(method, values), None).mean()
     share = errors(method, values, restored, None).mean() / before
     assert (
@@ -135,9 +145,12 @@ def test_near_the_best_scale(method: str) -> None:
 
 @methods
 def test_importance_of_ones_changes_nothing(isa: str, method: str) -> None:
+    """Of the search in binary32, which is that of whole rows with importance."""
+    rule = "search" if FORMATS[method].group else "search-1"
     values = drawn(32, 640, 3)
     for matrix in (f32_matrix(values), bf16_matrix(values)):
-        without, ones = packed(method, matrix), packed(method, matrix, np.ones(640, np.float32))
+        without = packed(method, matrix, rule=rule)
+        ones = packed(method, matrix, np.ones(640, np.float32))
         assert_same("codes", ones[0], without[0])
         assert_same("scales", ones[1], without[1])
 
@@ -147,11 +160,13 @@ def bf16_matrix(values: F32) -> native.Matrix:
 
 
 @methods
-def test_powers_of_two_move_through(isa: str, method: str) -> None:
+@pytest.mark.parametrize("weighted", [False, True])
+def test_powers_of_two_move_through(isa: str, method: str, weighted: bool) -> None:
     """Weights and importance times powers of two have the same codes."""
-    values, importance = drawn(32, 256, 4), lognormal(256, 4)
+    values, importance = drawn(32, 256, 4), lognormal(256, 4) if weighted else None
     codes, scale = searched(method, values, importance)
-    more, scale_of_more = searched(method, values * np.float32(8), importance * np.float32(0.25))
+    smaller = importance * np.float32(0.25) if importance is not None else None
+    more, scale_of_more = searched(method, values * np.float32(8), smaller)
     assert_same("codes", more, codes)
     wide = [bf16_to_f32(s) if s.dtype == np.uint16 else s for s in (scale, scale_of_more)]
     assert_same("scales", wide[1], wide[0] * np.float32(8))
@@ -225,14 +240,17 @@ def test_extreme_rows(isa: str, fmt: str, weighted: bool, dtype: str) -> None:
 
 
 @methods
-def test_scales_are_never_below_0_35_of_the_first(isa: str, method: str) -> None:
-    """Rows whose best scale would be smaller: one weight far above the others."""
+@pytest.mark.parametrize("rule", ["search", "search-1"])
+def test_smallest_scales(isa: str, method: str, rule: str) -> None:
+    """Rows whose best scale would be smaller: one weight far above the others. In binary32 0.35 of
+    that of the largest weight is the smallest that is tried, in fixed point 0.296 (INT4)."""
     values = np.random.default_rng(9).uniform(-0.25, 0.25, (32, 1024)).astype(np.float32)
     values[:, 500] = 1
-    _, scale = searched(method, values)
+    least = 0.289 if (method, rule) == ("int4", "search") else 0.349
+    _, scale = searched(method, values, None, rule)
     first: Any = reference.quantize(FORMATS[method], values)[1]
     wide = [bf16_to_f32(s) if s.dtype == np.uint16 else s for s in (scale, first)]
-    assert (wide[0] >= np.float32(0.349) * wide[1]).all()
+    assert (wide[0] >= np.float32(least) * wide[1]).all()
     if method == "int4":
         assert (wide[0] < np.float32(0.5) * wide[1]).any()
 

@@ -45,6 +45,7 @@ GIVES = {
     "importance": "the weighted search for the smallest error gives",
 }
 OPTIONS: dict[str, dict[str, Any]] = {
+    "search-1": {"search": 1},
     "importance": {}, "fold": {"fold": "up-down"}, "fold, importance": {"fold": "up-down"},
 }  # fmt: skip
 Make = Callable[..., Path]
@@ -274,6 +275,38 @@ def test_the_rule_of_an_output_without_manifest(
     assert result.passed and result.facts["weights"]["rule"] == rule
     set_scale(output, "blk.1.ffn_down_exps.0.numa.1", 3, np.float32(0.5))
     assert GIVES[rule] in check(output, model).failures[-1].message
+
+
+# ---- outputs of the first search -------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_output_of_the_first_search(method: str, copied: Make, model: Path) -> None:
+    """It is held to that; with a revision in its manifest, to the one it names."""
+    output = copied("search-1", method)
+    assert "search" not in json.loads((output / "ktconv.json").read_text())["options"]
+    result = verified(output, model)
+    assert result.passed and result.facts["weights"]["rule"] == "search-1"
+    assert "the smallest squared error" in result.facts["weights"]["codes_by"]
+    edit_manifest(output, lambda record: record["options"].update(search=2))
+    failures = found(changed(output, model), "weights", "scale")
+    assert len(failures) > 10 and all(GIVES["search"] in one["message"] for one in failures)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_first_search_is_found_without_a_manifest(
+    method: str, copied: Make, model: Path
+) -> None:
+    output = forget_manifest(copied("search-1", method))
+    result = check(output, model)
+    assert result.passed and result.facts["weights"]["rule"] == "search-1"
+
+
+def test_an_output_of_the_present_search_is_not_of_the_first(copied: Make, model: Path) -> None:
+    output = copied("search")
+    edit_manifest(output, lambda record: record["options"].pop("search"))
+    failures = found(changed(output, model), "weights", "scale")
+    assert len(failures) > 10 and all(GIVES["search"] in one["message"] for one in failures)
 
 
 # ---- importance ------------------------------------------------------------------------

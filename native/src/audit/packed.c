@@ -5,6 +5,8 @@
 #include "../simd/float_mode.h"
 #include "../source/matrix.h"
 
+enum { STEPS = 34 };
+
 /* ---- The rules of docs/formats.md, once more --------------------------------- *
  *
  * Scales: SPEC 3.2 and 8.4. Denormals on the way become 0. */
@@ -57,13 +59,34 @@ static kt_audit_fn *const audits[KT_LEVELS] = {
 #endif
 };
 
+static kt_audit_sums_fn *const sums[KT_LEVELS] = {
+    [KT_ISA_SCALAR] = kt_audit_sums_scalar,
+#if KT_X86
+    [KT_ISA_AVX2] = kt_audit_sums_avx2,
+    [KT_ISA_AVX512] = kt_audit_sums_avx512,
+    [KT_ISA_AVX512_VNNI] = kt_audit_sums_vnni,
+#endif
+};
+
 static kt_status check_choice(const kt_choice *choice, int64_t cols) {
   if (!choice) return KT_OK;
   if (choice->rule == KT_RULE_AMAX) return choice->importance ? KT_ERR_ARGUMENT : KT_OK;
-  if (choice->rule != KT_RULE_SEARCH) return KT_ERR_ARGUMENT;
+  if (choice->rule != KT_RULE_SEARCH_1 && choice->rule != KT_RULE_SEARCH) return KT_ERR_ARGUMENT;
   for (int64_t k = 0; choice->importance && k < cols; k++)
     if (!(choice->importance[k] >= 0 && choice->importance[k] <= 0x1p32f)) return KT_ERR_ARGUMENT;
   return KT_OK;
+}
+
+/* docs/formats.md 3.8: rows that are searched in fixed point. */
+static int is_fixed(const kt_layout *layout, const kt_choice *choice) {
+  if (!choice || choice->rule != KT_RULE_SEARCH) return 0;
+  return layout->group == 0 && choice->importance == NULL;
+}
+
+/* Its steps of INT4, from number -2 on: 1.04^-n sevenths of 32767. */
+static void int4_steps(int steps[STEPS]) {
+  double step = 32767.0 / 7.0 * 1.04 * 1.04;
+  for (int n = 0; n < STEPS; n++, step /= 1.04) steps[n] = (int)(step + 0.5);
 }
 
 kt_status kt_audit_run(const kt_layout *layout, const kt_matrix *source, const kt_choice *choice,
@@ -81,6 +104,8 @@ kt_status kt_audit_run(const kt_layout *layout, const kt_matrix *source, const k
     return KT_ERR_SHAPE;
   *audit = (kt_audit){0};
   const int64_t group = layout->group ? layout->group : source->cols;
+  int steps[STEPS];
+  int4_steps(steps);
   const kt_audit_job job = {.format = format,
                             .source = source,
                             .rows = rows,
@@ -94,7 +119,10 @@ kt_status kt_audit_run(const kt_layout *layout, const kt_matrix *source, const k
                             .amax = amax,
                             .rule = rule,
                             .squared = squared,
-                            .searched = choice && choice->rule == KT_RULE_SEARCH,
+                            .searched = choice && choice->rule != KT_RULE_AMAX,
+                            .fixed = is_fixed(layout, choice),
+                            .sums = KT_CELL(sums),
+                            .steps = steps,
                             .importance = choice ? choice->importance : NULL,
                             .scratch = scratch};
   const uint64_t mode = kt_float_mode_enter();

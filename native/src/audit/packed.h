@@ -3,6 +3,7 @@
 #define KT_AUDIT_PACKED_H
 
 #include "audit.h"
+#include "packed_fixed_sums.h"
 
 /* A format as docs/formats.md defines it, independent of the packers. A code is a byte, or
  * (2 planes) a nibble. Tiles of INT8 and INT4 have 32 rows x planes * 64 columns in row blocks of
@@ -29,7 +30,10 @@ typedef struct kt_audit_job {
   int bf16_scales;            /* else binary32 */
   float *error, *amax, *rule; /* [rows compared][groups] */
   double *squared;            /* [2][rows compared], or NULL */
-  int searched;               /* by KT_RULE_SEARCH */
+  int searched;               /* by a search */
+  int fixed;                  /* by that in fixed point */
+  kt_audit_sums_fn *sums;     /* of it */
+  const int *steps;           /* likewise: sizes of the steps of INT4, from number -2 on */
   const float *importance;    /* of it: [cols], or NULL */
   float *scratch;             /* KT_AUDIT_ROWS rows of cols + 16 */
 } kt_audit_job;

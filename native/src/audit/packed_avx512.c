@@ -6,6 +6,7 @@
 
 KT_TARGET_BEGIN(AVX512)
 enum { AT_ONCE = 4, HAS_FMA = 1 }; /* see packed_search.h */
+#include "packed_fixed_avx512.h"
 #include "packed_runs_avx512.h"
 /* which the loop takes */
 #include "packed_loop.h"

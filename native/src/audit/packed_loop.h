@@ -3,6 +3,7 @@
 #define KT_AUDIT_PACKED_LOOP_H
 
 #include "packed.h"
+#include "packed_fixed.h"
 #include "packed_search.h"
 #include "packed_sums.h"
 #include "source.h"
@@ -303,7 +304,8 @@ INLINE void audit_rows(const kt_audit_job *job, const int grouped, const int cut
       for (int64_t r = 0; r < at_once; r++) finish_group(job, row + r, g, &state[r].group, audit);
     }
     for (int64_t r = 0; r < at_once; r++) finish_row(job, row + r, state + r, audit);
-    for (int64_t r = 0; job->searched && r < at_once; r += KT_AUDIT_ROWS) search_rows(job, row + r);
+    for (int64_t r = 0; job->searched && r < at_once; r += KT_AUDIT_ROWS)
+      (job->fixed ? search_fixed_rows : search_rows)(job, row + r);
   }
 }
 

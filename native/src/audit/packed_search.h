@@ -1,4 +1,4 @@
-/* packed_search.h - the scale that KT_RULE_SEARCH gives, from docs/formats.md 3.6 alone. */
+/* packed_search.h - the scale that KT_RULE_SEARCH_1 gives, from docs/formats.md 3.6 alone. */
 #ifndef KT_AUDIT_PACKED_SEARCH_H
 #define KT_AUDIT_PACKED_SEARCH_H
 

@@ -7,7 +7,7 @@
 static const kt_choice amax = {.rule = KT_RULE_AMAX};
 
 kt_status kt_choice_check(const kt_choice *choice, int64_t cols) {
-  if (choice->rule != KT_RULE_AMAX && choice->rule != KT_RULE_SEARCH) return KT_ERR_ARGUMENT;
+  if (choice->rule < KT_RULE_AMAX || choice->rule > KT_RULE_SEARCH) return KT_ERR_ARGUMENT;
   if (!choice->importance) return KT_OK;
   if (choice->rule == KT_RULE_AMAX) return KT_ERR_ARGUMENT;
   for (int64_t k = 0; k < cols; k++)

@@ -4,6 +4,7 @@
 
 #include "../format/scales.h"
 #include "../source/decode.h"
+#include "fixed.h"
 #include "rounding.h"
 #include "search.h"
 
@@ -16,7 +17,7 @@ typedef struct quantized_row {
   float *scale;
   int8_t *codes;
   uint8_t *plain;
-  float *magnitude; /* of its weights: what is searched */
+  float *room; /* for what is searched */
 } quantized_row;
 
 static quantized_row row_in(const kt_layout *layout, float *scratch, int64_t cols) {
@@ -49,11 +50,23 @@ static float quantize_amax(const kt_layout *layout, const float *row, int64_t co
   return scale;
 }
 
-/* The same by KT_RULE_SEARCH. */
-static float quantize_search(const kt_layout *layout, const float *row, const kt_search_row *of,
-                             float amax, float kept, int8_t *codes) {
-  const float units = (float)kt_format_of(layout)->scale_units;
-  const float scale = kept > 0 ? kept : kt_search_scale(layout, of, amax, kt_code_sums_scalar);
+/* The same by a search; `room`: for magnitudes or integers of the row. */
+static float quantize_search(const kt_layout *layout, const kt_choice *choice,
+                             const kt_search_row *of, const float *row, float amax, float kept,
+                             float *room, int8_t *codes) {
+  const kt_weight_format *format = kt_format_of(layout);
+  float scale = kept;
+  if (!(kept > 0) && kt_is_fixed(layout, choice)) {
+    const kt_fixed_rows one = {.data = (const uint8_t *)(const void *)row,
+                               .cols = of->cols,
+                               .count = 1,
+                               .room = (int16_t *)(void *)room};
+    kt_fixed_scales(format, &one, &amax, &scale, kt_fixed_row_scalar, kt_fixed_sums_scalar);
+  } else if (!(kept > 0)) {
+    for (int64_t k = 0; k < of->cols; k++) room[k] = fabsf(row[k]);
+    scale = kt_search_scale(layout, of, amax, kt_code_sums_scalar);
+  }
+  const float units = (float)format->scale_units;
   kt_round_row_within(row, of->cols, kt_reciprocal(scale * units), of->top, codes);
   return scale;
 }
@@ -62,22 +75,21 @@ static kt_status quantize_row(const kt_layout *layout, const kt_matrix *m, const
                               int64_t n, const float *row, const quantized_row *to) {
   const kt_weight_format *format = kt_format_of(layout);
   const int64_t cols = m->cols, group = layout->group ? layout->group : cols;
-  const int search = choice->rule == KT_RULE_SEARCH;
-  for (int64_t k = 0; search && k < cols; k++) to->magnitude[k] = fabsf(row[k]);
   for (int64_t k = 0, g = 0; k < cols; k += group, g++) {
     const uint32_t max = kt_row_max_bits(row + k, group);
     if (max >= KT_NONFINITE_BITS) return KT_ERR_NONFINITE;
     const float amax = kt_float(max);
     const float kept = layout->group ? 0 : kt_kept_scale(format, m, n, amax);
-    if (!search) {
+    if (choice->rule == KT_RULE_AMAX) {
       to->scale[g] = quantize_amax(layout, row + k, group, amax, kept, to->codes + k);
       continue;
     }
-    const kt_search_row weights = {.magnitude = to->magnitude + k,
+    const kt_search_row weights = {.magnitude = to->room,
                                    .cols = group,
                                    .importance = choice->importance ? choice->importance + k : NULL,
                                    .top = (float)format->max_level};
-    to->scale[g] = quantize_search(layout, row + k, &weights, amax, kept, to->codes + k);
+    to->scale[g] =
+        quantize_search(layout, choice, &weights, row + k, amax, kept, to->room, to->codes + k);
   }
   if (format->plain_bits == 4) store_nibbles(to->codes, cols, format->code_bias, to->plain);
   if (format->plain_bits == 8 && format->code_bias)

@@ -1,6 +1,6 @@
-/* search.h - KT_RULE_SEARCH: the scale of a row, or group, with the smallest squared error
- * (docs/formats.md, 3.6). The search is the same for every level; a level provides the loop that
- * sums over a row. */
+/* search.h - KT_RULE_SEARCH_1, and KT_RULE_SEARCH of groups or with importance: the scale of a row,
+ * or group, with the smallest squared error (docs/formats.md, 3.6). The search is the same for
+ * every level; a level provides the loop that sums over a row. */
 #ifndef KT_SEARCH_H
 #define KT_SEARCH_H
 

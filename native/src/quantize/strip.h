@@ -7,6 +7,7 @@
 #include "../format/int_tiles.h"
 #include "../simd/target.h"
 #include "../source/decode.h"
+#include "fixed.h"
 #include "rounding.h"
 #include "search.h"
 
@@ -37,6 +38,7 @@ typedef struct kt_strip_loops {
   kt_row_max_fn *row_max;
   kt_magnitudes_fn *magnitudes;
   kt_code_sums_fn *code_sums;
+  kt_fixed_row_fn *integers;
 } kt_strip_loops;
 
 /* A format's tiles and its loops on a level, as constants of the loops below. */
@@ -44,7 +46,7 @@ typedef struct kt_strip_rule {
   int64_t tile_cols, block_rows, codes_per_byte;
   kt_strip_loops loops;
   kt_half_tile_fn *half_tile; /* by KT_RULE_AMAX */
-  kt_half_tile_fn *nearest;   /* by KT_RULE_SEARCH: one rounding, cut to the levels */
+  kt_half_tile_fn *nearest;   /* by a search: one rounding, cut to the levels */
 } kt_strip_rule;
 
 /* Rows n..n+15: in place where they are plain bf16 or binary32, else decoded. */
@@ -109,8 +111,9 @@ KT_INLINE void kt_pack_any_strip(const kt_matrix *m, int64_t n, kt_strip strip,
 /* What is searched of rows, but for their weights; NULL: scales by KT_RULE_AMAX. */
 typedef struct kt_strip_search {
   const kt_layout *layout;
-  const float *importance;
-  float *magnitude; /* [cols]: room for those of a row */
+  const kt_choice *choice;
+  float *room; /* for the magnitudes of a row, or for integers of all rows */
+  kt_fixed_sums_fn *fixed_sums;
 } kt_strip_search;
 
 /* The scale of a row that keeps none. */
@@ -118,21 +121,43 @@ KT_INLINE float kt_search_strip_row(const kt_strip_search *search, const kt_weig
                                     const kt_matrix *m, const uint8_t *row, int form, float amax,
                                     kt_strip_rule rule) {
   if (form == KT_ROW_BF16)
-    rule.loops.magnitudes(row, m->cols, KT_ROW_BF16, search->magnitude);
+    rule.loops.magnitudes(row, m->cols, KT_ROW_BF16, search->room);
   else
-    rule.loops.magnitudes(row, m->cols, KT_ROW_F32, search->magnitude);
-  const kt_search_row weights = {.magnitude = search->magnitude,
+    rule.loops.magnitudes(row, m->cols, KT_ROW_F32, search->room);
+  const kt_search_row weights = {.magnitude = search->room,
                                  .cols = m->cols,
                                  .exact = form == KT_ROW_BF16,
-                                 .importance = search->importance,
+                                 .importance = search->choice->importance,
                                  .top = (float)format->max_level};
   return kt_search_scale(search->layout, &weights, amax, rule.loops.code_sums);
+}
+
+/* The scales of all rows. */
+KT_INLINE void kt_search_strip(const kt_strip_search *search, const kt_weight_format *format,
+                               const kt_matrix *m, kt_strip strip, const float *amax,
+                               kt_strip_rule rule, float *scale) {
+  if (!kt_is_fixed(search->layout, search->choice)) {
+    for (int r = 0; r < KT_STRIP_ROWS; r++)
+      scale[r] = kt_search_strip_row(search, format, m, strip.data + r * strip.row_size, strip.form,
+                                     amax[r], rule);
+    return;
+  }
+  const kt_fixed_rows rows = {.data = strip.data,
+                              .row_size = strip.row_size,
+                              .cols = m->cols,
+                              .stride = kt_scratch_stride(m->cols),
+                              .form = strip.form,
+                              .count = KT_STRIP_ROWS,
+                              .room = (int16_t *)(void *)search->room};
+  kt_fixed_scales(format, &rows, amax, scale, rule.loops.integers, search->fixed_sums);
 }
 
 /* Scales of rows n..n+15. Says through *flush whether denormals must be looked for. */
 KT_INLINE kt_status kt_scale_strip(const kt_weight_format *format, const kt_matrix *m, int64_t n,
                                    kt_strip strip, const kt_strip_search *search,
                                    kt_strip_rule rule, float *scale, float *inverse, int *flush) {
+  const float units = search ? (float)format->scale_units : 1.0f;
+  float amax[KT_STRIP_ROWS];
   *flush = 0;
   for (int r = 0; r < KT_STRIP_ROWS; r++) {
     const uint8_t *row = strip.data + r * strip.row_size;
@@ -140,16 +165,14 @@ KT_INLINE kt_status kt_scale_strip(const kt_weight_format *format, const kt_matr
                                                    : rule.loops.row_max(row, m->cols, KT_ROW_F32);
     if (max >= KT_NONFINITE_BITS) return KT_ERR_NONFINITE;
     *flush |= max < KT_FLUSH_BITS;
-    const float kept = kt_kept_scale(format, m, n + r, kt_float(max));
-    if (!search) {
-      scale[r] = kept > 0 ? kept : format->scale(kt_float(max));
-      inverse[r] = kt_reciprocal(scale[r]);
-      continue;
-    }
-    scale[r] = kept > 0
-                   ? kept
-                   : kt_search_strip_row(search, format, m, row, strip.form, kt_float(max), rule);
-    inverse[r] = kt_reciprocal(scale[r] * (float)format->scale_units);
+    amax[r] = kt_float(max);
+    if (!search) scale[r] = format->scale(amax[r]);
+  }
+  if (search) kt_search_strip(search, format, m, strip, amax, rule, scale);
+  for (int r = 0; r < KT_STRIP_ROWS; r++) {
+    const float kept = kt_kept_scale(format, m, n + r, amax[r]);
+    if (kept > 0) scale[r] = kept;
+    inverse[r] = kt_reciprocal(scale[r] * units);
   }
   return KT_OK;
 }
@@ -160,8 +183,9 @@ KT_INLINE kt_status kt_quantize_pack_strips(const kt_layout *layout, const kt_ma
                                             const kt_choice *choice, uint8_t *packed, float *scale,
                                             float *scratch, kt_strip_rule rule) {
   const kt_weight_format *format = kt_format_of(layout);
-  const kt_strip_search search = {layout, choice->importance, kt_scratch_row(scratch, m->cols)};
-  const kt_strip_search *const searched = choice->rule == KT_RULE_SEARCH ? &search : NULL;
+  const kt_strip_search search = {layout, choice, kt_scratch_row(scratch, m->cols),
+                                  kt_fixed_sums_best()};
+  const kt_strip_search *const searched = choice->rule == KT_RULE_AMAX ? NULL : &search;
   for (int64_t n = 0; n < m->rows; n += KT_STRIP_ROWS) {
     const kt_strip strip = kt_strip_at(m, n, scratch, rule.loops.decode);
     float inverse[KT_STRIP_ROWS];

@@ -4,6 +4,7 @@
 #define KT_STRIP_AVX2_H
 
 #include "../simd/transpose_avx2.h"
+#include "fixed_avx2.h"
 #include "search_avx2.h"
 #include "strip.h"
 
@@ -86,6 +87,6 @@ KT_INLINE void kt_half_tile_avx2(kt_strip strip, int64_t k, const float *inverse
 }
 
 #define KT_STRIP_LOOPS_AVX2                                                                        \
-  {kt_decode_rows_avx2, kt_row_max_avx2, kt_magnitudes_avx2, kt_code_sums_avx2}
+  {kt_decode_rows_avx2, kt_row_max_avx2, kt_magnitudes_avx2, kt_code_sums_avx2, kt_fixed_row_avx2}
 
 #endif

@@ -4,6 +4,7 @@
 #define KT_STRIP_AVX512_H
 
 #include "../simd/transpose_avx512.h"
+#include "fixed_avx512.h"
 #include "search_avx512.h"
 #include "strip.h"
 
@@ -89,6 +90,7 @@ KT_INLINE void kt_half_tile_avx512(kt_strip strip, int64_t k, const float *inver
 }
 
 #define KT_STRIP_LOOPS_AVX512                                                                      \
-  {kt_decode_rows_avx512, kt_row_max_avx512, kt_magnitudes_avx512, kt_code_sums_avx512}
+  {kt_decode_rows_avx512, kt_row_max_avx512, kt_magnitudes_avx512, kt_code_sums_avx512,            \
+   kt_fixed_row_avx512}
 
 #endif

@@ -3,6 +3,7 @@
 #ifndef KT_STRIP_NEON_H
 #define KT_STRIP_NEON_H
 
+#include "fixed_neon.h"
 #include "search_neon.h"
 #include "strip.h"
 
@@ -88,6 +89,6 @@ KT_INLINE void kt_half_tile_neon(kt_strip strip, int64_t k, const float *inverse
 }
 
 #define KT_STRIP_LOOPS_NEON                                                                        \
-  {kt_decode_rows_scalar, kt_row_max_neon, kt_magnitudes_neon, kt_code_sums_neon}
+  {kt_decode_rows_scalar, kt_row_max_neon, kt_magnitudes_neon, kt_code_sums_neon, kt_fixed_row_neon}
 
 #endif

@@ -38,7 +38,7 @@ static const int64_t most_bytes = INT64_MAX / 2, most_elements = INT64_MAX / 16,
 
 size_t kt_scratch_size(int64_t cols) {
   if (cols < 1 || cols > most_cols) return 0;
-  return (size_t)kt_scratch_stride(cols) * (KT_STRIP_ROWS + 1) * sizeof(float);
+  return (size_t)kt_scratch_stride(cols) * (KT_STRIP_ROWS + KT_ROOM_ROWS) * sizeof(float);
 }
 
 /* Whether a * b <= most; a >= 0, b > 0. */

@@ -7,6 +7,7 @@
 
 enum {
   KT_STRIP_ROWS = 16, /* rows that are quantized together */
+  KT_ROOM_ROWS = 8,   /* of scratch, behind theirs: for integers of 16 bits of all of them */
   KT_CUT_COLS = 32    /* blocks of ggml are cut at multiples of so many columns */
 };
 
@@ -63,7 +64,7 @@ static inline kt_grid_span kt_grid_next(const kt_matrix *m, kt_grid_span s) {
  * of 4096 bytes, so that rows would fight for the same cache lines. */
 static inline int64_t kt_scratch_stride(int64_t cols) { return cols + 16; }
 
-/* The row of scratch behind those of a strip. */
+/* The first row of scratch behind those of a strip. */
 static inline float *kt_scratch_row(float *scratch, int64_t cols) {
   return scratch + KT_STRIP_ROWS * kt_scratch_stride(cols);
 }

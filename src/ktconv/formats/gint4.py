@@ -38,7 +38,7 @@ def quantized_groups(
     scale = rule(np.abs(groups).max(axis=1))
     stored = f32_to_bf16(scale) if fmt.scale_dtype == "bf16" else scale
     codes = first_rounding(groups, values(fmt, stored))
-    if choice.rule == "search":
+    if choice.rule != "amax":
         importance = None if choice.importance is None else _grouped_again(choice, fmt, len(matrix))
         found = searched_scale(fmt, groups, values(fmt, stored), importance)
         stored = f32_to_bf16(found) if fmt.scale_dtype == "bf16" else found

@@ -10,7 +10,7 @@ import numpy as np
 from ktconv.system.arrays import F32, I8, I32
 
 from .rounding import first_rounding, ftz, row_amax
-from .search import AMAX, Choice, nearest_codes, searched_scale
+from .search import AMAX, Choice, nearest_codes, searched_row_scale
 from .table import Format
 
 
@@ -28,8 +28,8 @@ def second_rounding(q: I32) -> I32:
 def quantize(fmt: Format, matrix: F32, choice: Choice = AMAX) -> tuple[I8, F32]:
     """Codes int8 [N, K] in -7..7 and scales float32 [N] of a finite [N, K] matrix."""
     scale = scale_of(row_amax(matrix))
-    if choice.rule == "search":
-        scale = searched_scale(fmt, matrix, scale, choice.importance)
+    if choice.rule != "amax":
+        scale = searched_row_scale(fmt, matrix, scale, choice)
         return nearest_codes(fmt, matrix, scale), scale
     return second_rounding(first_rounding(matrix, scale)).astype(np.int8), scale
 

@@ -7,7 +7,7 @@ import numpy as np
 from ktconv.system.arrays import F32, I8
 
 from .rounding import first_rounding, ftz, row_amax
-from .search import AMAX, Choice, nearest_codes, searched_scale
+from .search import AMAX, Choice, nearest_codes, searched_row_scale
 from .table import Format
 
 RECIPROCAL_OF_127 = np.float32(1) / np.float32(127)  # 0x3C010204 = (1 - 2^-28) / 127
@@ -21,8 +21,8 @@ def scale_of(amax: F32) -> F32:
 def quantize(fmt: Format, matrix: F32, choice: Choice = AMAX) -> tuple[I8, F32]:
     """Codes int8 [N, K] in -127..127 and scales float32 [N] of a finite [N, K] matrix."""
     scale = scale_of(row_amax(matrix))
-    if choice.rule == "search":
-        scale = searched_scale(fmt, matrix, scale, choice.importance)
+    if choice.rule != "amax":
+        scale = searched_row_scale(fmt, matrix, scale, choice)
         return nearest_codes(fmt, matrix, scale), scale
     return first_rounding(matrix, scale).astype(np.int8), scale
 

@@ -1,4 +1,7 @@
-"""The rule "search": the scale with the smallest squared error of a row or group (SPEC 3.6).
+"""The rule "search-1": the scale with the smallest squared error of a row or group (SPEC 3.6).
+
+It is also the rule "search" of groups and with importance; other rows have a search of their own
+(`fixed_search.py`).
 
 A row is that of a matrix, or a group of its columns. All sums are in the order that the
 specification prescribes, so that scales have the same bits as those of the C library.
@@ -15,6 +18,7 @@ import numpy.typing as npt
 from ktconv.system.arrays import F32, I8, Array
 
 from .decode import bf16_to_f32, f32_to_bf16
+from .fixed_search import fixed_scale
 from .rounding import ftz, reciprocal
 from .table import Format
 
@@ -34,7 +38,7 @@ _SMALLEST, _LARGEST = 2.0**-60, 2.0**60  # of the largest weight in a row that i
 class Choice:
     """Rule for scales, and importance of the squared errors of each column [K]."""
 
-    rule: Literal["amax", "search"] = "amax"
+    rule: Literal["amax", "search", "search-1"] = "amax"
     importance: F32 | None = field(default=None, compare=False)
 
 
@@ -47,6 +51,13 @@ def nearest_codes(fmt: Format, matrix: F32, scale: F32) -> I8:
     y = np.clip(ftz(matrix) * reciprocal(step)[:, None], -top, top)
     codes: I8 = np.rint(y).astype(np.int8)
     return codes
+
+
+def searched_row_scale(fmt: Format, rows: F32, first: F32, choice: Choice) -> F32:
+    """Scales [N] by the search of `choice`, of whole rows [N, K] of INT4 or INT8."""
+    if choice.rule == "search" and choice.importance is None:
+        return fixed_scale(fmt, rows, first)
+    return searched_scale(fmt, rows, first, choice.importance)
 
 
 def searched_scale(fmt: Format, rows: F32, first: F32, importance: F32 | None) -> F32:

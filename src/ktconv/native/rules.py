@@ -10,16 +10,19 @@ from ktconv._native import ffi, lib
 from ktconv.native.arrays import Array, expect_rows
 
 RULES: dict[str, int] = {"amax": lib.KT_RULE_AMAX, "search": lib.KT_RULE_SEARCH}
+# Of older outputs, which are verified by it: the first revision of the search.
+FORMER_RULES: dict[str, int] = {"search-1": lib.KT_RULE_SEARCH_1}
 
 
 class Choice:
-    """A rule of `RULES` and, for "search", what squared errors of each column count: float32
-    [cols], 0 .. 2^32; None: all the same. C refuses (ValueError) what it does not allow."""
+    """A rule of `RULES` or `FORMER_RULES` and, for a search, what squared errors of each column
+    count: float32 [cols], 0 .. 2^32; None: all the same. C refuses (ValueError) what it does not
+    allow."""
 
     def __init__(self, rule: str, importance: Array | None = None) -> None:
         self.rule, self.importance = rule, importance
         self.c = ffi.new("kt_choice *")
-        self.c.rule = RULES[rule]
+        self.c.rule = (RULES | FORMER_RULES)[rule]
         if importance is not None:
             expect_rows("importance", importance, np.float32, (len(importance),))
             self._kept = np.require(importance, requirements="A")

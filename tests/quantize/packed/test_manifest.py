@@ -166,6 +166,7 @@ def test_identity(converted: tuple[str, Path], model: Path) -> None:
         "numa": 2,
         "layout": "safetensors",
         "scale": "search",
+        "search": 2,
         "compat": False,
         "mtp": True,
         "experts_only": False,
@@ -327,6 +328,19 @@ def test_the_rule_of_a_record() -> None:
     assert options_of_record({**record, "scale": ""}) is None
     assert options_of_record({**record, "scale": "search", "compat": True}) is None
     assert options_of_record({**record, "scale": "amax", "compat": True}) == Options(compat=True)
+
+
+def test_the_revision_of_a_record() -> None:
+    """Without one it is the first, which is not recorded; one that is not known is no record."""
+    record = Options().as_dict()
+    assert record["search"] == 2 and Options().rule == "search"
+    first = {name: value for name, value in record.items() if name != "search"}
+    assert options_of_record(first) == Options(search=1)
+    assert Options(search=1).as_dict() == first and Options(search=1).rule == "search-1"
+    for unknown in (0, 3, "2", True, None):
+        assert options_of_record({**record, "search": unknown}) is None
+    amax = Options(scale="amax")
+    assert "search" not in amax.as_dict() and amax.rule == "amax" and amax.search == 0
 
 
 def test_a_record_of_options_that_exclude_one_another() -> None:

@@ -100,7 +100,7 @@ class BackwardTask(PackingTask):
         shape = packed_shape(
             self.packed_as, layer.hidden_size, layer.intermediate_size, options.numa
         )
-        choice = native.Choice(options.scale)
+        choice = native.Choice(options.rule)
         return self._new_part(index, shape, choice, Proof(choice))
 
 

@@ -80,7 +80,7 @@ class QuantizeTask(PackingTask):
 
     def _part(self, index: int) -> Part:
         owned = self._owned(index)
-        choice = native.Choice(self.options.scale, self._importance())
+        choice = native.Choice(self.options.rule, self._importance())
         choice = choice.columns(owned.col_start, owned.col_stop)
         return self._new_part(index, owned.shape, choice, self._proof(choice))
 

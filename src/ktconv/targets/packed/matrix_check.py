@@ -195,7 +195,7 @@ class MatrixCheck:
                 f"[{row}, {column}] is {float(source):.9g} in the source, but "
                 f"{float(value):.9g} here, {steps:.4g} steps off where "
                 f"{self._fmt.error_steps(self._proof.rule):.4g} are allowed under --scale "
-                f"{self._proof.rule}.",
+                f"{self._proof.scale}.",
                 self._weight_name,
                 row,
                 column,

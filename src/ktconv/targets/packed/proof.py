@@ -33,6 +33,11 @@ class Proof:
     def rule(self) -> str:
         return self.choice.rule
 
+    @property
+    def scale(self) -> str:
+        """The value of --scale that the rule belongs to."""
+        return "amax" if self.rule == "amax" else "search"
+
     def columns(self, start: int, stop: int) -> Proof:
         """Proof of some of the columns."""
         if self.choice.importance is None:

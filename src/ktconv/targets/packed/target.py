@@ -39,6 +39,9 @@ NO_KTRANSFORMERS = "KTransformers cannot load an output without all experts"
 
 OutputLayout = Literal["safetensors", "layers"]
 ScaleRule = Literal["amax", "search"]
+# Of the search for scales (docs/formats.md, 3.8). Conversions write the last; manifests that do not
+# name one mean the first.
+SEARCH_REVISIONS = (1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class Options(BaseOptions):
     scale: ScaleRule | Literal[""] = (
         ""  # how row scales are chosen; "": amax with compat, else search
     )
+    search: int = 0  # revision of the search; 0: the last, or no search
     compat: bool = False  # the reference converter's bytes
     mtp: bool = True  # with layers for multi-token prediction
     experts_only: bool = False  # without all other tensors
@@ -102,6 +106,8 @@ class Options(BaseOptions):
                 f"--scale amax, not {self.scale}",
                 "omit --compat or --scale",
             )
+        searched = (self.search or SEARCH_REVISIONS[-1]) if self.scale == "search" else 0
+        object.__setattr__(self, "search", searched)
         if self.save_backward and self.fold:
             raise UsageError(
                 "--save-backward cannot be combined with --fold: an adapter that is trained on "
@@ -112,6 +118,11 @@ class Options(BaseOptions):
     @property
     def keep_integers(self) -> bool:
         return not (self.requantize or self.compat or self.calibrate)
+
+    @property
+    def rule(self) -> str:
+        """The rule for scales, as `native.Choice` names it."""
+        return "search-1" if self.search == 1 else self.scale
 
     def as_dict(self) -> dict[str, object]:
         """Names and values, as the manifest records them."""
@@ -129,6 +140,8 @@ class Options(BaseOptions):
         ):
             if not record[name]:
                 del record[name]
+        if self.search <= SEARCH_REVISIONS[0]:
+            del record["search"]
         return record
 
 
@@ -151,6 +164,8 @@ def options_of_record(record: Mapping[str, Any]) -> Options | None:
         return None
     scale = values.setdefault("scale", "amax")  # the only rule before there was a choice
     if scale not in get_args(ScaleRule) or (scale != "amax" and values.get("compat")):
+        return None
+    if values.setdefault("search", SEARCH_REVISIONS[0]) not in SEARCH_REVISIONS:
         return None
     for name in _RECORDED.keys() & values.keys():
         values[name] = _RECORDED[name](values[name])

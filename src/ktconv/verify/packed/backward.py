@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ktconv import native
 from ktconv.formats import (
     KINDS,
     Matrix,
@@ -49,7 +48,7 @@ class BackwardCheck(ExpertCheck):
         ]
 
     def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
-        proof = Proof(native.Choice(self.options.scale))
+        proof = Proof.by(self.options.rule)
         parts = [
             PartCheck(self.context, self.output, tensor, proof)
             for tensor in self._tensors()

@@ -55,7 +55,7 @@ class Proofs:
     def of(self, layer: int, expert: int, proj: Projection, exponents: I8 | None = None) -> Proof:
         """Proof of a whole matrix; its parts take columns of it. `exponents`: of folding."""
         found = self.weights.of(layer, expert, proj) if self.weights else None
-        if exponents is not None and proj == "down" and self.rule == "search":
+        if exponents is not None and proj == "down" and self.rule != "amax":
             found = folded_importance(found, exponents)
         codes = self._codes(layer, expert, proj, 0)
         exact = self.exact and (codes is None or self.weights is not None)
@@ -116,7 +116,7 @@ def proofs_of(output: PackedOutput, importance: Path | None, calibrate: Path | N
     codes = [record[CODES] for record in records if CODES in record]
     sentences = (way.unproven(options, codes, known is not None) for way in ways)
     return Proofs(
-        rule=options.scale,
+        rule=options.rule,
         words=codes_in_words(options),
         fold=bool(options.fold),
         calibrated=options.calibrate is not None,

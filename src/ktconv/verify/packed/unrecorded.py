@@ -19,12 +19,13 @@ from ktconv.system.arrays import F32
 from ktconv.system.opened import Opened
 from ktconv.targets.packed.proof import Proof
 from ktconv.targets.packed.scale_rules import scales_of
+from ktconv.targets.packed.target import SEARCH_REVISIONS, Options
 from ktconv.targets.packed.weights import Geometry, PackedWeights
 
 # Fields of Options, the most probable first: the reference converter's, ours.
 _POSSIBLE: tuple[Mapping[str, Any], ...] = (
     {"compat": True, "scale": "amax"},
-    {"compat": False, "scale": "search"},
+    *({"compat": False, "scale": "search", "search": n} for n in reversed(SEARCH_REVISIONS)),
     {"compat": False, "scale": "amax"},
 )
 _EXPERTS = 5  # that are looked at
@@ -107,7 +108,7 @@ class _FirstRows:
 
 def _best(pairs: Sequence[tuple[_FirstRows, F32]], fmt: Format) -> Mapping[str, Any]:
     def explained(options: Mapping[str, Any]) -> int:
-        rules = options["scale"], options["compat"]
+        rules = Options(**options).rule, options["compat"]
         return sum(
             int(np.count_nonzero(first.scales(len(stored), fmt, *rules) == stored))
             for first, stored in pairs

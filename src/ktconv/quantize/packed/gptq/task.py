@@ -138,7 +138,7 @@ class CalibratedMatrix(QuantizeTask):
             weights.reshape(-1).view(np.uint8), "F32", rows, cols,
             start=owned.row_start * whole + owned.col_start, row_stride=whole,
         )  # fmt: skip
-        choice = native.Choice(self.options.scale, self._importance())
+        choice = native.Choice(self.options.rule, self._importance())
         _, scale = native.quantize(layout, view, choice.columns(owned.col_start, owned.col_stop))
         searched: F32 = scale.reshape(rows, -1)
         return searched
