@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -101,7 +103,9 @@ def test_all_ways_to_convert(name: str, adapter: Path, merged: Path, tmp_path: P
     found, expected = shards(tmp_path / "one"), shards(tmp_path / "other")
     assert found == expected
     assert found != shards(plain)
-    assert library.verify(tmp_path / "one", source=EXAMPLE, level="weights")["passed"]
+    assert library.verify(tmp_path / "one", source=EXAMPLE, adapter=adapter, level="weights")[
+        "passed"
+    ]
 
 
 @needs_torch
@@ -109,7 +113,7 @@ def test_experts_for_gpus(adapter: Path, merged: Path, tmp_path: Path) -> None:
     library.quantize_gpu(EXAMPLE, tmp_path / "one", adapter=[adapter])
     library.quantize_gpu(merged, tmp_path / "other")
     assert shards(tmp_path / "one") == shards(tmp_path / "other")
-    result = library.verify(tmp_path / "one", source=EXAMPLE, level="weights")
+    result = library.verify(tmp_path / "one", source=EXAMPLE, adapter=adapter, level="weights")
     assert result["passed"]
 
 
@@ -134,7 +138,8 @@ def test_statistics(adapter: Path, merged: Path) -> None:
 
 
 def test_merge_and_reshard_keep_the_record(adapter: Path, tmp_path: Path) -> None:
-    given = f"{adapter}:0.5"
+    adapter = copy_of(adapter, tmp_path / "there")  # next to the outputs
+    given, named = f"{adapter}:0.5", "there:0.5"
     layers, merged, cut = (tmp_path / name for name in ("layers", "merged", "cut"))
     library.quantize_cpu(EXAMPLE, layers, adapter=given, layout="layers", numa=2)
     library.merge(layers, merged, source=EXAMPLE)
@@ -142,11 +147,11 @@ def test_merge_and_reshard_keep_the_record(adapter: Path, tmp_path: Path) -> Non
     library.quantize_cpu(EXAMPLE, tmp_path / "at-once", adapter=given, numa=1)
     assert shards(cut) == shards(tmp_path / "at-once")
     for output in (layers, merged, cut):
-        assert read_json(output / "ktconv.json")["adapters"] == [given]
+        assert read_json(output / "ktconv.json")["adapters"] == [named]
         assert library.verify(output, source=EXAMPLE, level="weights")["passed"]
-        assert library.inspect(output)["adapters"] == [given]
+        assert library.inspect(output)["adapters"] == [named]
     library.merge(layers, tmp_path / "alone")
-    assert read_json(tmp_path / "alone" / "ktconv.json")["adapters"] == [given]
+    assert read_json(tmp_path / "alone" / "ktconv.json")["adapters"] == [named]
     other = ktconv("reshard", merged, tmp_path / "other", "--numa=1", f"--source={EXAMPLE}",
                    f"--adapter={adapter}")  # fmt: skip
     assert "from another model than" in refused(other, 2)
@@ -154,30 +159,93 @@ def test_merge_and_reshard_keep_the_record(adapter: Path, tmp_path: Path) -> Non
 
 
 def test_several_conversions_are_compared(adapter: Path, tmp_path: Path) -> None:
+    adapter = copy_of(adapter, tmp_path / "adapter")
     for method in ("int4", "int8"):
         library.quantize_cpu(EXAMPLE, tmp_path / method, adapter=adapter, method=method)
     found = library.compare(tmp_path / "int4", tmp_path / "int8", source=EXAMPLE, level="weights")
     assert found["passed"]
 
 
-def test_verify_needs_the_adapter(adapter: Path, tmp_path: Path) -> None:
-    """Where it was, or where the option says; another one is another source."""
-    there = tmp_path / "there"
-    there.mkdir()
-    for path in adapter.iterdir():
-        (there / path.name).write_bytes(path.read_bytes())
-    output = tmp_path / "out"
+def copy_of(adapter: Path, to: Path) -> Path:
+    shutil.copytree(adapter, to)
+    return to
+
+
+WORDS = (f"--source={EXAMPLE}", "--level=weights")
+
+
+def test_verify_needs_the_adapter(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Next to the output, in the current directory, or where the option says; another one is
+    another source."""
+    there, output = copy_of(adapter, tmp_path / "there"), tmp_path / "out"
     library.quantize_cpu(EXAMPLE, output, adapter=there)
-    moved = there.rename(tmp_path / "moved")
-    words = ["verify", output, f"--source={EXAMPLE}", "--level=weights"]
+    assert f"note: adapters are those that ktconv.json names: {there}:1.0" in ktconv_done(
+        "verify", output, *WORDS
+    )
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    there.rename(elsewhere / "there")
+    done = ktconv("verify", output, *WORDS)
+    refused(done, 2, "converted with the adapter there, which is neither next to it")
+    assert "say where it is: --adapter DIR/there" in done.stderr
+    monkeypatch.chdir(elsewhere)
+    assert "OK" in ktconv_done("verify", output, *WORDS)
+    moved = (elsewhere / "there").rename(tmp_path / "moved")
+    assert "OK" in ktconv_done("verify", output, *WORDS, f"--adapter={moved}")
+    done = ktconv("verify", output, *WORDS, f"--adapter={moved}:0.5")
+    assert done.exit_code == 1
+    assert "adapter 1 x 1.0/adapter_model.safetensors of the source differs" in done.output
+
+
+def test_adapters_of_one_name(adapter: Path, tmp_path: Path) -> None:
+    """As checkpoints of several trainings have: neither is taken for the other."""
+    model = tmp_path / "model"
+    shutil.copytree(EXAMPLE, model)
+    far = copy_of(adapter, tmp_path / "run" / "checkpoint-500")
+    settings = read_json(far / "adapter_config.json")
+    (far / "adapter_config.json").write_text(json.dumps(settings | {"lora_alpha": 1}))
+    near = copy_of(adapter, tmp_path / "checkpoint-500")
+    output = tmp_path / "out"
+    given = [f"{far}:0.5", str(near)]
+    library.quantize_cpu(model, output, adapter=given)
+    assert read_json(output / "ktconv.json")["adapters"] == [
+        "checkpoint-500:0.5", "checkpoint-500:1.0",
+    ]  # fmt: skip
+    words = ("verify", output, f"--source={model}", "--level=weights")
     done = ktconv(*words)
-    refused(done, 2, "was converted with the adapter", "is not there")
-    assert "say where it is: --adapter dir" in done.stderr.lower()
-    assert "OK" in ktconv_done(*words, f"--adapter={moved}")
-    for other in (f"{moved}:0.5",):
-        done = ktconv(*words, f"--adapter={other}")
-        assert done.exit_code == 1
-        assert "adapter 1 x 1.0/adapter_model.safetensors of the source differs" in done.output
+    refused(done, 2, "with the adapter checkpoint-500")
+    both = "--adapter DIR/checkpoint-500:0.5 --adapter DIR/checkpoint-500"
+    assert f"say where it is: {both}" in done.stderr
+    assert "OK" in ktconv_done(*words, *(f"--adapter={one}" for one in given))
+    far.rename(model / "checkpoint-500")
+    assert "OK" in ktconv_done(*words)
+
+
+def test_nothing_says_where_an_adapter_lay(adapter: Path, tmp_path: Path) -> None:
+    """Outputs are published with their manifest."""
+    library.quantize_cpu(EXAMPLE, tmp_path / "out", adapter=f"{adapter}:2", method="bf16")
+    library.quantize_gpu(EXAMPLE, tmp_path / "gpu", adapter=adapter)
+    for output in ("out", "gpu"):
+        for name, data in all_files(tmp_path / output).items():
+            assert str(adapter.parent).encode() not in data, name
+
+
+@pytest.mark.parametrize("text", ["/etc", ":1", "x:", "x:y", "x:nan"])
+def test_a_manifest_that_names_no_weight(text: str, adapter: Path, tmp_path: Path) -> None:
+    library.quantize_cpu(EXAMPLE, tmp_path / "out", adapter=adapter)
+    path = tmp_path / "out" / "ktconv.json"
+    path.write_text(json.dumps(read_json(path) | {"adapters": [text]}))
+    done = ktconv("verify", tmp_path / "out", *WORDS)
+    refused(done, 2, f"names the adapter '{text}', which has no weight")
+
+
+def test_outputs_of_other_adapters_are_not_compared(adapter: Path, tmp_path: Path) -> None:
+    for weight in (1, 2):
+        library.quantize_cpu(EXAMPLE, tmp_path / str(weight), adapter=f"{adapter}:{weight}")
+    done = ktconv("compare", tmp_path / "1", tmp_path / "2", f"--source={EXAMPLE}")
+    refused(done, 2, "with adapter:1.0, and", "with adapter:2.0: they are of different models")
 
 
 @pytest.mark.parametrize("method", ["int4", "bf16"])
@@ -190,7 +258,7 @@ def test_verify_does_not_believe_the_sums(
     exact = module.exact
     monkeypatch.setattr(module, "exact", lambda a, b, scale: exact(a, b, scale * 1.01))
     library.quantize_cpu(EXAMPLE, tmp_path / "out", adapter=adapter, method=method)
-    result = library.verify(tmp_path / "out", source=EXAMPLE, level="weights")
+    result = library.verify(tmp_path / "out", source=EXAMPLE, adapter=adapter, level="weights")
     assert not result["passed"]
     messages = " ".join(one["message"] for one in result["failures"])
     assert "was read wrongly: the value at" in messages

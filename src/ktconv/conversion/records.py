@@ -16,6 +16,7 @@ from ktconv.conversion.target import Target
 from ktconv.families.family import ExpertActivation, Projection
 from ktconv.source import Checkpoint, MoELayer, source_identity
 from ktconv.source.activations import usual
+from ktconv.source.adapter.recorded import names_of
 from ktconv.system.text import valid_unicode
 from ktconv.system.units import counted, format_ranges, listed
 from ktconv.writer.journal import Record
@@ -41,9 +42,9 @@ def chosen_record(checkpoint: Checkpoint) -> Record:
 
 
 def adapters_record(checkpoint: Checkpoint) -> Record:
-    """Directories and weights of the adapters that were added to the source, for who reads it
-    again. Their files' checksums are among those of the source."""
-    return {"adapters": list(checkpoint.adapters)} if checkpoint.adapters else {}
+    """Names and weights of the adapters that were added to the source, for who reads it again.
+    Their files' checksums are among those of the source."""
+    return {"adapters": names_of(checkpoint.adapters)} if checkpoint.adapters else {}
 
 
 def geometry(checkpoint: Checkpoint, plan: Plan[Target]) -> Record:

@@ -45,7 +45,7 @@ from ktconv.source.reading.reader import SourceReader
 from ktconv.system.units import format_ranges
 from ktconv.targets.card import model_name
 from ktconv.targets.packed.target import Options, Plan, make_plan, target_for
-from ktconv.writer.manifest import Manifest
+from ktconv.writer.manifest import Manifest, located_adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,8 @@ def prepare(request: Request) -> Preflight:
     source = None
     if (original := request.original) is not None:
         if manifest is not None:
-            original = original.recorded(manifest.naming, manifest.tower, manifest.adapters)
+            adapters = located_adapters(manifest.record, request.layers_dir, original)
+            original = original.recorded(manifest.naming, manifest.tower, adapters)
         source = open_checkpoint(original)
         refuse_nested(source.path, request.output)
     inputs = _Input(request, tree, manifest, source, _options(request, tree, manifest))

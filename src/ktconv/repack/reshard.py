@@ -43,6 +43,7 @@ from ktconv.targets.card import command_line
 from ktconv.targets.packed.target import BY_WEIGHTS, Options, Plan
 from ktconv.targets.packed.weights import name_of
 from ktconv.writer.journal import Record
+from ktconv.writer.manifest import located_adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +139,13 @@ def _from_source(request: Request, packed: CompleteWeights) -> quantize_cpu.Pref
 
 def source_request(request: Request, packed: CompleteWeights) -> quantize_cpu.Request:
     """The conversion that makes these parts from the source."""
-    assert request.original is not None  # `prepare` asked
-    there = packed.manifest
+    original, there = request.original, packed.manifest
+    assert original is not None  # `prepare` asked
+    if there is not None:
+        adapters = located_adapters(there.record, request.packed, original)
+        original = original.recorded(there.naming, there.tower, adapters)
     return quantize_cpu.Request(
-        model=request.original.recorded(there.naming, there.tower, there.adapters)
-        if there
-        else request.original,
+        model=original,
         output=request.output,
         options=replace(_options(request, packed), save_backward=packed.tree.backward),
         threads=request.threads,

@@ -12,7 +12,7 @@ from ktconv import __version__
 from ktconv.conversion.records import ErrorSummary, zero_scales_in_words
 from ktconv.source import MoELayer
 from ktconv.source.activations import in_words
-from ktconv.source.adapter.choices import choices_of
+from ktconv.source.adapter.recorded import chosen
 from ktconv.source.gguf.parts import model_stem
 from ktconv.source.source_card import NOT_STRINGS, SourceCard
 from ktconv.system.text import path_text, printable
@@ -83,7 +83,7 @@ def adapter_words(adapters: Sequence[str]) -> list[str]:
     """The options that name adapters, whose directories were elsewhere for whoever reads it."""
     return [
         f"--adapter {shlex.quote(str(one._replace(directory=Path(_one_line(one.directory.name)))))}"
-        for one in choices_of(adapters)
+        for one in chosen(adapters)
     ]
 
 
@@ -93,7 +93,7 @@ def adapter_lines(adapters: Sequence[str]) -> str:
         f"- LoRA in all weights: {_one_line(one.directory.name)}"
         + ("" if one.weight == 1 else f", times {one.weight:g}")
         + "\n"
-        for one in choices_of(adapters)
+        for one in chosen(adapters)
     )
 
 

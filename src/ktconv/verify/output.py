@@ -11,9 +11,16 @@ from typing import Any
 from ktconv.conversion.plan import Plan
 from ktconv.source import Checkpoint, MoELayer, NamingMap, TensorRef, map_of_record
 from ktconv.source.agreement import Dimensions
+from ktconv.source.model_source import ModelSource
 from ktconv.targets.packed.weights import PackedWeights
 from ktconv.writer.journal import Journal, Record, is_run_record
-from ktconv.writer.manifest import Manifest, adapters_of_record, read_manifest, tower_of_record
+from ktconv.writer.manifest import (
+    Manifest,
+    adapters_of_record,
+    located_adapters,
+    read_manifest,
+    tower_of_record,
+)
 
 NO_LIMIT = 1 << 62  # of shard sizes: the shards of tensors are not compared
 
@@ -31,9 +38,15 @@ def recorded_tower(output: Path) -> str | None:
 
 
 def recorded_adapters(output: Path) -> tuple[str, ...] | None:
-    """The adapters of the source that a conversion, finished or not, was begun with."""
+    """The adapters of the source that a conversion, finished or not, was begun with, by name."""
     run = _begun(output)
     return None if run is None else adapters_of_record(run)
+
+
+def adapters_for(output: Path, source: ModelSource) -> tuple[str, ...] | None:
+    """The adapters of the source; see `located_adapters`."""
+    run = _begun(output)
+    return source.adapter if run is None else located_adapters(run, output, source)
 
 
 def _begun(output: Path) -> Record | None:

@@ -11,7 +11,6 @@ from typing import ClassVar
 
 from ktconv.errors import UsageError
 from ktconv.source import ModelSource, NamingMap, TensorRef
-from ktconv.source.adapter.choices import choices_of
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.reading.reader import SourceReader
 from ktconv.system.text import Notify
@@ -27,7 +26,7 @@ from ktconv.verify.memory import (
     plan_memory,
 )
 from ktconv.verify.model import ModelCheck
-from ktconv.verify.output import OpenedOutput, recorded_adapters, recorded_naming, recorded_tower
+from ktconv.verify.output import OpenedOutput, adapters_for, recorded_naming, recorded_tower
 from ktconv.verify.reading import Context, CopyCheck
 from ktconv.verify.request import VerifyRequest
 from ktconv.verify.runner import OTHER, Check
@@ -71,21 +70,12 @@ class OutputVerifier(ABC):
         return recorded or given
 
     def _adapters(self, source: ModelSource) -> tuple[str, ...] | None:
-        """The adapters of the source: those of the option, or else those that the output records,
-        where they lay at conversion."""
-        recorded = recorded_adapters(self.request.output)
-        if source.adapter is not None or recorded is None:
-            return source.adapter
-        self.findings.note(f"adapters are those that {MANIFEST} names: {', '.join(recorded)}")
-        for one in choices_of(recorded):
-            if not one.directory.is_dir():
-                raise UsageError(
-                    f"{self.request.output} was converted with the adapter {one.directory}, which "
-                    "is not there",
-                    "say where it is: --adapter DIR"
-                    + ("" if one.weight == 1 else f":{one.weight:g}"),
-                )
-        return recorded
+        """The adapters of the source: those of the option, or else those that the output names,
+        where they are found."""
+        found = adapters_for(self.request.output, source)
+        if found and source.adapter is None:
+            self.findings.note(f"adapters are those that {MANIFEST} names: {', '.join(found)}")
+        return found
 
     def _naming(self, source: ModelSource) -> NamingMap | None:
         """The map of the source's names: the option, or else what the output records."""

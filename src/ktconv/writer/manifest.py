@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ktconv.source.adapter.recorded import located
+from ktconv.source.model_source import ModelSource
 from ktconv.source.naming_map import NamingMap, map_of_record
 from ktconv.source.side_files import MANIFEST as MANIFEST
 from ktconv.source.side_files import recorded
@@ -71,7 +73,7 @@ class Manifest:
 
     @property
     def adapters(self) -> tuple[str, ...] | None:
-        """The adapters that were added to the source's weights, as DIR:WEIGHT; None: none."""
+        """The adapters that were added to the source's weights, as NAME:WEIGHT; None: none."""
         return adapters_of_record(self.record)
 
     @property
@@ -200,6 +202,15 @@ def adapters_of_record(run: Record) -> tuple[str, ...] | None:
     found = run.get("adapters")
     named = isinstance(found, list) and all(isinstance(one, str) for one in found)
     return tuple(found) if found and named else None
+
+
+def located_adapters(run: Record, output: Path, source: ModelSource) -> tuple[str, ...] | None:
+    """The adapters of `source`: those that were given with it, else those that the record of the
+    conversion in `output` names, where they are found. UsageError where one is not."""
+    recorded = adapters_of_record(run)
+    if source.adapter is not None or recorded is None:
+        return source.adapter
+    return located(recorded, Manifest(output / MANIFEST, run).source_files, output, source.model)
 
 
 def tower_of_record(run: Record) -> str | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +35,7 @@ from ktconv.source.adapter.names import (
     words_of,
 )
 from ktconv.source.adapter.parameters import ExpertParameter
+from ktconv.source.adapter.recorded import files_of
 from ktconv.source.elements import F32
 from ktconv.source.encodings.base import Parts
 from ktconv.source.encodings.unquantized import UNQUANTIZED
@@ -134,7 +134,7 @@ class _View:
         others = self._add_others(adapter, choice.weight)
         if not experts + others:
             raise CheckpointError(f"{directory} has no matrices", "save the adapter again")
-        self._sources += _states(f"adapter {number} x {choice.weight!r}", config, headers)
+        self._sources += _states(files_of(number, choice.weight), config, headers)
         self._choices.append(choice)
         self._memory.append(adapter.memory)
         words = [f"{counted(experts, 'matrix')} of experts"] if experts else []
@@ -431,14 +431,14 @@ def _is_swapped(layer: MoELayer, shapes: Mapping[str, Sequence[int]], wide: int)
 # ---- states --------------------------------------------------------------------------------
 
 
-def _states(name: str, config: AdapterConfig, headers: Sequence[Header]) -> Iterator[SourceFile]:
+def _states(start: str, config: AdapterConfig, headers: Sequence[Header]) -> Iterator[SourceFile]:
     """The files of an adapter with the checksums of all their bytes. CheckpointError for a NaN or
     an infinity in them."""
     if config.data is not None:
         digest = hashlib.sha256(config.data).hexdigest()
-        yield SourceFile(f"{name}/{CONFIG}", len(config.data), None, digest)
+        yield SourceFile(f"{start}{CONFIG}", len(config.data), None, digest)
     for header in headers:
-        yield SourceFile(f"{name}/{header.file.name}", header.file_bytes, None, _digest(header))
+        yield SourceFile(f"{start}{header.file.name}", header.file_bytes, None, _digest(header))
 
 
 def _digest(header: Header) -> str:
@@ -453,8 +453,3 @@ def _digest(header: Header) -> str:
                 checked(tensor, data)
                 digest.update(data.data)
     return digest.hexdigest()
-
-
-def directories_of(texts: Sequence[str]) -> list[Path]:
-    """The directories of adapters, in the order in which they are named."""
-    return [one.directory for one in choices_of(texts)]

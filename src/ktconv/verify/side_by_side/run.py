@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from ktconv import __version__
+from ktconv.errors import UsageError
 from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.source.model_source import ModelSource
 from ktconv.source.reading.matrices import experts_bytes
 from ktconv.system.stores import is_remote
 from ktconv.system.text import Notify, silent
 from ktconv.verify.findings import Progression
-from ktconv.verify.output import recorded_adapters, recorded_naming, recorded_tower
+from ktconv.verify.output import (
+    adapters_for,
+    recorded_adapters,
+    recorded_naming,
+    recorded_tower,
+)
 from ktconv.verify.report.outputs import ERRORS
 from ktconv.verify.request import VerifyRequest
 from ktconv.verify.run import Result, prepare, unwatched, verify
@@ -88,8 +94,10 @@ def compare(
     cannot be run; checks that fail are in the rows."""
     request.check()
     first = request.outputs[0]
-    source = ModelSource.of(request.source).recorded(
-        recorded_naming(first), recorded_tower(first), recorded_adapters(first)
+    _expect_same_adapters(request.outputs)
+    source = ModelSource.of(request.source)
+    source = source.recorded(
+        recorded_naming(first), recorded_tower(first), adapters_for(first, source)
     )
     checkpoint = open_checkpoint(source)
     wishes = [_verification(request, output) for output in request.outputs]
@@ -100,6 +108,19 @@ def compare(
         result = verify(wish, progression, ready, notify)
         rows.append(_row(request, checkpoint, wish.output, result, notify))
     return Comparison(request.depth, rows)
+
+
+def _expect_same_adapters(outputs: Sequence[Path]) -> None:
+    """UsageError for outputs whose models differ by adapters, by what they are called."""
+    first, *others = [recorded_adapters(one) or () for one in outputs]
+    for output, adapters in zip(outputs[1:], others, strict=True):
+        if adapters != first:
+            names = [", ".join(one) or "no adapter" for one in (first, adapters)]
+            raise UsageError(
+                f"{outputs[0]} was converted with {names[0]}, and {output} with {names[1]}: they "
+                "are of different models",
+                "compare outputs that were converted with the same --adapter",
+            )
 
 
 def _verification(request: CompareRequest, output: Path) -> VerifyRequest:
