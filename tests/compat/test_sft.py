@@ -222,6 +222,39 @@ def test_the_last_forward_that_saved_counts(sft: Any) -> None:
         wrapper.backward(dy[:4])
 
 
+def test_no_backward_follows_a_forward_that_failed(
+    sft: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one before it was of other tokens."""
+    wrapper, given = sft(), batch(3)
+    wrapper.init_lora_weights(*matrices(), *buffers())
+    y = wrapper.forward(given.x, given.ids, given.weights)
+    module = type(wrapper._trained())
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise UsageError("it failed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "forward", fail)
+        wrapper.submit_forward(given.x, given.ids, given.weights)
+        with pytest.raises(UsageError, match="it failed"):
+            wrapper.sync_forward()
+    with pytest.raises(UsageError, match="has no forward to go back from"):
+        wrapper.backward(y)
+
+
+def test_factors_and_objects_that_are_refused(sft: Any) -> None:
+    wrapper, given = sft(), batch(3)
+    wrapper.init_lora_weights(*matrices(), *buffers())
+    y = wrapper.forward(given.x, given.ids, given.weights)
+    for scale in ("half", None, 0, float("nan")):
+        with pytest.raises(UsageError, match="optimizer_grad_scale must be a number"):
+            wrapper.backward(y, optimizer_grad_scale=scale)
+    raw = sft(None, "RAWINT4_SFT")
+    with pytest.raises(UsageError, match="RAWINT4 weights must have gate of each of"):
+        raw.load_rawint4_weights(SimpleNamespace(up_proj=[]))
+
+
 def test_base_weights_alone(sft: Any) -> None:
     wrapper, given, grads = sft(method="AMXINT8_SFT_SkipLoRA"), batch(6), buffers()
     wrapper.init_lora_weights(*matrices(), *grads)

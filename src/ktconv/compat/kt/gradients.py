@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ktconv.errors import UsageError
+from ktconv.system.numbers import real
 from ktconv.system.units import counted
 
 
@@ -89,7 +90,7 @@ class OptimizerGrads:
 
 def checked_scale(scale: Any) -> float:
     """UsageError for a factor of gradients that is not above 0."""
-    found = float(scale)
+    found = real("optimizer_grad_scale", scale)
     if not (math.isfinite(found) and found > 0):
         raise UsageError(f"optimizer_grad_scale must be a number above 0, not {scale}")
     return found

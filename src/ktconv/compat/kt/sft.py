@@ -284,6 +284,8 @@ class SFTWrapper(KTMoEWrapper):
         x, ids, w = (one.cpu().clone() for one in (given.x, given.ids, given.weights))
 
         def run() -> Tensor:
+            if save_for_backward:
+                self._saved = None  # a backward is not of an earlier one, if this one fails
             with torch.set_grad_enabled(bool(save_for_backward)):
                 if save_for_backward:
                     x.requires_grad_()
@@ -499,8 +501,8 @@ def _stacks(weights: Any) -> dict[str, Any]:
     """gate, gate_scale and so on of an object that has gate_proj, gate_scale and so on."""
     found = {}
     for name in ("gate", "up", "down"):
-        found[name] = getattr(weights, f"{name}_proj")
-        found[f"{name}_scale"] = getattr(weights, f"{name}_scale")
+        found[name] = getattr(weights, f"{name}_proj", None)
+        found[f"{name}_scale"] = getattr(weights, f"{name}_scale", None)
     return found
 
 
