@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.model import load_model
 from ktconv.runtime import MoELayer
-from ktconv.train import prepare, save
+from ktconv.train import merge, prepare, save
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
 
@@ -218,3 +218,52 @@ def test_what_does_not_fit(adapter: Path, tmp_path: Path) -> None:
         MoELayer.load_all(EXAMPLE, adapter=adapter)
     with pytest.raises(UsageError, match="no LoRA of the experts in layer 0"):
         MoELayer.load(EXAMPLE, 0, adapter=adapter)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"init_lora_weights": "pissa_niter_4"}, "which changed the base's weights"),
+        ({"use_later_kind": True}, "says use_later_kind, which is more than a product"),
+        ({"alora_invocation_tokens": [5]}, "says alora_invocation_tokens"),
+        ({"layer_replication": [[0, 1]]}, "says layer_replication"),
+    ],
+)
+def test_more_than_products_is_refused(setting: Any, said: str, adapter: Path) -> None:
+    """The same outputs cannot be computed by adding s B A to these weights."""
+    config = json.loads((adapter / CONFIG).read_text())
+    (adapter / CONFIG).write_text(json.dumps({**config, **setting}))
+    with pytest.raises(CheckpointError, match=said):
+        MoELayer.load(EXAMPLE, 1, adapter=adapter)
+    with pytest.raises(CheckpointError, match=said):
+        MoELayer.load(EXAMPLE, 1).add_adapter("one", adapter)
+    with pytest.raises(CheckpointError, match=said):
+        merge(load_model(EXAMPLE, "float32")[0], adapter)
+
+
+def test_trained_heads_are_no_part_of_a_layer(adapter: Path) -> None:
+    """Whole weights beside the experts are named, as LoRA there is."""
+    config, tensors = json.loads((adapter / CONFIG).read_text()), load_file(adapter / WEIGHTS)
+    (adapter / CONFIG).write_text(json.dumps({**config, "modules_to_save": ["lm_head"]}))
+    save_file(
+        {**tensors, "base_model.model.lm_head.weight": torch.ones(4, HIDDEN)}, adapter / WEIGHTS
+    )
+    with pytest.warns(UserWarning, match=r"has LoRA of .*lm_head.weight, which are no routed"):
+        MoELayer.load(EXAMPLE, 1, adapter=adapter)
+
+
+def test_adapters_are_opened_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("ktconv.runtime.layer.sources.loaded", fail)
+    with pytest.raises(CheckpointError, match="nothing does not exist"):
+        MoELayer.load(EXAMPLE, 1, adapter=tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("given", ["ADAPTER", ["ADAPTER"], 3])
+def test_adapters_without_names(given: Any) -> None:
+    with pytest.raises(UsageError, match="adapters must be directories by name, not"):
+        MoELayer.load(EXAMPLE, 1, adapters=given)

@@ -99,6 +99,8 @@ def test_plans(output: Path, pool: Pool, two_nodes: Pool) -> None:
     layers = MoELayer.load_all(output, pool=pool)
     (one,) = MoELayer.plan_load(output, 1, pool=pool).items()
     assert one[0] is None and layers[1].weight_bytes <= one[1] < layers[1].weight_bytes + (4 << 20)
+    with pytest.raises(UsageError, match="has no experts of layer 7"):
+        MoELayer.plan_load(output, 7, pool=pool)
     every = MoELayer.plan_load(output, pool=two_nodes)
     assert sorted(every, key=str) == [0, 1] and every[0] == every[1] == len(layers) * (2 << 20)
 

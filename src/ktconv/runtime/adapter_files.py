@@ -80,8 +80,8 @@ def sizes_of(source: ConvertedModel | Checkpoint, layer: int | None = None) -> M
 class AdapterDirectory:
     """An adapter of PEFT or KTransformers in a directory, opened for the layers of a model.
 
-    Raises CheckpointError for files that are missing, damaged or of another model, UsageError for
-    an `alpha` that contradicts them or that no file has.
+    Raises CheckpointError for files that are missing, damaged, of another model or of more than
+    LoRA, UsageError for an `alpha` that contradicts them or that no file has.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class AdapterDirectory:
         """`names`: PEFT's for each layer, where a model in memory has them."""
         self.directory, self._model = Path(directory), model
         config = AdapterConfig(self.directory, alpha)
+        config.check_products()
         headers = headers_of(self.directory)
         names = names or _layer_names(model, config, headers)
         self._adapter = Adapter(

@@ -103,11 +103,13 @@ class MoELayer:
         ResourceError where there is no memory for a copy.
         """
         source = sources.opened(Path(path), layer)
+        number = layer if layer is not None else sources.first_layer(source)
+        sizes = sizes_of(source, number)
+        given = _opened(adapter, adapters, sizes)  # before weights are read
         found = sources.loaded(source, layer, slots, method, parts, pool or Pool.shared(), memory)
         made = cls(found, pool)
-        number = layer if layer is not None else sources.first_layer(source)
-        made._model = sizes_of(source, number), number
-        for name, opened in _opened(adapter, adapters, made._model[0]).items():
+        made._model = sizes, number
+        for name, opened in given.items():
             there = expect_layer(opened.layer(number), opened.directory, number)
             made._adapters = made._adapters.with_adapter(name, there, own=adapter is not None)
         return made
@@ -455,6 +457,11 @@ def _opened(
     if adapter is not None and adapters:
         raise UsageError(
             "give adapter or adapters, not both", "name all of them: adapters={'one': DIR, …}"
+        )
+    if not isinstance(adapters or {}, Mapping):
+        raise UsageError(
+            f"adapters must be directories by name, not {adapters!r:.60}",
+            "give {name: directory}, or one directory as adapter",
         )
     given = {DEFAULT: adapter} if adapter is not None else dict(adapters or {})
     found = {name: AdapterDirectory(one, sizes) for name, one in given.items()}

@@ -90,7 +90,7 @@ def needs(source: Source, layer: int | None, memory: str, pool: Pool) -> Needs:
             f"what {source.path} takes in memory depends on the format that it is held in",
             "load it, and ask weight_bytes",
         )
-    chosen = source.layers if layer is None else [whole("layer", layer)]
+    chosen = source.layers if layer is None else [source.expect(whole("layer", layer))]
     found: Counter[int | None] = Counter()
     for number in chosen:
         geometry = source.packed.geometry(number)

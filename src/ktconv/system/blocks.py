@@ -211,7 +211,10 @@ def _locked(path: Path, wait: bool = True) -> Iterator[int]:
         try:
             fd = os.open(path, flags, 0o600)
         except OSError as error:
-            raise ResourceError(f"{path} cannot be opened: {error.strerror}") from None
+            raise ResourceError(
+                f"{path} cannot be opened: {error.strerror}",
+                'allow writing there, or give memory="copy", which each process has for itself',
+            ) from None
         try:
             status = os.fstat(fd)
             if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):

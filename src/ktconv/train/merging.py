@@ -43,6 +43,7 @@ def merge(
     config = settings_of(model)
     names = {layer: LayerNames(site, config) for layer, site in sites.items()}
     adapter = Adapter(Path(directory), names, alpha, lora_b_layout)
+    adapter.config.check_mergeable()
     linear = _linear(model, adapter)
     for _ in _pairs(adapter, sites):  # all are checked before anything changes
         pass

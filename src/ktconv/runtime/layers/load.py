@@ -193,6 +193,14 @@ class ConvertedModel:
         stated = (self.config or self._settings).activation(layer)
         return self._recorded.get(layer, stated)
 
+    def expect(self, layer: int) -> int:
+        """The number itself. UsageError for a layer that is not here."""
+        if layer not in self.layers:
+            raise UsageError(
+                f"{self.directory} has no experts of layer {layer}", f"it has {self.layers}"
+            )
+        return layer
+
     def open_layer(
         self, layer: int | None = None, slots: Slots | None = None, hold: Hold | None = None
     ) -> tuple[int, Experts]:
@@ -201,11 +209,7 @@ class ConvertedModel:
             raise CheckpointError(next(iter(self.packed.damaged.values())), "convert it again")
         if not self.layers:
             raise CheckpointError(*no_packed_experts(self.directory))
-        wanted = self.layers[0] if layer is None else layer
-        if wanted not in self.layers:
-            raise UsageError(
-                f"{self.directory} has no experts of layer {wanted}", f"it has {self.layers}"
-            )
+        wanted = self.expect(self.layers[0] if layer is None else layer)
         activation = kernel_activation(self.activation(wanted))
         _expect_finite_scales(self.packed, wanted)
         experts = packed_experts(self.packed, wanted, activation, slots=slots, hold=hold)

@@ -22,9 +22,9 @@ _OTHER_KINDS = ("use_dora", "use_qalora", "use_bdlora", "fan_in_fan_out", "lora_
 # What else a file may have that W + s B A does not say; harmless values are left out.
 _BESIDE = (
     "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication",
-    "megatron_config", "modules_to_save", "monteclora_config", "trainable_token_indices",
-    "velora_config",
+    "megatron_config", "monteclora_config", "velora_config",
 )  # fmt: skip
+_OTHER_PARTS = ("modules_to_save", "trainable_token_indices")  # which have tensors of their own
 # Ways to begin that leave the base's weights as they are; others take something out of them.
 _PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 
@@ -54,18 +54,30 @@ class AdapterConfig:
     def check_mergeable(self) -> None:
         """CheckpointError for what cannot be added to weights as s B A, or is of another base than
         the model that it was made of."""
+        self.check_products()
+        for name in _OTHER_PARTS:
+            if self.content.get(name):
+                raise self._more(name)
+        if (bias := self.content.get("bias", "none")) != "none":
+            raise CheckpointError(
+                f"{self.directory / CONFIG} says bias {bias!r:.40}: biases were trained, too",
+                _MERGED_BY_PEFT,
+            )
+
+    def _more(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.directory / CONFIG} says {name}, which is more than a product to add to each "
+            "weight",
+            _MERGED_BY_PEFT,
+        )
+
+    def check_products(self) -> None:
+        """`check_mergeable` of matrices with LoRA, whatever is in the model's other parts."""
         where = self.directory / CONFIG
         for name in self.content:
             known = name in _BESIDE or (name.startswith("use_") and name != "use_rslora")
             if known and self.content[name]:
-                raise CheckpointError(
-                    f"{where} says {name}, which is more than a product to add to each weight",
-                    _MERGED_BY_PEFT,
-                )
-        if (bias := self.content.get("bias", "none")) != "none":
-            raise CheckpointError(
-                f"{where} says bias {bias!r:.40}: biases were trained, too", _MERGED_BY_PEFT
-            )
+                raise self._more(name)
         begun = self.content.get("init_lora_weights")
         if begun not in _PLAIN_BEGINNINGS:
             raise CheckpointError(
