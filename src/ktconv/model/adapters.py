@@ -15,8 +15,9 @@ from ktconv.families.family import Family
 from ktconv.model.fitting import settings_of
 from ktconv.model.module import PackedExperts, expect_sequences
 from ktconv.model.sites import Site, find_experts
-from ktconv.runtime.adapter_files import AdapterDirectory, LayerSizes, ModelSizes
+from ktconv.runtime.adapter_files import AdapterDirectory, ModelSizes
 from ktconv.runtime.adapters import LayerAdapter, LayerAdapters
+from ktconv.source.adapter.layers import LayerSizes
 from ktconv.source.adapter.names import PREFIX, LayerNames, source_of, words_of
 
 Choice = str | Sequence[str | None] | None

@@ -3,52 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.family import Family, Projection
-from ktconv.families.names import layer_number
 from ktconv.native import ExpertPairs, LoraPair
 from ktconv.runtime.adapters import LayerAdapter, packed_pair
 from ktconv.runtime.layers.load import ConvertedModel
 from ktconv.source import Checkpoint
 from ktconv.source.adapter.config import AdapterConfig
 from ktconv.source.adapter.files import Adapter, LowRank, headers_of
+from ktconv.source.adapter.layers import LayerSizes, layer_names, sizes_of_checkpoint
 from ktconv.source.adapter.names import (
-    ENDS,
-    PREFIX,
     LayerNames,
-    experts_path,
     module_of,
-    source_of,
-    words_of,
 )
-from ktconv.source.adapter.parameters import ExpertParameter
-from ktconv.source.safetensors_file import Header
 
 _SHOWN = 3  # modules that a warning names
 _MATRICES: tuple[Projection, ...] = ("gate", "up", "down")
-
-
-class LayerSizes(NamedTuple):
-    """The experts of a layer of a model, all of them, and what the checkpoint calls them ("" where
-    that is not known)."""
-
-    number: int
-    source: str
-    experts: int
-    hidden: int
-    intermediate: int
-    gated: bool
-
-    def matrix(self, projection: Projection) -> tuple[int, int]:
-        """[outputs, inputs]"""
-        if projection == "down":
-            return self.hidden, self.intermediate
-        return self.intermediate, self.hidden
 
 
 class ModelSizes(NamedTuple):
@@ -61,20 +37,18 @@ class ModelSizes(NamedTuple):
 
 def sizes_of(source: ConvertedModel | Checkpoint, layer: int | None = None) -> ModelSizes:
     """Sizes of what was opened. `layer`: all that is opened of it."""
-    found: Iterable[LayerSizes]
+    family = source.config.family
     if isinstance(source, Checkpoint):
-        found = (
-            LayerSizes(one.index, one.source, len(one.experts), one.hidden_size,
-                       one.intermediate_size, one.gated)
-            for one in source.layers
-        )  # fmt: skip
-    else:
-        geometries = ((number, source.packed.geometry(number)) for number in source.layers)
-        found = (
-            LayerSizes(number, "", one.experts, one.hidden, one.intermediate, one.gated)
-            for number, one in geometries
-        )
-    return ModelSizes({one.number: one for one in found}, source.config.family, layer is None)
+        return ModelSizes(sizes_of_checkpoint(source), family, layer is None)
+    spare = 0
+    with suppress(CheckpointError):  # what is wrong in config.json is told where it matters
+        spare = source.config.checked.zero_experts if source.config else 0
+    found = {}
+    for number in source.layers:
+        one = source.packed.geometry(number)
+        sizes = one.experts, one.hidden, one.intermediate, one.gated
+        found[number] = LayerSizes(number, "", *sizes, spare)
+    return ModelSizes(found, family, layer is None)
 
 
 class AdapterDirectory:
@@ -97,7 +71,7 @@ class AdapterDirectory:
         config = AdapterConfig(self.directory, alpha)
         config.check_products()
         headers = headers_of(self.directory)
-        names = names or _layer_names(model, config, headers)
+        names = names or layer_names(model.layers, model.family, headers, model.whole)
         self._adapter = Adapter(
             self.directory, names, lora_b_layout=lora_b_layout, opened=(config, headers)
         )
@@ -164,76 +138,3 @@ def expect_layer(found: LayerAdapter | None, directory: str | Path, index: int) 
             "load that layer without it",
         )
     return found
-
-
-# ---- names -------------------------------------------------------------------------------
-
-
-def _layer_names(
-    model: ModelSizes, config: AdapterConfig, headers: Sequence[Header]
-) -> dict[int, LayerNames]:
-    """PEFT's names for each layer. Where only one layer was opened, those of the others are taken
-    from the adapter itself."""
-    paths: dict[int, str] = {}
-    shapes: dict[int, dict[str, Sequence[int]]] = {}
-    indices = set(model.layers)
-    for tensor in (tensor for header in headers for tensor in header.tensors):
-        number = layer_number(f"{tensor.name}.")
-        if number is None:
-            continue
-        if not model.whole:
-            indices.add(number)
-        path = experts_path(tensor.name)
-        if path is not None and len(tensor.shape) == 2:
-            paths.setdefault(number, path)
-            shapes.setdefault(number, {})[tensor.name] = tensor.shape
-    some = next(iter(model.layers.values()))
-    found = {}
-    for index in sorted(indices):
-        layer = model.layers.get(index, some._replace(number=index, source=""))
-        path = paths.get(index) or layer.source or f"model.layers.{index}.mlp.experts"
-        source = path if model.family is None else source_of(path, index, model.family)
-        parameters = _parameters(model.family, layer, path, shapes.get(index, {}))
-        found[index] = LayerNames(index, source, path, words_of(model.family), parameters)
-    return found
-
-
-def _parameters(
-    family: Family | None, layer: LayerSizes, path: str, shapes: Mapping[str, Sequence[int]]
-) -> list[ExpertParameter]:
-    """The parameters with the matrices of all experts that tensors of these shapes may be of."""
-    if not shapes:
-        return []
-    first = "gate_up_proj" if layer.gated else "up_proj"
-    both: tuple[Projection, ...] = ("gate", "up") if layer.gated else ("up",)
-    alternating = family is not None and family.interleaved and first in family.gate_up
-    swapped = _is_swapped(layer, path, shapes, len(both))
-    return [
-        ExpertParameter("", first, layer.experts, both, alternating, swapped, False),
-        ExpertParameter("", "down_proj", layer.experts, ("down",), False, swapped, False),
-    ]
-
-
-def _is_swapped(
-    layer: LayerSizes, path: str, shapes: Mapping[str, Sequence[int]], wide: int
-) -> bool:
-    """Whether PEFT has taken outputs of the parameters for inputs, by the shapes of A and B.
-    CheckpointError where those of all parameters allow both."""
-    hidden, inner = layer.hidden, layer.intermediate
-    straight = {(hidden, wide * inner), (inner, hidden)}
-    fits = False
-    for name, shape in shapes.items():
-        other = shapes.get(name.removesuffix(ENDS["a"]) + ENDS["b"])
-        if not name.endswith(ENDS["a"]) or other is None:
-            continue
-        pair = shape[1], other[0]
-        if (pair in straight) != (pair[::-1] in straight):
-            return pair not in straight
-        fits |= pair in straight
-    if fits:
-        raise CheckpointError(
-            f"the adapter's matrices of {path.removeprefix(PREFIX)} fit its parameters in both "
-            "orders, as its sizes are alike",
-            "save the adapter with a matrix for each expert: ktconv.train.load it, and save it",
-        )
-    return False

@@ -14,7 +14,6 @@ from ktconv.native import Activation
 from ktconv.runtime import sources
 from ktconv.runtime.adapter_files import (
     AdapterDirectory,
-    LayerSizes,
     ModelSizes,
     expect_layer,
     sizes_of,
@@ -31,6 +30,7 @@ from ktconv.runtime.compute import compute, prepared, working_bytes
 from ktconv.runtime.handle import Handle
 from ktconv.runtime.layers import Experts
 from ktconv.runtime.memory import Residence, residence_of
+from ktconv.source.adapter.layers import LayerSizes
 from ktconv.system.arrays import Array
 from ktconv.system.numbers import whole
 from ktconv.system.pool import Pool

@@ -263,7 +263,7 @@ def test_what_a_record_says(model: tuple[Path, Weights], tmp_path: Path) -> None
     adapter = write_adapter(tmp_path / "adapter", modules_of(pairs))
     converted(model[0], tmp_path / "out", f"{adapter}:0.5")
     manifest = read_json(tmp_path / "out" / "ktconv.json")
-    assert manifest["adapters"] == [f"{adapter}:0.5"]
+    assert manifest["adapters"] == ["adapter:0.5"]
     names = [name for name in manifest["source"]["files"] if name.startswith("adapter ")]
     assert names == ["adapter 1 x 0.5/adapter_config.json", f"adapter 1 x 0.5/{WEIGHTS}"]
     card = (tmp_path / "out" / "README.md").read_text()

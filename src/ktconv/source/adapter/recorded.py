@@ -71,8 +71,8 @@ def located(
         there = (place for place in near if place not in found and _is_it(place, own))
         if (place := next(there, None)) is None:
             raise UsageError(
-                f"{output} was converted with the adapter {one.directory}, which is neither next to "
-                "it nor to the model",
+                f"{output} was converted with the adapter {one.directory}, which is neither next "
+                "to it nor to the model",
                 "say where it is: "
                 + " ".join(
                     f"--adapter {shlex.quote(str(at._replace(directory='DIR' / at.directory)))}"

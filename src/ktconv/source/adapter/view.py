@@ -7,34 +7,28 @@ in float32 if it is an expert's, else in its own dtype. Whatever reads the check
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.families import table
 from ktconv.families.family import Projection
-from ktconv.families.names import layer_number
 from ktconv.source.adapter.beside import CONFIG
 from ktconv.source.adapter.choices import Choice, choices_of
 from ktconv.source.adapter.config import AdapterConfig
 from ktconv.source.adapter.files import Adapter, LowRank, checked, headers_of
+from ktconv.source.adapter.layers import layer_names, sizes_of_checkpoint
 from ktconv.source.adapter.names import (
     EMBEDDING_ENDS,
     ENDS,
     PREFIX,
     WRAPPED,
-    LayerNames,
-    experts_path,
     module_of,
     renamed_modules,
-    source_of,
     usual_module,
-    words_of,
 )
-from ktconv.source.adapter.parameters import ExpertParameter
 from ktconv.source.adapter.recorded import files_of
 from ktconv.source.elements import F32
 from ktconv.source.encodings.base import Parts
@@ -51,13 +45,6 @@ from ktconv.system.units import counted
 _PEFT = "merge it into its base with PEFT (merge_and_unload), and convert the result"
 _ANOTHER = "give an adapter of this model"
 _PIECE = 16 << 20
-# What parameters with the matrices of all experts are called, in the order that modules have them:
-# the module within that of the experts, the parameter, and whether it has gate and up.
-_PARAMETERS = (
-    ("", "gate_up_proj", True), ("", "up_proj", True), ("", "down_proj", False),
-    ("fc1", "weight", True), ("fc2", "weight", False),
-    ("input_linear", "weight", True), ("output_linear", "weight", False),
-)  # fmt: skip
 
 
 class ExpertPart(NamedTuple):
@@ -113,6 +100,7 @@ class _View:
             )
         self._base = checkpoint
         self._layers = {layer.index: layer for layer in checkpoint.layers}
+        self._sizes = sizes_of_checkpoint(checkpoint)
         self._experts: dict[tuple[int, Projection], list[tuple[Adapter, float]]] = {}
         self._others: dict[str, list[OtherPart]] = {}
         self._matrices: dict[str, ExpertMatrix] = {}  # of others, by their tensors' names
@@ -128,7 +116,7 @@ class _View:
         config = AdapterConfig(directory)
         config.check_mergeable()
         headers = headers_of(directory)
-        names = _layer_names(self._base, headers)
+        names = layer_names(self._sizes, self._base.config.family, headers)
         adapter = Adapter(directory, names, opened=(config, headers))
         experts = self._add_experts(adapter, choice.weight)
         others = self._add_others(adapter, choice.weight)
@@ -352,80 +340,6 @@ def _unused(adapter: Adapter, tensor: TensorRef) -> CheckpointError:
     if tensor.name.endswith(tuple(f".{end}" for end in (*ENDS.values(), *EMBEDDING_ENDS.values()))):
         return CheckpointError(f"{what} is of a module that the model does not have", _ANOTHER)
     return CheckpointError(f"{what} is no matrix of LoRA", _PEFT)
-
-
-def _layer_names(checkpoint: Checkpoint, headers: Sequence[Header]) -> Mapping[int, LayerNames]:
-    """PEFT's names for each layer, with the parameters that the adapter's tensors are of."""
-    shapes: dict[int, dict[str, dict[str, Sequence[int]]]] = {}  # by layer, path and name
-    for tensor in (tensor for header in headers for tensor in header.tensors):
-        path = experts_path(tensor.name)
-        number = None if path is None else layer_number(f"{path}.")
-        if path is not None and number is not None and len(tensor.shape) == 2:
-            own = shapes.setdefault(number, {}).setdefault(path, {})
-            own[tensor.name] = tensor.shape
-    family, found = checkpoint.config.family, {}
-    for layer in checkpoint.layers:
-        paths = shapes.get(layer.index, {})
-        inside = (one for one in paths if one.rpartition(".")[2] in table.FAMILIES.containers)
-        path = next(inside, next(iter(paths), layer.source))
-        source = layer.source if family is None else source_of(path, layer.index, family)
-        parameters = _parameters(checkpoint, layer, path, paths.get(path, {}))
-        found[layer.index] = LayerNames(layer.index, source, path, words_of(family), parameters)
-    return found
-
-
-def _parameters(
-    checkpoint: Checkpoint,
-    layer: MoELayer,
-    path: str,
-    shapes: Mapping[str, Sequence[int]],
-) -> list[ExpertParameter]:
-    """The parameters of a layer in transformers that the adapter's tensors may be of."""
-    if not shapes:
-        return []
-    within = {name.removeprefix(f"{PREFIX}{path}.").partition(".")[0] for name in shapes}
-    family = checkpoint.config.family
-    both: tuple[Projection, ...] = ("gate", "up") if layer.gated else ("up",)
-    down: tuple[Projection, ...] = ("down",)
-    swapped = _is_swapped(layer, shapes, len(both))
-    count = len(layer.experts)
-    more = count + (checkpoint.config.checked.zero_experts or 0)  # that LongCat's gate_up has
-    found = []
-    for module, name, first in _PARAMETERS:
-        if (module and module not in within) or name == (
-            "up_proj" if layer.gated else "gate_up_proj"
-        ):
-            continue
-        alternating = first and family is not None and family.interleaved and name in family.gate_up
-        one = ExpertParameter(
-            module,
-            name,
-            more if first else count,
-            both if first else down,
-            alternating,
-            inputs_first=swapped,
-            marked=False,
-        )
-        found.append(one)
-    return found
-
-
-def _is_swapped(layer: MoELayer, shapes: Mapping[str, Sequence[int]], wide: int) -> bool:
-    """Whether PEFT has taken outputs of the parameters for inputs: by the shapes of A and B, and
-    where both are possible, by how the source stores the matrices."""
-    hidden, inner = layer.hidden_size, layer.intermediate_size
-    straight = {(hidden, wide * inner), (inner, hidden)}
-    for name, shape in shapes.items():
-        if not name.endswith(ENDS["a"]):
-            continue
-        other = shapes.get(name.removesuffix(ENDS["a"]) + ENDS["b"])
-        if other is None:
-            continue
-        pair = shape[1], other[0]
-        if (pair in straight) != (pair[::-1] in straight):
-            return pair not in straight
-    matrix = layer.experts[0]["up"]
-    return matrix.col_stride != 1 and matrix.row_stride == 1
 
 
 # ---- states --------------------------------------------------------------------------------
