@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from helpers.adapted import train_a_little
 from safetensors.torch import load_file, save_file
 
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.model import load_model
+from ktconv.model import add_adapters, load_model
 from ktconv.runtime import MoELayer
 from ktconv.train import merge, prepare, save
 
@@ -265,5 +266,11 @@ def test_adapters_are_opened_before_weights_are_read(
 
 @pytest.mark.parametrize("given", ["ADAPTER", ["ADAPTER"], 3])
 def test_adapters_without_names(given: Any) -> None:
-    with pytest.raises(UsageError, match="adapters must be directories by name, not"):
-        MoELayer.load(EXAMPLE, 1, adapters=given)
+    for call in (partial(MoELayer.load, EXAMPLE, 1), partial(add_adapters, torch.nn.Module())):
+        with pytest.raises(UsageError, match="adapters must be directories by name, not"):
+            call(adapters=given)
+        for name in ("", 3):
+            with pytest.raises(UsageError, match="the name of an adapter must be a word"):
+                call(adapters={name: "ADAPTER"})
+        with pytest.raises(UsageError, match="the adapter 'one' must be a directory, not None"):
+            call(adapters={"one": None})

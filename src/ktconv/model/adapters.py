@@ -15,7 +15,7 @@ from ktconv.families.family import Family
 from ktconv.model.fitting import settings_of
 from ktconv.model.module import PackedExperts, expect_sequences
 from ktconv.model.sites import Site, find_experts
-from ktconv.runtime.adapter_files import AdapterDirectory, ModelSizes
+from ktconv.runtime.adapter_files import AdapterDirectory, ModelSizes, by_name
 from ktconv.runtime.adapters import LayerAdapter, LayerAdapters
 from ktconv.source.adapter.layers import LayerSizes
 from ktconv.source.adapter.names import PREFIX, LayerNames, source_of, words_of
@@ -139,9 +139,10 @@ def add_adapters(model: nn.Module, adapters: Mapping[str, str | Path]) -> ModelA
     neither an expert nor a linear layer (routers, embeddings); UsageError for a model whose experts
     are not packed or have adapters already.
     """
-    if not adapters:
+    given = by_name(adapters)
+    if not given:
         raise UsageError("no adapter is given", "give {name: directory}")
-    return ModelAdapters(model, adapters)
+    return ModelAdapters(model, given)
 
 
 def _packed(model: nn.Module) -> dict[int, Site]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.family import Family, Projection
 from ktconv.native import ExpertPairs, LoraPair
-from ktconv.runtime.adapters import LayerAdapter, packed_pair
+from ktconv.runtime.adapters import LayerAdapter, check_name, packed_pair
 from ktconv.runtime.layers.load import ConvertedModel
 from ktconv.source import Checkpoint
 from ktconv.source.adapter.config import AdapterConfig
@@ -49,6 +49,20 @@ def sizes_of(source: ConvertedModel | Checkpoint, layer: int | None = None) -> M
         sizes = one.experts, one.hidden, one.intermediate, one.gated
         found[number] = LayerSizes(number, "", *sizes, spare)
     return ModelSizes(found, family, layer is None)
+
+
+def by_name(adapters: Mapping[str, str | Path]) -> dict[str, str | Path]:
+    """Directories of adapters by name. UsageError for anything else."""
+    if not isinstance(adapters, Mapping):
+        raise UsageError(
+            f"adapters must be directories by name, not {adapters!r:.60}",
+            "give {name: directory}",
+        )
+    for name, directory in adapters.items():
+        check_name(name)
+        if not isinstance(directory, str | Path):
+            raise UsageError(f"the adapter {name!r:.60} must be a directory, not {directory!r:.60}")
+    return dict(adapters)
 
 
 class AdapterDirectory:

@@ -49,6 +49,12 @@ def packed_pair(a: Array, b: Array, scale: float) -> LoraPair:
     return LoraPair(pack_lora(a), pack_lora(b), len(a), float(scale))
 
 
+def check_name(name: object) -> None:
+    """UsageError for a name that an adapter cannot have."""
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"the name of an adapter must be a word, not {name!r:.60}")
+
+
 class LayerAdapters:
     """The adapters of a layer, in the order of their numbers; never changed, but replaced.
 
@@ -79,8 +85,7 @@ class LayerAdapters:
     def with_adapter(self, name: str, adapter: LayerAdapter, *, own: bool = False) -> LayerAdapters:
         """These and one more, which has the next number, and is the one that calls use which name
         none if `own`. UsageError for a name that is taken or empty."""
-        if not isinstance(name, str) or not name:
-            raise UsageError(f"the name of an adapter must be a word, not {name!r:.60}")
+        check_name(name)
         if name in self.adapters:
             raise UsageError(
                 f"the layer has an adapter {name!r:.60} already",

@@ -15,6 +15,7 @@ from ktconv.runtime import sources
 from ktconv.runtime.adapter_files import (
     AdapterDirectory,
     ModelSizes,
+    by_name,
     expect_layer,
     sizes_of,
 )
@@ -458,12 +459,7 @@ def _opened(
         raise UsageError(
             "give adapter or adapters, not both", "name all of them: adapters={'one': DIR, …}"
         )
-    if not isinstance(adapters or {}, Mapping):
-        raise UsageError(
-            f"adapters must be directories by name, not {adapters!r:.60}",
-            "give {name: directory}, or one directory as adapter",
-        )
-    given = {DEFAULT: adapter} if adapter is not None else dict(adapters or {})
+    given = {DEFAULT: adapter} if adapter is not None else by_name(adapters or {})
     found = {name: AdapterDirectory(one, sizes) for name, one in given.items()}
     for opened in found.values():
         opened.warn_of_others()
