@@ -116,6 +116,8 @@ def test_what_is_refused(int8: Path, adapters: dict[str, Path], tmp_path: Path) 
         add_adapters(model, adapters)
     with pytest.raises(UsageError, match="no adapter 'third'"), added.using("third"):
         pass
-    with added.using(["first"] * 4), pytest.raises(UsageError, match="18 tokens are not those of"):
-        logits(model)
+    for names in (["first"] * 4, ["first"] * 3, []):  # 18 tokens are 3 times 6, too
+        said = f"the batch has 2 sequences, and using\\(\\) was given {len(names)} names"
+        with added.using(names), pytest.raises(UsageError, match=said):
+            logits(model)
     assert torch.equal(logits(model), base)

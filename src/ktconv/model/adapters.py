@@ -19,6 +19,7 @@ from ktconv.runtime.adapter_files import AdapterDirectory, ModelSizes, by_name
 from ktconv.runtime.adapters import LayerAdapter, LayerAdapters
 from ktconv.source.adapter.layers import LayerSizes
 from ktconv.source.adapter.names import PREFIX, LayerNames, source_of, words_of
+from ktconv.system.units import counted
 
 Choice = str | Sequence[str | None] | None
 
@@ -58,6 +59,7 @@ class ModelAdapters:
             module: Any = site.module
             module.adapters = found[layer]
             self._modules.append(module)
+        self._hooks.append(model.register_forward_pre_hook(self._check_batch, with_kwargs=True))
         for linear in self._linear:
             self._hooks.append(linear.register_forward_hook(self._hook(linear)))
 
@@ -107,6 +109,20 @@ class ModelAdapters:
         for module in self._modules:
             module.adapters, module.adapter = None, None
         self._hooks, self._modules, self._choice = [], [], None
+
+    def _check_batch(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """UsageError for names of another number of sequences than a batch has: experts see tokens
+        alone. Beams of a sequence, which lie one behind the other, have its name."""
+        if not isinstance(self._choice, list | tuple):
+            return
+        every = (*given, named.get("input_ids"), named.get("inputs_embeds"))
+        first = next((one for one in every if isinstance(one, Tensor) and one.dim() > 1), None)
+        if first is not None and (not self._choice or len(first) % len(self._choice)):
+            raise UsageError(
+                f"the batch has {counted(len(first), 'sequence')}, and using() was given "
+                f"{counted(len(self._choice), 'name')}",
+                "give using() a name for each sequence of the batch",
+            )
 
     def _hook(self, linear: nn.Module) -> Callable[..., Tensor | None]:
         def added(_: nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""What PEFT calls the experts of a model's layers, by their sizes and an adapter's tensors."""
+"""PEFT's names for the experts of a model's layers, by their sizes and an adapter's tensors."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def layer_names(
 ) -> dict[int, LayerNames]:
     """PEFT's names for each layer, with the parameters that the adapter's tensors may be of.
 
-    Unless these are the `whole` model's layers, the others are those of the adapter.
+    Unless these are the `whole` model's layers, those that the adapter has besides get names, too.
     CheckpointError for parameters whose order is not known and cannot be told by shapes.
     """
     shapes: dict[int, dict[str, dict[str, Sequence[int]]]] = {}  # by layer, path and name

@@ -21,8 +21,8 @@ Record = Mapping[str, Any]
 
 
 def files_of(number: int, weight: float) -> str:
-    """What the files of the adapter with this number, from 1 on, are called among those of a
-    source, before their own names."""
+    """The start of names that the files of an adapter have among those of a source; adapters are
+    numbered from 1 on."""
     return f"adapter {number} x {weight!r}/"
 
 
