@@ -266,7 +266,11 @@ def test_adapters_are_opened_before_weights_are_read(
 
 @pytest.mark.parametrize("given", ["ADAPTER", ["ADAPTER"], 3])
 def test_adapters_without_names(given: Any) -> None:
-    for call in (partial(MoELayer.load, EXAMPLE, 1), partial(add_adapters, torch.nn.Module())):
+    calls: list[Any] = [
+        partial(MoELayer.load, EXAMPLE, 1),
+        partial(add_adapters, torch.nn.Module()),
+    ]
+    for call in calls:
         with pytest.raises(UsageError, match="adapters must be directories by name, not"):
             call(adapters=given)
         for name in ("", 3):
