@@ -341,4 +341,5 @@ def test_what_a_trainer_saves_is_converted(kind: str, tmp_path: Path) -> None:
     trainer = trainer_of(model, tmp_path / "runs", [])
     trainer.train()
     trainer.save_model(str(tmp_path / "end"))
+    assert trainer.model is not None
     expect_converted(tmp_path / "end", logits(trainer.model.eval()), tmp_path / "converted")

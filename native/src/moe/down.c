@@ -100,7 +100,7 @@ static void stream_strip(kt_forward_run *f, const kt_team *t, kt_worker *w, cons
     w->beside.following = !last ? down : following->strips ? &following->weight : NULL;
     w->beside.following_strip = last ? following->strip : strip;
     f->stream(down, strip, rows_at(f, t, g, slot), f->mid_stride, count, &w->beside, sums,
-             &weighted->down);
+              &weighted->down);
     if (adapted) adapt(f, t, w, slot - g->slot, count, sums, &weighted->down);
     if (kt_is_served(&f->served, s->active)) {
       kt_numbers_in_place(f, count, sums, &weighted->down);

@@ -107,7 +107,7 @@ def bench(
         BenchMemory,
         choice(
             BenchMemory,
-            "Where weights of --model lie.",
+            "Memory for the weights of --model.",
             panel=ADVANCED,
             detail="- map: in their files, pages moved to the NUMA nodes that compute them\n"
             "- copy: in memory of those nodes, on huge pages\n"

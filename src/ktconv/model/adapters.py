@@ -30,7 +30,7 @@ class _Linear(NamedTuple):
     scale: float
 
     def of(self, x: Tensor) -> Tensor:
-        """What it adds to the layer's output, in float32."""
+        """The term added to the layer's output, in float32."""
         a, b = self.a.to(x.device), self.b.to(x.device)
         return self.scale * nn.functional.linear(nn.functional.linear(x.float(), a), b)
 
@@ -126,7 +126,7 @@ class ModelAdapters:
 
 
 def add_adapters(model: nn.Module, adapters: Mapping[str, str | Path]) -> ModelAdapters:
-    """Put LoRA adapters beside the weights of a model whose experts are packed (`replace_experts`):
+    """Put LoRA adapters next to the weights of a model with packed experts (`replace_experts`):
     those of experts run on the kernels, those of other linear layers in torch.
 
         adapters = add_adapters(model, {"code": "ADAPTER"})

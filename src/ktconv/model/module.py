@@ -209,7 +209,7 @@ class PackedExperts(nn.Module):
 
 
 def expect_sequences(tokens: int, sequences: int) -> None:
-    """UsageError where tokens cannot be those of so many sequences of one length."""
+    """Refuse tokens that cannot be those of `sequences` sequences of one length (UsageError)."""
     if not sequences or tokens % sequences:
         raise UsageError(
             f"{counted(tokens, 'token', 'are')} not those of "

@@ -108,7 +108,7 @@ class AdapterDirectory:
 
     @cached_property
     def others(self) -> tuple[str, ...]:
-        """Modules beside the experts that it has LoRA of."""
+        """Modules other than experts that the adapter has LoRA of."""
         found = (module_of(name) for name in self._adapter.others)
         rest = (name for name in self._adapter.others if module_of(name) is None)
         return tuple(sorted({*(one[0] for one in found if one), *rest}))
@@ -125,13 +125,14 @@ class AdapterDirectory:
             )
 
     def linear(self, module: str, shape: tuple[int, int]) -> LowRank:
-        """Its LoRA of one of `others`, a linear layer whose weights are [outputs, inputs]."""
+        """LoRA of one of `others`, a linear layer whose weights are [outputs, inputs]."""
         (a, b), scale = self._adapter.other(module, shape)
         return LowRank(self._adapter.values(a), self._adapter.values(b), scale)
 
     def layer(self, index: int) -> LayerAdapter | None:
-        """Its LoRA of the experts of a layer; None where it has none there. CheckpointError for
-        matrices that do not fit the model, a NaN or an infinity."""
+        """LoRA of the experts of a layer; None where the adapter has none there.
+
+        CheckpointError for matrices that do not fit the model, a NaN or an infinity."""
         sizes = self._model.layers[index]
         projections = self._adapter.projections.get(index)
         if not projections:

@@ -1,4 +1,4 @@
-"""LoRA of a layer's experts beside its packed weights: one adapter, or several by name."""
+"""LoRA of a layer's experts next to its packed weights: one adapter, or several by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LayerAdapter(NamedTuple):
     """LoRA of the experts of one layer, in the kernels' order.
 
     `experts`: of each expert of the model, by its number, gate, up and down; None for a matrix
-    without. `others`: modules beside the experts that the adapter has LoRA of, too, which are no
+    without. `others`: modules other than experts that the adapter has LoRA of, which are no
     part of the layer.
     """
 

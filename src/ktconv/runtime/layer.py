@@ -48,7 +48,7 @@ class MoELayer:
 
     Without `pool` calls use the process's own, in a child process the child's own.
 
-    Adapters (LoRA) lie beside the weights, each under a name; a call uses one of them, none, or
+    Adapters (LoRA) lie next to the weights, each under a name; a call uses one of them, none, or
     for each of its tokens another. Adding and removing one changes no call that has begun.
     """
 

@@ -69,7 +69,7 @@ class OptimizerGrads:
         )
 
     def release(self) -> None:
-        """Parameters without gradients, so that the next backward begins anew."""
+        """Parameters without gradients, so that the next backward begins from zero."""
         self.state()
         for one in self.registered:
             one.parameter.grad = None

@@ -97,12 +97,12 @@ class SFTWrapper(KTMoEWrapper):
     # ---- weights
 
     def load_weights(self, physical_to_logical_map_cpu: Tensor | None = None) -> None:
-        """As in inference, from files."""
+        """Read the weights from files, as at inference."""
         super().load_weights(physical_to_logical_map_cpu)
         self._renew()
 
     def load_weights_from_tensors(self, *given: Any, **named: Any) -> None:
-        """As in inference, from tensors."""
+        """Take the weights from tensors, as at inference."""
         super().load_weights_from_tensors(*given, **named)
         self._renew()
 
@@ -228,7 +228,7 @@ class SFTWrapper(KTMoEWrapper):
         return self._module
 
     def _serving(self) -> MoELayer:
-        """The layer with LoRA beside its weights, as it was when it changed last."""
+        """The layer with LoRA next to its weights, as it was when it changed last."""
         self._expect_ready()
         if not self._matrices or self._skips_lora:
             return self.layer
@@ -393,7 +393,7 @@ class SFTWrapper(KTMoEWrapper):
         cuda_stream: Any = None,
     ) -> None:
         """Starts a forward of serving, without dropout, as `submit_forward` of inference. LoRA is
-        beside the packed weights: `MoELayer` with an adapter (docs/runtime.md)."""
+        next to the packed weights: `MoELayer` with an adapter (docs/runtime.md)."""
         inputs = self._inputs(hidden_states, expert_ids, weights)
         running, _ = start(self._serving(), inputs, self._mask, Share())
         self._submitted.append(running)
@@ -479,7 +479,7 @@ class SFTWrapper(KTMoEWrapper):
         return found if output_device is None else found.to(output_device)
 
     def validate_checkpoint_output(self, qlen: int) -> None:
-        """UsageError unless an output of so many tokens is kept."""
+        """Refuse a backward unless an output of `qlen` tokens is kept (UsageError)."""
         self._checkpoint.get(qlen)
 
     def validate_checkpoint_cache_empty(self) -> None:

@@ -278,7 +278,7 @@ class KTMoEWrapper:
 
 
 def _constructor() -> inspect.Signature:
-    """That of `__init__`, which `__new__` would hide."""
+    """The signature of `__init__`, which `__new__` would hide."""
     own = inspect.signature(KTMoEWrapper.__init__)
     return own.replace(parameters=list(own.parameters.values())[1:])
 
