@@ -198,7 +198,9 @@ static inline double usual_length(const training *given, int which) {
 }
 
 /* How far a gradient is from that of scalar, as a share of its length, or the usual one if that is
- * longer. */
+ * longer. Of 189 draws of one token and rank 1, three gradients were 0.037 to 0.125 of their own
+ * lengths away, and 0.0026 to 0.0046 of usual ones, which is what the truth allows
+ * (train_check.c). */
 static inline double gradient_distance(const training *t, const trained *r, const trained *first,
                                        int which) {
   const double off =
