@@ -78,9 +78,10 @@ kt_status kt_memory_nodes(const kt_range *ranges, int64_t range_count, int64_t *
 kt_status kt_memory_gather(const kt_range *ranges, int64_t range_count, int32_t os_node,
                            kt_gathered *gathered);
 
-/* Gives every page of new memory to the process now, zeroed, by the calling thread.
- * KT_ERR_UNSUPPORTED where there is no room for all (huge pages beyond what a container may have,
- * say), in place of the SIGBUS of a later write; some pages may be there then. */
+/* Gives every page of new memory to the process now, zeroed, by the calling thread; it begins with
+ * a page. KT_ERR_UNSUPPORTED where there is no room for all (huge pages beyond what a container may
+ * have, say), in place of the SIGBUS of a later write, where some pages may be there then; and
+ * where the system has no such call (Linux before 5.14). */
 kt_status kt_memory_populate(void *memory, size_t size);
 
 /* The process's policy (numactl): nodes[n], n < count, is 1 where its memory may come from node n.

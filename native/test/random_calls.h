@@ -52,6 +52,9 @@
   X(kt_train_scratch_size)                                                                         \
   X(kt_train_forward)                                                                              \
   X(kt_train_backward)                                                                             \
+  X(kt_lora_pack)                                                                                  \
+  X(kt_adapted_scratch_size)                                                                       \
+  X(kt_adapted_forward)                                                                            \
   X(kt_limit_read)                                                                                 \
   X(kt_limit_dot)
 

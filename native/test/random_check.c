@@ -147,17 +147,19 @@ static const subject subjects[] = {
     {"compensate", compensate_case, 2},
     {"forward", forward_case, TWICE},
     {"training", training_case, TWICE},
+    {"adapted", adapted_case, TWICE},
     {"router", router_case, 6},
     {"weights refused", weights_refusal_case, WEIGHTS_REFUSALS},
     {"compensate refused", compensate_refusal_case, 11},
     {"encoded sizes", encoded_sizes_case, 10},
     {"layer refused", layer_refusal_case, LAYER_REFUSALS},
+    {"adapted refused", adapted_refusal_case, ADAPTED_REFUSALS},
     {"router refused", router_refusal_case, 20},
     {"pools", pool_case, 6},
     {"limits", limits_case, 1},
     {"memory", memory_case, 4},
     {"words", words_case, 4},
-    {"known", known_case, KT_DTYPE_COUNT + 1},
+    {"known", known_case, KT_DTYPE_COUNT + 2},
 };
 enum { SUBJECTS = sizeof subjects / sizeof *subjects };
 

@@ -2,6 +2,7 @@
 #ifndef KT_TEST_RANDOM_REFUSALS_H
 #define KT_TEST_RANDOM_REFUSALS_H
 
+#include "random_adapted.h"
 #include "random_training.h"
 
 /* A wrong thing, and who must refuse it. */

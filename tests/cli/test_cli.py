@@ -334,6 +334,8 @@ ELSEWHERE = {
     "--disable-cuda-graph",
     "ray start": "--address --dashboard-host --head --object-store-memory --port",
     "pip": "--index-url --no-binary --no-deps --target",
+    "numactl": "--cpunodebind --interleave --membind",
+    "docker": "--cap-add --cpuset-cpus --cpuset-mems",
     "docs/example/train.py": "--output --hidden --expert-size",
 }
 PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"]

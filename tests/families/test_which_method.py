@@ -275,7 +275,7 @@ def test_a_time_by_hand() -> None:
     slow = SCRIPT["seconds"]("int4", "bf16", size, True, 1e8, 8)
     few = SCRIPT["seconds"]("int4", "bf16", size, True, 1e12, 1)
     assert slow == pytest.approx(moved / 1e8)
-    assert few == pytest.approx(2.64 / 1.21 * 2 * weights / 1e9)
+    assert few == pytest.approx(1.55 / 1.21 * 2 * weights / 1e9)
 
 
 @pytest.mark.parametrize("name", [*SCRIPT["TIMES"], "kept"])

@@ -71,7 +71,7 @@ def test_fewer_quantized_experts_are_closer(
     part: Path, int4: Path, loaded: Any, torch: Any
 ) -> None:
     model, tokenizer = loaded
-    texts = windows(tokenizer, (EXAMPLE.parent / "eval.txt").read_text(), 128, 4)
+    texts = windows(tokenizer, (EXAMPLE.parent / "eval.txt").read_text(), 128, 16)
     found = []
     for output in (part, int4):
         with replace_experts(model, output, keep=True) as replaced:

@@ -126,9 +126,12 @@ def test_bits_are_those_of_every_level(
         assert all(np.array_equal(one, found[0]) for one in found), tokens
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("ranks", [[1], [3], [8], [64], [256], [16, 1, 0, 33], [0, 0, 5]])
-def test_any_rank_of_any_matrix(make_layer: Make, ranks: list[int]) -> None:
-    layer, lora = make_layer("bf16"), matrices(ranks, size=0.3 / max(ranks) ** 0.5)
+def test_any_rank_of_any_matrix(make_layer: Make, ranks: list[int], parts: int) -> None:
+    """A of down is cut at the parts, in the middle of its rows."""
+    layer = make_layer("bf16", parts=parts)
+    lora = matrices(ranks, size=0.3 / max(ranks) ** 0.5)
     layer.add_adapter("one", adapter_of(lora))
     x, ids, weights = batch(9)
     wanted = expected(layer, x, ids, weights, [lora] * 9)

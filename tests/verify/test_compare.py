@@ -222,7 +222,7 @@ def test_backward_matrices_are_extra(made: Make, tmp_path: Path) -> None:
 
 
 def test_equal_weights_in_other_parts(tmp_path: Path) -> None:
-    """Both halves of every row of down have the same maximum, so parts change no value."""
+    """Both halves of every row of down have the same maximum, so parts change no value by amax."""
     half = random_weights(experts=2)
     wide = random_weights(inner=INNER, experts=2)
     weights = Weights(wide.gate, wide.up, np.concatenate([half.down, half.down], axis=2))
@@ -231,7 +231,7 @@ def test_equal_weights_in_other_parts(tmp_path: Path) -> None:
         tmp_path / "model", numbered("model.layers.0.mlp.experts", weights), config
     )
     for numa in (1, 2):
-        convert(source, tmp_path / str(numa), numa=numa)
+        convert(source, tmp_path / str(numa), numa=numa, scale="amax")
     found = check(tmp_path / "1", tmp_path / "2", "equal weights")
     assert found.layers[0]["equal_bytes"] == 0 and found.layers[0]["equal_weights"] == 6
 

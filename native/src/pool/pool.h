@@ -27,9 +27,10 @@ int32_t kt_pool_node_threads(const kt_pool *pool, int32_t node);
 /* The first thread of a node; for kt_pool_nodes, the number of threads. */
 int32_t kt_pool_first_thread(const kt_pool *pool, int32_t node);
 
-/* Counts threads that have come. They count in groups of neighbours, and each group's last among
- * the groups: one counter for all would go from core to core as often as there are threads, 40 to
- * 100 ns each time, where that takes about twice the square root of it. */
+/* Counts threads that have come: in groups of neighbours, and the last of each group among the
+ * groups. One counter for all would move from core to core once for each thread, 40 to 100 ns each
+ * time; here that is as often as a group has threads, plus as often as there are groups: 8 + 16
+ * times of 128 threads. */
 enum { KT_MAX_GROUPS = 16, KT_GROUP_THREADS = 8 };
 
 typedef struct kt_count {

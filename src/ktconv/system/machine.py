@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktconv import native
 from ktconv.errors import UsageError
 from ktconv.system.units import counted, parse_ranges
 
@@ -51,9 +50,9 @@ def numbers_in(path: Path) -> set[int]:
 
 
 def text_of(path: Path) -> str:
-    """A file of the kernel; nothing where it cannot be read."""
+    """A file of the kernel, with names in any encoding; nothing where it cannot be read."""
     try:
-        return path.read_text().strip()
+        return path.read_text("utf-8", "surrogateescape").strip()
     except OSError:
         return ""
 
@@ -83,6 +82,8 @@ class Placement:
 def allowed_memory() -> set[int]:
     """Nodes that memory of this process may come from, by cpusets and numactl; empty where the
     system does not say."""
+    from ktconv import native  # not for a command's help: it needs NumPy
+
     found = native.allowed_nodes(_MOST_NODES)
     if found is not None:
         return set(found)
