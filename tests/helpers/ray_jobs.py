@@ -40,15 +40,24 @@ def here() -> str:
 
 
 def gated(arguments: Any, reporter: Reporter) -> Any:
-    """`convert`, behind the gate."""
+    """`convert`, behind the gate. Nodes other than the one in it wait until that has a unit,
+    however late it starts."""
     output = Path(arguments["output"])
     with log_of(output).open("a") as log:
         log.write(f"{arguments['unit']} {here()}\n")
-    gate = gate_of(output)
-    while gate.exists() and gate.read_text() in (here(), arguments["unit"]):
+    while _held_back(output, arguments["unit"]):
         reporter.advanced(0)  # ends a job that is cancelled
         time.sleep(0.01)
     return units.convert(arguments, reporter)
+
+
+def _held_back(output: Path, unit: str) -> bool:
+    try:
+        held = gate_of(output).read_text()
+    except FileNotFoundError:
+        return False
+    of_a_node = not held.startswith(("layer-", "other-"))
+    return held in (here(), unit) or (of_a_node and held not in log_of(output).read_text())
 
 
 def failing(arguments: Any, reporter: Reporter) -> Any:
