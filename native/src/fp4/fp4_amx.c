@@ -106,18 +106,8 @@ void kt_nvfp4_stream_amx(const kt_weight *w, int64_t strip, const uint8_t *x, in
 
 /* ---- Products ---------------------------------------------------------------- */
 
-#define PRODUCT(format)                                                                            \
-  void kt_##format##_product_amx(const kt_weight *w, int64_t strip, int64_t strips,                \
-                                 const uint8_t *x, int64_t stride, int64_t tokens, float *out,     \
-                                 uint8_t *panel) {                                                 \
-    if (tokens < kt_least_tokens(&w->layout))                                                      \
-      kt_##format##_product_float_avx512(w, strip, strips, x, stride, tokens, out, panel);         \
-    else                                                                                           \
-      kt_streamed_product(kt_##format##_stream_amx, w, strip, strips, x, stride, tokens, out,      \
-                          panel);                                                                  \
-  }
-PRODUCT(mxfp4)
-PRODUCT(nvfp4)
+KT_AMX_DEFINE_PRODUCT(mxfp4, kt_mxfp4_product_float_avx512)
+KT_AMX_DEFINE_PRODUCT(nvfp4, kt_nvfp4_product_float_avx512)
 
 KT_TARGET_END
 #endif

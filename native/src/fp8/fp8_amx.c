@@ -72,13 +72,7 @@ void kt_fp8_stream_amx(const kt_weight *w, int64_t strip, const uint8_t *x, int6
   sums->row_scale = (const float *)w->scale + strip * KT_STRIP;
 }
 
-void kt_fp8_product_amx(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
-                        int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
-  if (tokens < kt_least_tokens(&w->layout))
-    kt_fp8_product_float_avx512(w, strip, strips, x, stride, tokens, out, panel);
-  else
-    kt_streamed_product(kt_fp8_stream_amx, w, strip, strips, x, stride, tokens, out, panel);
-}
+KT_AMX_DEFINE_PRODUCT(fp8, kt_fp8_product_float_avx512)
 
 KT_TARGET_END
 #endif

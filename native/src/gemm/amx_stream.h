@@ -166,4 +166,17 @@ KT_INLINE void kt_amx_stream(const kt_amx_form form, kt_amx_strip_fn *strip_of, 
   beside->backward ^= 1;
 }
 
+/* Defines the kt_product_fn of a format from its stream; `fewer` is the product of fewer tokens
+ * than AMX is faster for. */
+#define KT_AMX_DEFINE_PRODUCT(format, fewer)                                                       \
+  void kt_##format##_product_amx(const kt_weight *w, int64_t strip, int64_t strips,                \
+                                 const uint8_t *x, int64_t stride, int64_t tokens, float *out,     \
+                                 uint8_t *panel) {                                                 \
+    if (tokens < kt_least_tokens(&w->layout))                                                      \
+      fewer(w, strip, strips, x, stride, tokens, out, panel);                                      \
+    else                                                                                           \
+      kt_streamed_product(kt_##format##_stream_amx, w, strip, strips, x, stride, tokens, out,      \
+                          panel);                                                                  \
+  }
+
 #endif

@@ -96,15 +96,7 @@ KT_INLINE void kt_group_stream(const int bits, const int group, kt_amx_unpack_fn
     }                                                                                              \
     *sums = kt_sums_of(out, tokens);                                                               \
   }                                                                                                \
-  void kt_##format##_product_amx(const kt_weight *w, int64_t strip, int64_t strips,                \
-                                 const uint8_t *x, int64_t stride, int64_t tokens, float *out,     \
-                                 uint8_t *panel) {                                                 \
-    if (tokens < kt_least_tokens(&w->layout))                                                      \
-      kt_##format##_product_avx512(w, strip, strips, x, stride, tokens, out, panel);               \
-    else                                                                                           \
-      kt_streamed_product(kt_##format##_stream_amx, w, strip, strips, x, stride, tokens, out,      \
-                          panel);                                                                  \
-  }
+  KT_AMX_DEFINE_PRODUCT(format, kt_##format##_product_avx512)
 
 DEFINE(gint4, 4)
 DEFINE(gint8, 8)

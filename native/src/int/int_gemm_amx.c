@@ -65,15 +65,7 @@ KT_INLINE kt_sums sums_of(const int int4, const kt_weight *w, int64_t strip, con
     kt_amx_stream(form, format##_strip, w, strip, x, stride, tokens, NULL, beside, out);           \
     *sums = sums_of(is_int4, w, strip, x, stride, tokens, out);                                    \
   }                                                                                                \
-  void kt_##format##_product_amx(const kt_weight *w, int64_t strip, int64_t strips,                \
-                                 const uint8_t *x, int64_t stride, int64_t tokens, float *out,     \
-                                 uint8_t *panel) {                                                 \
-    if (tokens < kt_least_tokens(&w->layout))                                                      \
-      kt_##format##_product_avx512(w, strip, strips, x, stride, tokens, out, panel);               \
-    else                                                                                           \
-      kt_streamed_product(kt_##format##_stream_amx, w, strip, strips, x, stride, tokens, out,      \
-                          panel);                                                                  \
-  }
+  KT_AMX_DEFINE_PRODUCT(format, kt_##format##_product_avx512)
 
 #define INT8_FORM ((kt_amx_form){.int8 = 1, .steps = 1, .size = KT_AMX_TILES})
 #define INT4_FORM                                                                                  \
