@@ -1,4 +1,4 @@
-"""What LoRA beside packed weights costs a call of a layer: with and without, in turns.
+"""Measure what LoRA next to packed weights costs a call of a layer: with and without, in turns.
 
     python benchmarks/adapters.py int4 int8
     python benchmarks/adapters.py int4 --experts 32 --hidden 7168 --intermediate 2048

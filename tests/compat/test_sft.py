@@ -82,7 +82,7 @@ def sft(make: Make) -> Any:
 
 
 def matrices(seed: int = 0, parameters: bool = False) -> list[Any]:
-    """In the order of init_lora_weights."""
+    """LoRA matrices in the order of init_lora_weights."""
     made = torch.Generator().manual_seed(seed)
     shapes = [(RANK, HIDDEN), (INNER, RANK)] * 2 + [(RANK, INNER), (HIDDEN, RANK)]
     found = [(torch.randn(EXPERTS, *s, generator=made) / 10).bfloat16() for s in shapes]

@@ -102,7 +102,7 @@ def test_changed_source_is_refused(
 def test_a_run_by_the_first_search_is_refused(
     model: Path, tmp_path: Path, stage: tuple[str, ...]
 ) -> None:
-    """What it has written has other scales than what would be written now."""
+    """A half-finished run of the older search is refused: scales would differ within one output."""
     output = tmp_path / "output"
     done(model, output, *stage)
     state = output / STATE / "run.json" if stage else output / "ktconv.json"

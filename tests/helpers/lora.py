@@ -29,7 +29,7 @@ def sides(rng: np.random.Generator, outputs: int, inputs: int, rank: int = 4) ->
 def write_adapter(
     directory: Path, modules: Mapping[str, Sides], rank: int = 4, **settings: Any
 ) -> Path:
-    """In PEFT's layout, by names of modules; alpha is twice the rank."""
+    """Write an adapter in PEFT's layout, by names of modules; alpha is twice the rank."""
     directory.mkdir(parents=True, exist_ok=True)
     stored = {
         f"{PREFIX}{module}.lora_{side}.weight": np.ascontiguousarray(one)

@@ -152,7 +152,7 @@ def test_errors_like_those_in_binary32(fmt: str, cols: int, kind: str) -> None:
 
 
 def test_beyond_the_search_by_importance(isa: str) -> None:
-    """With importance, and in groups, the rule is that of the first revision."""
+    """Rows with importance, and groups, are searched by the rule of the first revision."""
     values = rows_of_all_kinds(384)
     importance = np.random.default_rng(8).lognormal(0, 1, 384).astype(np.float32)
     for method, given in (("int4", importance), ("gint4-32", None), ("gint8-64", importance)):

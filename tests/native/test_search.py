@@ -145,7 +145,7 @@ def test_near_the_best_scale(method: str) -> None:
 
 @methods
 def test_importance_of_ones_changes_nothing(isa: str, method: str) -> None:
-    """Of the search in binary32, which is that of whole rows with importance."""
+    """The search in binary32, the rule for whole rows with importance."""
     rule = "search" if FORMATS[method].group else "search-1"
     values = drawn(32, 640, 3)
     for matrix in (f32_matrix(values), bf16_matrix(values)):

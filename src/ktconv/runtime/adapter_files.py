@@ -41,7 +41,7 @@ def sizes_of(source: ConvertedModel | Checkpoint, layer: int | None = None) -> M
     if isinstance(source, Checkpoint):
         return ModelSizes(sizes_of_checkpoint(source), family, layer is None)
     spare = 0
-    with suppress(CheckpointError):  # what is wrong in config.json is told where it matters
+    with suppress(CheckpointError):  # faults of config.json are reported where it is used
         spare = source.config.checked.zero_experts if source.config else 0
     found = {}
     for number in source.layers:

@@ -250,7 +250,7 @@ class MoELayer:
         self._adapters = self._adapters.with_adapter(name, adapter)
 
     def remove_adapter(self, name: str) -> None:
-        """Removes an adapter. Those behind it move up, so their numbers are one less. UsageError
+        """Removes an adapter. The numbers of those after it go down by one. UsageError
         for a name that is not there."""
         self._adapters = self._adapters.without(name)
 
@@ -454,7 +454,7 @@ class MoELayer:
 def _opened(
     adapter: str | Path | None, adapters: Mapping[str, str | Path] | None, sizes: ModelSizes
 ) -> dict[str, AdapterDirectory]:
-    """Adapters by name, which their files' warnings are told of. UsageError for both arguments."""
+    """Adapters by name; warns of parts that a layer cannot have. UsageError for both arguments."""
     if adapter is not None and adapters:
         raise UsageError(
             "give adapter or adapters, not both", "name all of them: adapters={'one': DIR, …}"

@@ -182,12 +182,12 @@ def test_a_plain_adapter_is_added(adapter: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{}:abc", "the weight 'abc' is no number other than 0"),
-        ("{}:nan", "the weight 'nan' is no number other than 0"),
-        ("{}:-inf", "the weight '-inf' is no number other than 0"),
-        ("{}:0", "the weight '0' is no number other than 0"),
-        ("{}:", "the weight '' is no number other than 0"),
-        ("{}:1e30", "the weight '1e30' is no number other than 0"),
+        ("{}:abc", "the weight 'abc' is not a number from -1e6 to 1e6 other than 0"),
+        ("{}:nan", "the weight 'nan' is not a number from -1e6 to 1e6 other than 0"),
+        ("{}:-inf", "the weight '-inf' is not a number from -1e6 to 1e6 other than 0"),
+        ("{}:0", "the weight '0' is not a number from -1e6 to 1e6 other than 0"),
+        ("{}:", "the weight '' is not a number from -1e6 to 1e6 other than 0"),
+        ("{}:1e30", "the weight '1e30' is not a number from -1e6 to 1e6 other than 0"),
         ("{}x", "adapterx does not exist"),
         ("{}/adapter_config.json", "adapter_config.json is not a directory"),
     ],

@@ -22,7 +22,7 @@ class Choice(NamedTuple):
 
 
 def choices_of(texts: Iterable[str]) -> list[Choice]:
-    """Adapters in the order in which they are named. UsageError for a weight that is no number
+    """Adapters in the order in which they are named. UsageError for a weight that is not a number
     other than 0, and for a directory that is named twice."""
     found: dict[str, Choice] = {}
     for text in texts:
@@ -63,7 +63,8 @@ def _choice(text: str) -> Choice:
         weight = math.nan
     if not weight or not math.isfinite(weight) or abs(weight) > 1e6:
         raise UsageError(
-            f"--adapter {text}: the weight {given[1:]!r:.40} is no number other than 0",
+            f"--adapter {text}: the weight {given[1:]!r:.40} is not a number from -1e6 to 1e6 "
+            "other than 0",
             "write --adapter DIR:0.5, or DIR alone for a weight of 1",
         )
     return Choice(Path(directory), weight)
