@@ -367,6 +367,7 @@ def stats(
     placement: Name | None = None,
     importance: Name | None = None,
     hessian: Name | None = None,
+    scores: Name | None = None,
     dry_run: bool = False,
 ) -> Report:
     """Count how often a model's own router chooses each expert on a text.

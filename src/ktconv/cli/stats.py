@@ -152,6 +152,16 @@ def stats(
             "--calibrate DIR`: docs/calibration.md.",
         ),
     ] = None,
+    scores: Annotated[
+        Path | None,
+        option(
+            "Write scores of the experts, for `ktconv prune`.",
+            "FILE.json",
+            panel=OUTPUT,
+            detail="REAP's saliency, frequency, router weight and output norm of each expert: "
+            "docs/pruning.md.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, flag("--dry-run", "Print what the pass takes and run nothing.")
     ] = False,
@@ -184,6 +194,7 @@ def stats(
             placement=placement,
             importance=importance,
             hessian=hessian,
+            scores=scores,
             work_dir=work_dir,
             dry_run=dry_run,
         )

@@ -25,6 +25,7 @@ from ktconv.stats.files import (
 )
 from ktconv.stats.importance import importance_file
 from ktconv.stats.record import Recorder, Recording, Wanted
+from ktconv.stats.scores import scores_file
 from ktconv.system.arrays import I32
 from ktconv.system.text import Notify, silent
 from ktconv.system.units import counted
@@ -38,7 +39,8 @@ _NEWER = "use a release of transformers that supports this architecture"
 DEFAULT_TOKENS = 20480  # 40 windows
 # Options that need the model itself.
 _OF_RECORDING = (
-    "text", "max_tokens", "max_memory", "trace", "importance", "hessian", "work_dir", "dry_run",
+    "text", "max_tokens", "max_memory", "trace", "importance", "hessian", "scores", "work_dir",
+    "dry_run",
 )  # fmt: skip
 SHOWN_NEVER = 5  # experts that are named in a row of the table
 
@@ -60,6 +62,7 @@ class StatsRequest:
     placement: Path | None = None
     importance: Path | None = None
     hessian: Path | None = None
+    scores: Path | None = None
     work_dir: Path | None = None  # for the state of the pass; None: in the user's cache
     dry_run: bool = False
 
@@ -111,7 +114,7 @@ def _write(
     request: StatsRequest, statistics: Statistics, ids: Mapping[int, I32], notify: Notify
 ) -> None:
     """The files that were asked for; those of inputs of experts are there."""
-    for path in (request.importance, request.hessian):
+    for path in (request.importance, request.hessian, request.scores):
         if path is not None:
             notify(f"wrote {path}")
     if request.trace is not None:
@@ -153,6 +156,7 @@ def _files(request: StatsRequest) -> list[WrittenFile]:
         (request.trace, trace_file),
         (request.placement, placement_file),
         (request.importance, importance_file),
+        (request.scores, scores_file),
     )
     return [file_at(path) for path, file_at in kinds if path is not None]
 
@@ -191,7 +195,8 @@ def _prepared(request: StatsRequest) -> Recording:
     check_written(_files(request), [place])
     pieces, name = open_text(request.text)
     with way_out(_NEWER), running(place):
-        recorder = Recorder(place, config, request.source.adapter or ())
+        adapters, precise = request.source.adapter or (), request.scores is not None
+        recorder = Recorder(place, config, adapters, precise=precise)
         _check_choice(recorder.experts, request)
         return recorder.prepare(
             pieces,
@@ -200,6 +205,7 @@ def _prepared(request: StatsRequest) -> Recording:
                 ids=request.trace is not None,
                 importance=request.importance,
                 hessian=request.hessian,
+                scores=request.scores,
                 layers=request.layers,
             ),
             text=name,

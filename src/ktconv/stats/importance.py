@@ -262,9 +262,9 @@ def squares(values: Tensor) -> Array:
     return found
 
 
-def not_finite(layer: int, expert: int) -> CheckpointError:
-    """Error for an expert's inputs that overflow."""
+def not_finite(layer: int, expert: int, what: str = "inputs") -> CheckpointError:
+    """Error for an expert's inputs or outputs that overflow."""
     return CheckpointError(
-        f"inputs of expert {expert} of layer {layer} are not finite",
+        f"{what} of expert {expert} of layer {layer} are not finite",
         "the weights are damaged, or the model overflows in the dtype of its config.json",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -78,6 +78,15 @@ class Tap(Protocol):
     def state(self) -> Mapping[str, Array]: ...
 
     def restore(self, state: Mapping[str, Array]) -> None: ...
+
+
+@runtime_checkable
+class SeesNorms(Protocol):
+    """A `Tap` that wants to know how large the outputs of experts are."""
+
+    def norms(self, layer: int, expert: int, norms: Tensor, weights: Tensor) -> None:
+        """Receive the 2-norms [n] of an expert's outputs times their weights, and the weights [n].
+        Not called for experts without tokens."""
 
 
 class Resumable(Protocol):

@@ -14,6 +14,7 @@ from ktconv.model.streamed.ahead import ADVISED_BYTES, Advice, Ahead, advise_lay
 from ktconv.model.streamed.calls import (
     Call,
     ExpertLayer,
+    SeesNorms,
     Tap,
     joined_state,
     restore_joined,
@@ -143,20 +144,26 @@ class SourceExperts:
 
     def _run_expert(self, work: LayerWork, slot: _Slot) -> None:
         taps = [tap for tap in self._taps if tap.wants_inputs]
+        measuring = [tap for tap in self._taps if isinstance(tap, SeesNorms)]
         shares = work.shares(slot.expert)
         split = sum(work.calls[share.call].side == 0 for share in shares)
         other = slot.source
         if slot.apart and slot.converted is not None:
             other = slot.converted
-        if not taps and other is slot.source:
+        if not taps and not measuring and other is slot.source:
             split = len(shares)
         kept: list[tuple[Tensor, Tensor, Tensor]] | None = [] if taps else None
-        work.run(slot.source, shares[:split], kept)
+        measured: list[tuple[Tensor, Tensor]] | None = [] if measuring else None
+        work.run(slot.source, shares[:split], kept, measured)
         work.run(other, shares[split:])
         if kept:
             rows, inner, weights = map(torch.cat, zip(*kept, strict=True))
             for tap in taps:
                 tap.inputs(work.layer.index, slot.expert, rows, inner, weights)
+        if measured:
+            norms, weights = map(torch.cat, zip(*measured, strict=True))
+            for one in measuring:
+                one.norms(work.layer.index, slot.expert, norms, weights)
 
     def state(self) -> dict[str, Array]:
         """State of the taps."""
@@ -240,12 +247,15 @@ class LayerWork:
         one: OneExpert,
         shares: Sequence[Share],
         kept: list[tuple[Tensor, Tensor, Tensor]] | None = None,
+        measured: list[tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         """Add an expert's outputs for these tokens. `kept`: takes the inputs of gate and up, of
-        down, and the weights of tokens."""
+        down, and the weights of tokens; `measured`: the 2-norms of weighted outputs, and the
+        weights."""
         # 16-bit products have the same bits whatever rows are beside a row. In float32 they do
-        # not (libraries take other ways for a few rows), so windows stay apart there.
-        apart = self._dtype == torch.float32
+        # not (libraries take other ways for a few rows), so windows stay apart there, unless
+        # rows are only measured.
+        apart = self._dtype == torch.float32 and measured is None
         for group in [[share] for share in shares] if apart else [shares]:
             for block in [group] if apart else _blocks(group):
                 calls = [self.calls[part.call] for part in block]
@@ -253,7 +263,7 @@ class LayerWork:
                 rows = _gathered(parts)
                 weights = torch.cat([call.weights[part.token, part.slot] for call, part in parts])
                 rows, weights = rows.to(self._device), weights.to(self._device)
-                if kept is None and not self.wide:
+                if kept is None and measured is None and not self.wide:
                     y = one(rows, weights)
                 else:
                     seen = one.seen(rows, weights)
@@ -262,6 +272,9 @@ class LayerWork:
                     if kept is not None:
                         assert seen.inner is not None
                         kept.append((rows, seen.inner, weights))
+                    if measured is not None:
+                        norms = torch.linalg.vector_norm(y.reshape(rows.shape).float(), dim=1)
+                        measured.append((norms.cpu(), weights.cpu()))
                 sizes = [len(part.token) for part in block]
                 for part, own in zip(block, torch.split(y.to("cpu"), sizes), strict=True):
                     self.sums[part.call].add(part.token, part.slot, own)
