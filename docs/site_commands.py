@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GUIDES = {
     "quantize-cpu": "quantize-cpu",
     "quantize-gpu": "quantize-gpu",
+    "prune": "pruning",
     "merge": "repack",
     "verify": "verify",
     "bench": "performance",
@@ -39,6 +40,7 @@ MORE = {
     "quantize-cpu": "which-method from-ktransformers methods recipes calibration "
     "estimate hot-experts remote ray",
     "quantize-gpu": "calibration hot-experts remote ray",
+    "prune": "hot-experts which-method",
     "merge": "from-ktransformers formats maps",
     "verify": "accuracy ray",
     "bench": "benchmarks/measuring benchmarks/results",

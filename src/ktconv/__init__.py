@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         load_layer,
         merge,
         plan,
+        prune,
         push,
         quantize_cpu,
         quantize_gpu,
@@ -42,6 +43,7 @@ __all__ = [
     "load_layer",
     "merge",
     "plan",
+    "prune",
     "push",
     "quantize_cpu",
     "quantize_gpu",
@@ -54,7 +56,18 @@ __all__ = [
 # `ktconv.verify` was with the module. So the module itself can be called, and is what the name
 # always means: `ktconv.verify("OUTPUT")` and `ktconv.verify.Request` work in whatever order.
 _MODULES = frozenset(
-    ("bench", "inspect", "merge", "plan", "push", "quantize_cpu", "reshard", "stats", "verify")
+    (
+        "bench",
+        "inspect",
+        "merge",
+        "plan",
+        "prune",
+        "push",
+        "quantize_cpu",
+        "reshard",
+        "stats",
+        "verify",
+    )
 )
 
 

@@ -36,6 +36,7 @@ MODULES = (
     "inspect",
     "merge",
     "plan",
+    "prune",
     "push",
     "quantize_cpu",
     "reshard",

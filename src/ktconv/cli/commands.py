@@ -44,6 +44,12 @@ COMMANDS = {
         "Quantize experts for GPUs, as compressed-tensors does",
         _MISMATCH,
     ),
+    "prune": Row(
+        "prune:prune_command",
+        MAIN,
+        "Drop the experts that matter least",
+        _MISMATCH,
+    ),
     "merge": Row(
         "repack:merge_command",
         MAIN,

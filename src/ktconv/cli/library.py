@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ktconv.cli.compare import CompareLevel
     from ktconv.cli.mix import MixEngine
     from ktconv.cli.plan import PlacementName
+    from ktconv.cli.prune import Measure, PruneEngine
     from ktconv.cli.quantize_cpu import Layout, ScaleRule
     from ktconv.cli.quantize_gpu import GpuMethod, Scheme
     from ktconv.cli.verify import Level
@@ -45,6 +46,7 @@ __all__ = [
     "load_layer",
     "merge",
     "plan",
+    "prune",
     "push",
     "quantize_cpu",
     "quantize_gpu",
@@ -90,6 +92,7 @@ def quantize_cpu(
     map: Name | None = None,
     tower: str | None = None,
     adapter: Name | Iterable[Name] | None = None,
+    prune: Name | None = None,
     layout: Layout = "safetensors",
     scale: ScaleRule | None = None,
     fold: str | None = None,
@@ -147,6 +150,7 @@ def quantize_gpu(
     config: Name | None = None,
     map: Name | None = None,
     adapter: Name | Iterable[Name] | None = None,
+    prune: Name | None = None,
     mtp: bool = True,
     max_shard_size: Size = "5GB",
     threads: int = 0,
@@ -170,6 +174,39 @@ def quantize_gpu(
     return _run("quantize-gpu", locals())
 
 
+def prune(
+    model: Name,
+    output: Name | None = None,
+    *,
+    revision: str | None = None,
+    download: bool = False,
+    cache_dir: Name | None = None,
+    config: Name | None = None,
+    prune: Name | None = None,
+    scores: Name | None = None,
+    by: Measure = "saliency",
+    keep: int | None = None,
+    ratio: float | None = None,
+    target_size: Size | None = None,
+    per_layer: PruneEngine | None = None,
+    allow_few_tokens: bool = False,
+    write: Name | None = None,
+    max_shard_size: Size = "5GB",
+    threads: int = 0,
+    verify: bool = True,
+    overwrite: bool = False,
+    finalize: bool = False,
+    dry_run: bool = False,
+) -> Report:
+    """Drop the experts that matter least, in the encoding of the source.
+
+    The same call again continues an interrupted run.
+
+        ktconv.prune("Qwen/Qwen3-30B-A3B", "qwen3-96", scores="scores.json", keep=96)
+    """
+    return _run("prune", locals())
+
+
 def merge(
     layers_dir: Name,
     output: Name,
@@ -179,6 +216,7 @@ def merge(
     map: Name | None = None,
     tower: str | None = None,
     adapter: Name | Iterable[Name] | None = None,
+    prune: Name | None = None,
     experts_only: bool = False,
     mtp: bool | None = None,
     max_shard_size: Size = "5GB",
@@ -206,6 +244,7 @@ def reshard(
     map: Name | None = None,
     tower: str | None = None,
     adapter: Name | Iterable[Name] | None = None,
+    prune: Name | None = None,
     importance: Name | None = None,
     max_shard_size: Size = "5GB",
     threads: int = 0,
@@ -234,6 +273,7 @@ def verify(
     map: Name | None = None,
     tower: str | None = None,
     adapter: Name | Iterable[Name] | None = None,
+    prune: Name | None = None,
     importance: Name | None = None,
     calibrate: Name | None = None,
     level: Level | None = None,
@@ -274,6 +314,7 @@ def compare(
     map: Name | None = None,
     tower: str | None = None,
     adapter: Name | Iterable[Name] | None = None,
+    prune: Name | None = None,
     level: CompareLevel | None = None,
     sample: float = 1.0,
     seed: int = 0,
@@ -304,6 +345,7 @@ def inspect(
     map: Name | None = None,
     tower: str | None = None,
     adapter: Name | Iterable[Name] | None = None,
+    prune: Name | None = None,
     explain: bool = False,
 ) -> Report:
     """Tell what a checkpoint or a converted output contains; only headers are read.
@@ -334,6 +376,7 @@ def plan(
     map: Name | None = None,
     tower: str | None = None,
     adapter: Name | Iterable[Name] | None = None,
+    prune: Name | None = None,
     write: Name | None = None,
     plot: Name | None = None,
 ) -> Report:

@@ -88,6 +88,17 @@ class Reading:
         ),
     ] = None
 
+    prune: Annotated[
+        Path | None,
+        option(
+            "Keep only some experts of the model.",
+            "FILE",
+            panel=SOURCE,
+            detail="A file of `ktconv prune --write`, or the ktconv.json of a pruned output: "
+            "docs/pruning.md. The default is what a finished output records.",
+        ),
+    ] = None
+
     def source(
         self, model: str, *, headers_only: bool = False, output: Path | None = None
     ) -> ModelSource:

@@ -165,7 +165,7 @@ def plan_checkpoint(
         target,
         [_layer_content(layer, (selection or {}).get(layer.index), target) for layer in layers],
         copies,
-        [] if checkpoint.side_directory is None else target.sidecars(checkpoint.side_directory),
+        _sidecars(checkpoint, target),
         checkpoint.notes,
         [*skipped_layers, *skipped_tensors],
     )
@@ -196,6 +196,14 @@ def lay_out(
 
 
 # ---- what is converted and copied ------------------------------------------------------
+
+
+def _sidecars(checkpoint: Checkpoint, target: Target) -> list[Path]:
+    """Files that are copied: those in whose place others are made are not."""
+    if checkpoint.side_directory is None:
+        return []
+    found = target.sidecars(checkpoint.side_directory)
+    return [path for path in found if str(path) not in checkpoint.made_files]
 
 
 def _select_layers(checkpoint: Checkpoint, target: Target) -> tuple[list[MoELayer], list[str]]:

@@ -17,6 +17,7 @@ from ktconv.families.family import ExpertActivation, Projection
 from ktconv.source import Checkpoint, MoELayer, source_identity
 from ktconv.source.activations import usual
 from ktconv.source.adapter.recorded import names_of
+from ktconv.source.pruning.kept import RECORD as PRUNED
 from ktconv.system.text import valid_unicode
 from ktconv.system.units import counted, format_ranges, listed
 from ktconv.writer.journal import Record
@@ -35,9 +36,12 @@ def run_record(plan: Plan[Target]) -> Record:
 
 
 def chosen_record(checkpoint: Checkpoint) -> Record:
-    """The map of the source's names, where one was given, and the tower of several."""
+    """The map of the source's names, where one was given, the tower of several, and the experts
+    that stay, where some are dropped."""
     mapped, tower = checkpoint.mapped, checkpoint.tower
-    found = {} if mapped is None else {"map": mapped.naming.record()}
+    found: Record = {} if mapped is None else {"map": mapped.naming.record()}
+    if checkpoint.pruning is not None:
+        found[PRUNED] = checkpoint.pruning.record()
     return found if tower is None else {**found, "tower": tower}
 
 

@@ -41,6 +41,7 @@ from ktconv.repack.tree import (
 from ktconv.source import Checkpoint, ModelSource, open_checkpoint
 from ktconv.source.config import CONFIG_NAME
 from ktconv.source.model_source import source_or_none
+from ktconv.source.pruning.kept import recorded_pruning
 from ktconv.source.reading.reader import SourceReader
 from ktconv.system.units import format_ranges
 from ktconv.targets.card import model_name
@@ -97,7 +98,8 @@ def prepare(request: Request) -> Preflight:
     if (original := request.original) is not None:
         if manifest is not None:
             adapters = located_adapters(manifest.record, request.layers_dir, original)
-            original = original.recorded(manifest.naming, manifest.tower, adapters)
+            pruning = recorded_pruning(manifest.record, str(manifest.path))
+            original = original.recorded(manifest.naming, manifest.tower, adapters, pruning)
         source = open_checkpoint(original)
         refuse_nested(source.path, request.output)
     inputs = _Input(request, tree, manifest, source, _options(request, tree, manifest))

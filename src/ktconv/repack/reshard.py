@@ -37,6 +37,7 @@ from ktconv.repack.recut import (
 from ktconv.repack.sources import check_same_source
 from ktconv.repack.tree import Tree, TreeLayer
 from ktconv.source.model_source import ModelSource, source_or_none
+from ktconv.source.pruning.kept import recorded_pruning
 from ktconv.source.reading.reader import SourceReader
 from ktconv.system.units import counted
 from ktconv.targets.card import command_line
@@ -143,7 +144,8 @@ def source_request(request: Request, packed: CompleteWeights) -> quantize_cpu.Re
     assert original is not None  # `prepare` asked
     if there is not None:
         adapters = located_adapters(there.record, request.packed, original)
-        original = original.recorded(there.naming, there.tower, adapters)
+        pruning = recorded_pruning(there.record, str(there.path))
+        original = original.recorded(there.naming, there.tower, adapters, pruning)
     return quantize_cpu.Request(
         model=original,
         output=request.output,

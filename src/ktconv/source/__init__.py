@@ -147,11 +147,15 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
         unused_bytes=sum(header.unused_bytes for header in headers),
         index_decides=shards.deciding is not None,
     )
-    if not source.adapter:
-        return opened
-    from ktconv.source.adapter.view import with_adapters
+    if source.adapter:
+        from ktconv.source.adapter.view import with_adapters
 
-    return with_adapters(opened, source.adapter)
+        opened = with_adapters(opened, source.adapter)
+    if (pruning := source.pruning()) is not None:
+        from ktconv.source.pruning.view import with_pruning
+
+        opened = with_pruning(opened, pruning)
+    return opened
 
 
 def _first_names(split: Split) -> Iterable[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from ktconv.errors import UsageError
 from ktconv.source.adapter.choices import absolute, choices_of
 from ktconv.source.locate import locate_model
 from ktconv.source.naming_map import NamingMap, read_map
+from ktconv.source.pruning.kept import Pruning, pruning_of_record, read_pruning
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class ModelSource:
     map: Path | NamingMap | None = None  # describes the names of a model that nobody knows
     tower: str | None = None  # of several with experts; None: the language model
     adapter: tuple[str, ...] | None = None  # DIR or DIR:WEIGHT: LoRA that is added to weights
+    # Which experts stay: a file of `ktconv prune`, or the record of a manifest; None: all.
+    prune: Path | Mapping[str, Any] | None = None
     cache: Path | None = None  # keeps what is read of a remote model, for other runs
 
     @staticmethod
@@ -48,6 +51,14 @@ class ModelSource:
         """The map of names; raises as `read_map`."""
         return read_map(self.map)
 
+    def pruning(self) -> Pruning | None:
+        """The experts that stay; None: all. Raises as `read_pruning`."""
+        if self.prune is None:
+            return None
+        if isinstance(self.prune, Path):
+            return read_pruning(self.prune)
+        return pruning_of_record(self.prune, "the record of kept experts")
+
     def options(self) -> Iterator[tuple[str, Any]]:
         """Names of options and their values, of those that were given."""
         for name in own_options():
@@ -56,25 +67,33 @@ class ModelSource:
 
     def files(self) -> tuple[str | Path, ...]:
         """The files and directories that are read, which no option may write to."""
-        paths = (self.config, self.map)
+        paths = (self.config, self.map, self.prune)
         adapters = (one.directory for one in choices_of(self.adapter or ()))
         return (self.model, *(path for path in paths if isinstance(path, Path)), *adapters)
 
     def recorded(
-        self, naming: NamingMap | None, tower: str | None, adapters: tuple[str, ...] | None
+        self,
+        naming: NamingMap | None,
+        tower: str | None,
+        adapters: tuple[str, ...] | None,
+        pruning: Pruning | None = None,
     ) -> ModelSource:
-        """Take the map, the tower and the adapters that a manifest has, if none is given."""
+        """Take the map, the tower, the adapters and the kept experts that a manifest has, if none
+        is given."""
         return replace(
             self,
             map=self.map or naming,
             tower=self.tower or tower,
             adapter=self.adapter or adapters,
+            prune=self.prune or (None if pruning is None else pruning.record()),
         )
 
     def portable(self) -> ModelSource:
         """Name the model as another machine understands it: by an absolute path, or a URL; of a
         repository of the hub that of its commit, of other URLs with their signatures."""
         there = self if self.adapter is None else replace(self, adapter=absolute(self.adapter))
+        if (pruning := self.pruning()) is not None:
+            there = replace(there, prune=pruning.record())
         if isinstance(self.model, str) and self.model.startswith("hf://"):
             from ktconv.source.remote import pinned
 

@@ -16,6 +16,7 @@ from ktconv.source.gguf.hub_names import ExpertNames
 
 if TYPE_CHECKING:
     from ktconv.source.mapped import Mapped
+    from ktconv.source.pruning.kept import Pruning
     from ktconv.source.settings import ModelSettings
 
 
@@ -198,6 +199,8 @@ class Checkpoint:
     made_files: Mapping[str, bytes] = field(default_factory=dict)  # in place of side files
     architecture: str | None = None  # of a GGUF model, as llama.cpp calls it
     tower: str | None = None  # that was chosen where several have experts
+    pruning: Pruning | None = None  # the experts that stay, where some are dropped
+    unpruned: Checkpoint | None = None  # with all experts, where some are dropped
     adapters: Sequence[str] = ()  # DIR:WEIGHT of those that are added to its weights
     # Bytes that reading needs beside buffers: of each thread, and once.
     thread_memory: int = 0

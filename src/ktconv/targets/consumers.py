@@ -146,16 +146,19 @@ _INSTEAD = {
 }
 
 
+UNEVEN = (
+    "layers have different numbers of experts: KTransformers, vLLM, SGLang and transformers "
+    "build all layers with the one number of config.json and cannot load them; this output is "
+    "for ktconv's own runtime, and for engines changed to take a number for each layer"
+)
+
+
 def uneven(layers: Iterable[MoELayer]) -> str | None:
     """A sentence about what loads layers with different numbers of experts; None where all have
     the same. `local-inference-lab/vllm`, pull request 249, is a branch of vLLM that can."""
     if len({len(layer.experts) for layer in layers}) < 2:
         return None
-    return (
-        "layers have different numbers of experts: KTransformers, vLLM, SGLang and transformers "
-        "build all layers with the one number of config.json and cannot load them; this output is "
-        "for ktconv's own runtime, and for engines changed to take a number for each layer"
-    )
+    return UNEVEN
 
 
 def model_types(checkpoint: Checkpoint) -> list[str]:

@@ -117,6 +117,8 @@ class HiddenStates:
         self, source: Checkpoint, reason: str | None, notify: Notify
     ) -> dict[int, LayerInput]:
         """Inputs of every layer when the source model reads a text; empty if it cannot."""
+        if source.pruning is not None:
+            reason = "the model is pruned while it is converted"
         if source.mapped is not None:
             reason = "transformers does not load a model by the names of a map"
         if reason is None:

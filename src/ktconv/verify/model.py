@@ -34,10 +34,11 @@ from ktconv.writer.option_files import check_written_directory
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ktconv.model.streamed.calls import ExpertLayer, ExpertRunner
+    from ktconv.model.streamed.calls import ExpertLayer, ExpertRunner, Watcher
     from ktconv.model.streamed.compare import LayerDrift, Predictions
     from ktconv.model.streamed.experts import Converted, SourceExperts
     from ktconv.model.streamed.stream import PlannedPass
+    from ktconv.verify.unpruned import Unpruned
 
 LEVEL = "model"
 WINDOW = 512  # tokens
@@ -77,6 +78,7 @@ class ModelCheck(ABC):
     def __init__(self, output: OpenedOutput, request: VerifyRequest, findings: Findings) -> None:
         self._output, self._request, self._findings = output, request, findings
         self._pass: PlannedPass | None = None
+        self._unpruned: Unpruned | None = None  # the model with all experts, where some are dropped
         self._why_not_passed = ""
 
     # ---- before anything is read ----
@@ -105,6 +107,7 @@ class ModelCheck(ABC):
         from ktconv.model.evaluate import directory_of
         from ktconv.model.streamed.parts import NotCut, PartedModel
         from ktconv.model.streamed.stream import PlannedPass, content_of
+        from ktconv.verify.unpruned import Unpruned
 
         source, request = self._output.source, self._request
         directory = directory_of(source.path, source.side_directory)
@@ -131,6 +134,14 @@ class ModelCheck(ABC):
                 work_dir=request.work_dir,
                 more={"output": content_of(self._output.directory), "isa": native.isa()},
             )
+            if source.unpruned is not None:
+                self._unpruned = Unpruned(
+                    source.unpruned,
+                    self._pass.windows,
+                    threads=request.threads,
+                    max_memory=request.max_memory,
+                    work_dir=request.work_dir,
+                )
         except NotCut as error:
             self._not_passed(str(error))
 
@@ -171,6 +182,8 @@ class ModelCheck(ABC):
         source = self._output.source
         if source.is_gguf:
             check_gguf(source.path, source.side_directory)
+        if source.pruning is not None:
+            raise UsageError("a model that is pruned while it is converted is not loaded whole")
 
     @property
     def memory(self) -> int:
@@ -204,6 +217,9 @@ class ModelCheck(ABC):
             facts = self._facts(predictions, layers, notify)
             if self._pass:
                 self._pass.complete()
+            if self._unpruned is not None:
+                facts["unpruned"] = self._unpruned.facts()
+                self._unpruned.complete()
         if missing := facts["experts_of_source"]:
             self._findings.note(
                 f"level model: {counted(missing, 'expert')} that are not in this output ran on "
@@ -225,11 +241,15 @@ class ModelCheck(ABC):
             return None, ()
         notify(f"passing {counted(len(self._pass.windows), 'window')} through both, layer by layer")
         found = Comparison(self._pass.windows)
+        watchers: list[Watcher] = [found]
         try:
             layers = self._pass.parted.experts
+            if self._unpruned is not None:
+                self._unpruned.run(progression, notify)
+                watchers.append(self._unpruned)
             self._pass.run(
                 lambda own: self._runner(own, layers),
-                watchers=[found],
+                watchers=watchers,
                 progression=progression,
                 notify=notify,
             )

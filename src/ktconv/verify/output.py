@@ -12,9 +12,11 @@ from ktconv.conversion.plan import Plan
 from ktconv.source import Checkpoint, MoELayer, NamingMap, TensorRef, map_of_record
 from ktconv.source.agreement import Dimensions
 from ktconv.source.model_source import ModelSource
+from ktconv.source.pruning.kept import Pruning, recorded_pruning
 from ktconv.targets.packed.weights import PackedWeights
 from ktconv.writer.journal import Journal, Record, is_run_record
 from ktconv.writer.manifest import (
+    MANIFEST,
     Manifest,
     adapters_of_record,
     located_adapters,
@@ -41,6 +43,12 @@ def recorded_adapters(output: Path) -> tuple[str, ...] | None:
     """The adapters of the source that a conversion, finished or not, was begun with, by name."""
     run = _begun(output)
     return None if run is None else adapters_of_record(run)
+
+
+def recorded_pruning_of(output: Path) -> Pruning | None:
+    """The experts of the source that stay, by a conversion, finished or not, that was begun with
+    fewer."""
+    return recorded_pruning(_begun(output), str(output / MANIFEST))
 
 
 def adapters_for(output: Path, source: ModelSource) -> tuple[str, ...] | None:

@@ -20,6 +20,8 @@ from ktconv.verify.encoded.verifier import EncodedVerifier
 from ktconv.verify.findings import Facts, Failure, Progression
 from ktconv.verify.memory import memory_facts
 from ktconv.verify.packed.verifier import PackedVerifier
+from ktconv.verify.pruned.output import is_pruned_output
+from ktconv.verify.pruned.verifier import PrunedVerifier
 from ktconv.verify.request import LEVELS, VerifyRequest, check_sample
 from ktconv.verify.runner import run_checks, sizes_by_unit
 from ktconv.verify.totals import ItemResult, Totals
@@ -58,6 +60,10 @@ def prepare(request: VerifyRequest) -> OutputVerifier:
     check_sample(request.sample)
     if request.text is not None:
         read_text(request.text)  # a KtconvError now, not after an hour of reading
+    if request.output.is_dir() and is_pruned_output(request.output):
+        pruned = PrunedVerifier(request, level)
+        pruned.prepare()
+        return pruned
     is_gpu = request.output.is_dir() and is_gpu_output(request.output, bool(request.source))
     # PackedVerifier says what is wrong with anything that is neither.
     verifier = EncodedVerifier(request, level) if is_gpu else PackedVerifier(request, level)

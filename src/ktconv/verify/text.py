@@ -136,6 +136,13 @@ def _model(about: Mapping[str, Any]) -> Iterator[str]:
         f"percentile {about['kl_p99']:.4f}, same next token at "
         f"{100 * about['top1_agreement']:.1f} % of {about['tokens']} positions of {about['text']}"
     )
+    if whole := about.get("unpruned"):
+        yield (
+            f"with all experts: perplexity {whole['perplexity_source']:.3f} -> "
+            f"{whole['perplexity_converted']:.3f} ({100 * whole['perplexity_increase']:+.2f} %), "
+            f"KL mean {whole['kl_mean']:.4f}, same next token at "
+            f"{100 * whole['top1_agreement']:.1f} %"
+        )
     yield from _drift(about["layers"])
     if written := about["generation"]:
         yield f"source output:    {written['source']!r}"

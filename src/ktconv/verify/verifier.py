@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ktconv.errors import UsageError
 from ktconv.source import ModelSource, NamingMap, TensorRef
@@ -16,6 +16,7 @@ from ktconv.source.reading.reader import SourceReader
 from ktconv.system.text import Notify
 from ktconv.verify import hidden_states
 from ktconv.verify.findings import Facts, Findings
+from ktconv.verify.kept_check import KeptCheck
 from ktconv.verify.layers import LayersCheck
 from ktconv.verify.memory import (
     Budget,
@@ -26,7 +27,13 @@ from ktconv.verify.memory import (
     plan_memory,
 )
 from ktconv.verify.model import ModelCheck
-from ktconv.verify.output import OpenedOutput, adapters_for, recorded_naming, recorded_tower
+from ktconv.verify.output import (
+    OpenedOutput,
+    adapters_for,
+    recorded_naming,
+    recorded_pruning_of,
+    recorded_tower,
+)
 from ktconv.verify.reading import Context, CopyCheck
 from ktconv.verify.request import VerifyRequest
 from ktconv.verify.runner import OTHER, Check
@@ -56,7 +63,7 @@ class OutputVerifier(ABC):
         source = request.original
         if source is not None:
             source = replace(source, map=self._naming(source), tower=self._tower(source))
-            source = replace(source, adapter=self._adapters(source))
+            source = replace(source, adapter=self._adapters(source), prune=self._pruning(source))
         self.output = self.open(request.output, source)
 
     def _tower(self, source: ModelSource) -> str | None:
@@ -76,6 +83,19 @@ class OutputVerifier(ABC):
         if found and source.adapter is None:
             self.findings.note(f"adapters are those that {MANIFEST} names: {', '.join(found)}")
         return found
+
+    def _pruning(self, source: ModelSource) -> Mapping[str, Any] | Path | None:
+        """The experts that stay: those that the output records, else those of the option."""
+        recorded = recorded_pruning_of(self.request.output)
+        if recorded is None:
+            return source.prune
+        given = source.pruning()
+        if given is not None and given.record() != recorded.record():
+            raise UsageError(
+                f"--prune names other experts than {MANIFEST} of {self.request.output}",
+                "leave out --prune",
+            )
+        return recorded.record()
 
     def _naming(self, source: ModelSource) -> NamingMap | None:
         """The map of the source's names: the option, or else what the output records."""
@@ -182,10 +202,14 @@ class OutputVerifier(ABC):
         self, context: Context, tensor: TensorRef, origin: TensorRef | None
     ) -> Iterator[Check[ItemResult]]:
         """Checks of a non-expert tensor."""
+        second = context.second
+        if second is not None and origin is not None and second.is_cut(origin):
+            yield KeptCheck(context, OTHER, tensor, second.kept_origin(origin.name, tensor.shape))
+            return
         yield CopyCheck(context, OTHER, tensor, origin)
 
     @abstractmethod
-    def weights_facts(self, totals: Totals) -> Facts: ...
+    def weights_facts(self, totals: Totals) -> Facts | None: ...
 
     # ---- levels layers and model ----
 

@@ -11,6 +11,8 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from ktconv.model.load import build_empty, check_complete, loading, no_progress
 from ktconv.model.sites import OTHER_PARTS, Site, find_experts
 from ktconv.model.streamed.calls import ExpertLayer
 from ktconv.source import Checkpoint, MoELayer, TensorRef
+from ktconv.source.config import CONFIG_NAME
 from ktconv.system.opened import store_of
 from ktconv.system.units import counted
 
@@ -64,7 +67,8 @@ class PartedModel:
         directory = checkpoint.side_directory or checkpoint.path
         with loading(directory, f"{self.name} as a language model", self.name):
             counts = different_counts(checkpoint.layers)
-            self.model, self.dtype = build_empty(directory, self.name, dtype, _OnMeta(), counts)
+            with _config_of(checkpoint, directory) as settings:
+                self.model, self.dtype = build_empty(settings, self.name, dtype, _OnMeta(), counts)
         for module in self.model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.device.type != "meta":
@@ -275,6 +279,18 @@ class PartedModel:
             else:
                 found.setdefault(target.rpartition(".")[0], []).append(name)
         return found
+
+
+@contextmanager
+def _config_of(checkpoint: Checkpoint, directory: Path) -> Iterator[Path]:
+    """A directory with the config.json of a checkpoint, which is another one where experts were
+    dropped."""
+    if checkpoint.pruning is None:
+        yield directory
+        return
+    with TemporaryDirectory(prefix="ktconv-") as made:
+        (Path(made) / CONFIG_NAME).write_bytes(checkpoint.made_files[CONFIG_NAME])
+        yield Path(made)
 
 
 class _Conversions:

@@ -12,6 +12,7 @@ from ktconv.source import Checkpoint, MoELayer, Projection, TensorRef
 from ktconv.source.reading.reader import SourceReader
 from ktconv.source.shards import read_shards, select_shards
 from ktconv.system.collector import collector_paused
+from ktconv.system.stores import MadePath
 from ktconv.verify.second_reader.adapters import Adapted, Pair, SecondAdapter
 from ktconv.verify.second_reader.encodings import (
     PRIMARY,
@@ -23,6 +24,7 @@ from ktconv.verify.second_reader.encodings import (
     weight_of,
 )
 from ktconv.verify.second_reader.naming_map import MappedNames
+from ktconv.verify.second_reader.pruned import KeptNames, Origin
 
 Parts = dict[str, TensorRef]
 
@@ -42,10 +44,16 @@ class SecondReader:
         mapped = checkpoint.mapped
         kind = str(checkpoint.config.content.get("model_type"))
         self._adapters = [SecondAdapter(one, kind) for one in checkpoint.adapters]
+        self._pruned: KeptNames | None = None
         self._map = None if mapped is None else MappedNames(mapped.naming.content)
 
     def expert(self, layer: MoELayer, expert: int, proj: Projection) -> Weight | Adapted:
-        """The weight with what adapters add to it; raises as `_expert`."""
+        """The weight with what adapters add to it; raises as `_expert`. Of a model with fewer
+        experts, `expert` is the new number."""
+        if self._checkpoint.unpruned is not None:
+            whole = {one.index: one for one in self._checkpoint.unpruned.layers}
+            layer = whole[layer.index]
+            expert = self._kept().old_number(layer, expert)
         return _adapted(
             self._expert(layer, expert, proj),
             [pair for one in self._adapters for pair in one.of_expert(layer, expert, proj)],
@@ -86,6 +94,34 @@ class SecondReader:
                     place = _stacked(layer, expert, proj, stacks, order, given.get("stored"))
                 return self._weight(f"{layer.source}.{way[proj]}", stacks[proj], place)
         raise UnknownWeightError(f"{layer.source}: expert {expert} has no {proj} projection")
+
+    # ---- models with fewer experts ----
+
+    def _kept(self) -> KeptNames:
+        checkpoint = self._checkpoint
+        assert checkpoint.pruning is not None and checkpoint.unpruned is not None
+        if self._pruned is None:
+            tensors = {
+                tensor.name: tensor
+                for parts in self._modules().values()
+                for tensor in parts.values()
+            }
+            record, layers = checkpoint.pruning.record(), checkpoint.unpruned.layers
+            self._pruned = KeptNames(record, layers, tensors)
+        return self._pruned
+
+    def kept_origin(self, name: str, shape: Sequence[int]) -> Origin | None:
+        """See `KeptNames.origin`."""
+        return self._kept().origin(name, shape)
+
+    def is_cut(self, tensor: TensorRef) -> bool:
+        """Whether a tensor is one of the source without the rows of some experts."""
+        whole = self._checkpoint.unpruned
+        if whole is None:
+            return False
+        return isinstance(tensor.file, MadePath) and not any(
+            one.name == tensor.name and one.shape == tensor.shape for one in whole.other_tensors
+        )
 
     def module(self, tensor: str, rows: int, cols: int) -> Weight | Adapted:
         """`_module` with what adapters add to it."""

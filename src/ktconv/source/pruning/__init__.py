@@ -1,0 +1,1 @@
+"""Checkpoints with fewer experts: which stay, and what changes around them."""

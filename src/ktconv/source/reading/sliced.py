@@ -1,0 +1,176 @@
+"""Files that are made while they are read: tensors of a source without some of their rows.
+
+A made file has the tensors of one file of the source that are cut, one behind the other. A tensor
+counts as [outer, count, inner bytes]: of the middle axis the kept indices stay.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from ktconv.source.reading.reader import SourceReader
+from ktconv.source.types import Checkpoint, SourceFile, TensorRef
+from ktconv.system.opened import Opened, State, advise
+from ktconv.system.stores import FileStore, MadePath, Span
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A tensor of a made file."""
+
+    tensor: TensorRef  # there
+    origin: TensorRef  # in the source
+    outer: int
+    count: int
+    kept: tuple[int, ...]
+
+    @property
+    def inner(self) -> int:
+        """Bytes of an index."""
+        return self.origin.nbytes // (self.outer * self.count)
+
+    def spans(self, start: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Offsets in the origin and sizes, one behind the other, of bytes from `start` on; of a
+        tensor whose first axis is cut."""
+        inner = self.inner
+        first, last = start // inner, -(-(start + nbytes) // inner)
+        done = 0
+        for _, run in groupby(enumerate(self.kept[first:last]), lambda one: one[1] - one[0]):
+            ids = [one for _, one in run]
+            begin, end = ids[0] * inner, (ids[-1] + 1) * inner
+            if not done:
+                begin += start - first * inner
+            size = min(end - begin, nbytes - done)
+            yield begin, size
+            done += size
+
+
+@dataclass(slots=True)
+class _Tensors:
+    """The tensors of a made file, in order."""
+
+    path: Path  # of the source
+    starts: list[int] = field(default_factory=list)
+    cuts: list[_Cut] = field(default_factory=list)
+    nbytes: int = 0
+
+
+class SlicedFiles(FileStore):
+    """The made files of a checkpoint: `add` puts tensors into them."""
+
+    memory = 0
+
+    def __init__(self, files: Sequence[Path], sources: Sequence[SourceFile]) -> None:
+        self._reader = SourceReader(files, sources)
+        self._files: dict[Path, _Tensors] = {}
+        self._paths: dict[Path, MadePath] = {}
+
+    @staticmethod
+    def of(checkpoint: Checkpoint) -> SlicedFiles:
+        return SlicedFiles(checkpoint.files, checkpoint.sources)
+
+    def add(
+        self, tensor: TensorRef, axis: int, count: int, kept: Sequence[int], name: str = ""
+    ) -> TensorRef:
+        """A tensor with the kept ones of the `count` indices of an axis, whose size is a multiple
+        of `count`."""
+        path = self._paths.get(tensor.file)
+        if path is None:
+            path = MadePath(tensor.file, f"{tensor.file} with fewer experts", self)
+            self._paths[tensor.file] = path
+            self._files[path] = _Tensors(tensor.file)
+        own, shape = self._files[path], list(tensor.shape)
+        assert shape[axis] % count == 0, "whole indices"
+        shape[axis] = shape[axis] // count * len(kept)
+        outer = int(np.prod(tensor.shape[:axis], dtype=np.int64))
+        nbytes = tensor.nbytes // count * len(kept)
+        found = replace(
+            tensor,
+            name=name or tensor.name,
+            file=path,
+            shape=tuple(shape),
+            offset=own.nbytes,
+            nbytes=nbytes,
+        )
+        own.starts.append(own.nbytes)
+        own.cuts.append(_Cut(found, tensor, outer, count, tuple(kept)))
+        own.nbytes += nbytes
+        return found
+
+    def open(self, path: Path) -> SlicedFile:
+        return SlicedFile(path, self._files[path], self)
+
+    def advise(self, spans: Sequence[Span]) -> None:
+        advise([one for span in spans for one in self._origins(span)])
+
+    def kept(self, spans: Iterable[Span]) -> int:
+        return sum(span.nbytes for span in spans)
+
+    def confirm(self) -> None:
+        pass
+
+    def _origins(self, span: Span) -> Iterator[Span]:
+        own = self._files[span.file]
+        for cut, start, size in _within(own, span.offset, span.nbytes):
+            origin = cut.origin
+            if cut.outer > 1:
+                yield Span(origin.file, origin.offset, origin.nbytes)
+                continue
+            for begin, nbytes in cut.spans(start, size):
+                yield Span(origin.file, origin.offset + begin, nbytes)
+
+    def read(self, own: _Tensors, target: memoryview, offset: int) -> None:
+        """Fill `target` with bytes of a made file."""
+        done = 0
+        with self._reader.open(own.path) as fd:
+            for cut, start, size in _within(own, offset, len(target)):
+                piece = target[done : done + size]
+                if cut.outer > 1:
+                    self._gather(fd, cut, piece, start)
+                else:
+                    at = 0
+                    for begin, nbytes in cut.spans(start, size):
+                        self._reader.read(fd, cut.origin, piece[at : at + nbytes], begin)
+                        at += nbytes
+                done += size
+
+    def _gather(self, fd: Opened, cut: _Cut, piece: memoryview, start: int) -> None:
+        """Bytes of a small tensor that is cut along an inner axis."""
+        whole = np.empty((cut.outer, cut.count, cut.inner), np.uint8)
+        self._reader.read(fd, cut.origin, whole.reshape(-1).data, 0)
+        data = np.ascontiguousarray(whole[:, list(cut.kept)]).reshape(-1)
+        piece[:] = data[start : start + len(piece)].data
+
+
+def _within(own: _Tensors, offset: int, nbytes: int) -> Iterator[tuple[_Cut, int, int]]:
+    """The tensors that bytes from `offset` on are of, with the first byte and how many of each."""
+    at, done = bisect_right(own.starts, offset) - 1, 0
+    while done < nbytes:
+        cut = own.cuts[at]
+        start = offset + done - own.starts[at]
+        size = min(cut.tensor.nbytes - start, nbytes - done)
+        yield cut, start, size
+        done, at = done + size, at + 1
+
+
+class SlicedFile(Opened):
+    """A made file."""
+
+    def __init__(self, path: Path, own: _Tensors, files: SlicedFiles) -> None:
+        self.path, self._own, self._files = path, own, files
+
+    @property
+    def state(self) -> State:
+        return State(self._own.nbytes, None, None)
+
+    def read(self, target: memoryview, offset: int) -> None:
+        self._files.read(self._own, target.cast("B"), offset)
+
+    def close(self) -> None:
+        pass

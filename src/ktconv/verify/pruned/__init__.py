@@ -1,0 +1,1 @@
+"""Verification of checkpoints with fewer experts, whose bytes are those of the source."""

@@ -1,0 +1,128 @@
+"""Every level on a pruned checkpoint: each byte is the source's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ktconv.errors import UsageError
+from ktconv.source import TensorRef
+from ktconv.source.reading.buffers import BufferSizes
+from ktconv.system.text import Notify
+from ktconv.system.units import counted
+from ktconv.verify.findings import Facts, Findings, Progression
+from ktconv.verify.kept_check import KeptCheck
+from ktconv.verify.layers import LayersCheck
+from ktconv.verify.memory import Budget, Need, plan_memory
+from ktconv.verify.pruned.model import PrunedModelCheck
+from ktconv.verify.pruned.output import PrunedOutput, open_pruned_output
+from ktconv.verify.reading import Context
+from ktconv.verify.runner import OTHER, Check
+from ktconv.verify.structure import StructureCheck
+from ktconv.verify.totals import ItemResult, Totals
+from ktconv.verify.verifier import OutputVerifier
+from ktconv.writer.manifest import MANIFEST
+
+
+class PrunedStructureCheck(StructureCheck):
+    _output: PrunedOutput
+
+    def tensors(self) -> int:
+        if not self._output.layers:
+            words = "cannot be read as a checkpoint"
+            self._fail("damaged file", f"{self._directory} {words}.")
+        if self._output.plan is not None:
+            return self._check_planned(self._output.plan.units)
+        return self._check_names({*self._output.records})
+
+
+class NoLayers:
+    """Level layers, of which there is nothing to compute."""
+
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
+
+    def run(self, progression: Progression) -> Facts | None:
+        self._findings.note(
+            "level layers was not run: experts have the bytes of the source, and no kernel is part "
+            "of the output"
+        )
+        return None
+
+
+class PrunedVerifier(OutputVerifier):
+    output: PrunedOutput
+    structure_class = PrunedStructureCheck
+    layers_class = LayersCheck
+    model_class = PrunedModelCheck
+    open = staticmethod(open_pruned_output)
+
+    def check_options(self) -> None:
+        request = self.request
+        given = {
+            "tp": request.tp,
+            "ep": request.ep,
+            "importance": request.importance,
+            "calibrate": request.calibrate,
+            "gradients": request.gradients,
+            "with": request.beside,
+        }
+        for option in (name for name, value in given.items() if value):
+            raise UsageError(
+                f"--{option} does not apply to {self.output.directory}, which has the encoding of "
+                "its source",
+                "omit it",
+            )
+
+    def check_more(self) -> Facts:
+        return {}
+
+    def prepare(self) -> None:
+        self.check_options()
+        if self.level == "model":
+            self.model = self.model_class(self.output, self.request, self.findings)
+            self.model.prepare()
+        self.more = self.check_more()
+        self.structure = self.structure_class(self.output, self.findings).run()
+        self.budget = self._budget()
+        self.checks = self._checks()
+
+    def _budget(self) -> Budget:
+        need = Need(self.thread_bytes())
+        budget = plan_memory(need, self.request.max_memory, self.request.threads, None)
+        peak = self.model.memory if self.model else 0
+        return replace(budget, peak=max(budget.peak, peak))
+
+    def thread_bytes(self) -> int:
+        return self.buffer_sizes().nbytes
+
+    def buffer_sizes(self) -> BufferSizes:
+        return BufferSizes()
+
+    def expert_checks(
+        self, context: Context, share: float, rng: random.Random
+    ) -> Iterator[Check[ItemResult]]:
+        return iter(())
+
+    def copy_checks(
+        self, context: Context, tensor: TensorRef, origin: TensorRef | None
+    ) -> Iterator[Check[ItemResult]]:
+        if context.second is None:
+            yield from super().copy_checks(context, tensor, None)
+            return
+        found = context.second.kept_origin(tensor.name, tensor.shape)
+        yield KeptCheck(context, OTHER, tensor, found)
+
+    def weights_facts(self, totals: Totals) -> Facts | None:
+        """None: no weight was rounded. That the bytes are the source's is a part of level
+        structure."""
+        if not self.findings.count():
+            self.findings.note(
+                f"{counted(totals.copied_tensors, 'tensor', 'have')} the bytes of the experts and "
+                f"router rows of the source that {MANIFEST} names"
+            )
+        return None
+
+    def layers_check(self, notify: Notify) -> LayersCheck:
+        return NoLayers(self.findings)  # type: ignore[return-value]

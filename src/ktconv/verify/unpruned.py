@@ -1,0 +1,139 @@
+"""The predictions of a model with all of its experts, for level model of outputs with fewer.
+
+The two are two models: each is passed by itself. The logits of the first are kept in a file of its
+pass, so that the second is compared with them window by window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ktconv.errors import DiskSpaceError
+from ktconv.model.streamed.compare import Predictions
+from ktconv.model.streamed.parts import PartedModel
+from ktconv.model.streamed.stream import PlannedPass
+from ktconv.source import Checkpoint
+from ktconv.system import machine
+from ktconv.system.arrays import Array
+from ktconv.system.text import Notify
+from ktconv.system.units import format_size
+from ktconv.verify.findings import Facts, Progression
+
+
+class _Kept:
+    """A Watcher that writes logits to a file, and hands them out again."""
+
+    def __init__(self) -> None:
+        self.path = Path()
+        self._shapes: list[tuple[int, torch.Size, torch.dtype]] = []
+        self._size = 0
+
+    def layer(self, index: int, window: int, values: Sequence[Any]) -> None:
+        pass
+
+    def logits(self, window: int, logits: Sequence[Tensor]) -> None:
+        found = logits[0].detach().cpu().contiguous()
+        with self.path.open("ab" if window else "wb") as file:
+            file.write(found.view(torch.uint8).numpy().tobytes())
+        start = self._size if window else 0
+        self._shapes = [*self._shapes[:window], (start, found.shape, found.dtype)]
+        self._size = start + found.nbytes
+
+    def of(self, window: int) -> Tensor:
+        start, shape, dtype = self._shapes[window]
+        count = shape.numel() * dtype.itemsize
+        with self.path.open("rb") as file:
+            file.seek(start)
+            data = np.frombuffer(bytearray(file.read(count)), np.uint8)
+        return torch.from_numpy(data).view(dtype).reshape(shape)
+
+    def state(self) -> Mapping[str, Array]:
+        return {}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        pass
+
+
+class Unpruned:
+    """The whole model, and what is compared with it. As a context it is passed."""
+
+    def __init__(
+        self,
+        whole: Checkpoint,
+        windows: Sequence[Tensor],
+        *,
+        threads: int | None,
+        max_memory: int | None,
+        work_dir: Path | None,
+    ) -> None:
+        self._kept = _Kept()
+        parted = PartedModel(whole)
+        self._pass = PlannedPass(
+            "verify unpruned",
+            parted,
+            windows,
+            threads=threads,
+            max_memory=max_memory,
+            work_dir=work_dir,
+        )
+        self.predictions = Predictions(windows)
+        vocabulary = whole.config.vocabulary
+        if type(vocabulary) is int:
+            tokens = sum(ids.shape[1] for ids in windows)
+            self._check_disk(tokens * vocabulary * parted.dtype.itemsize)
+
+    def _check_disk(self, needed: int) -> None:
+        folder = self._pass.plan.folder or Path()
+        free = machine.disk_free(folder)
+        if needed > free:
+            raise DiskSpaceError(
+                f"the logits of the model with all experts need {format_size(needed)} in {folder}, "
+                f"which has {format_size(free)} free",
+                "give --work-dir on another disk, or fewer --windows",
+            )
+
+    @property
+    def memory(self) -> int:
+        """Largest memory of the process, in bytes."""
+        return self._pass.plan.peak_memory
+
+    def run(self, progression: Progression, notify: Notify) -> None:
+        """Pass the whole model. Raises as `StreamedPass.run`."""
+        notify("passing the text through the model with all experts, layer by layer")
+        self._kept.path = self._pass.open(notify) / "logits"
+        self._pass.run(watchers=[self._kept], progression=progression, notify=notify)
+
+    # ---- a Watcher of the pass through the model with fewer ----
+
+    def layer(self, index: int, window: int, values: Sequence[Any]) -> None:
+        pass
+
+    def logits(self, window: int, logits: Sequence[Tensor]) -> None:
+        """Compare those of the last side."""
+        self.predictions.add(window, [self._kept.of(window), logits[-1]])
+
+    def state(self) -> Mapping[str, Array]:
+        return {}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        pass
+
+    def facts(self) -> Facts:
+        """The figures of the model with fewer experts against that with all."""
+        found = self.predictions.result()
+        increase = found.perplexity_converted / found.perplexity_source - 1
+        return asdict(found) | {"perplexity_increase": increase}
+
+    def complete(self) -> None:
+        """What was kept is not needed any more."""
+        self._pass.complete()
+
+    def close(self) -> None:
+        self._pass.close()
