@@ -82,9 +82,8 @@ def check(model: Path, ids: tuple[int, ...], experts: int) -> None:
             assert number >= len(ids)
             there = name.replace(f".{number}.", f".{number + experts - len(ids)}.")
         assert (tensor.dtype, tensor.shape) == (own.dtype, own.shape)
-        assert (
-            read_tensor(tensor).tobytes() == own.data == left(raw(source[name]), own, ids, experts)
-        )
+        expected = left(raw(source[there]), own, ids, experts)
+        assert read_tensor(tensor).tobytes() == own.data == expected
     # No tensor is lost: inputs' scales, declared shapes and others that no conversion reads.
     kept = len(source) - len(stored)
     numbered = sum(own_number(name, whole) in set(range(experts)) - set(ids) for name in source)

@@ -24,6 +24,7 @@ from ktconv.system.units import counted, format_ranges, format_size, listed
 from ktconv.targets.consumers import UNEVEN
 
 LEAST_TOKENS = 100  # of an expert, on average in each layer: below, scores are mostly chance
+_ENTRY_BYTES, _PARTS = 192, 3  # of a tensor in a header; tensors of a matrix: more than most have
 ENGINES = ("ktconv",)  # which take a number of experts for each layer
 _RECORD = "record scores on a longer text: ktconv stats MODEL --text FILE --max-tokens N --scores"
 
@@ -357,12 +358,14 @@ class _Chooser:
         )
 
     def _bytes(self, counts: Mapping[int, int]) -> int:
-        """Bytes of all weights with these numbers of experts, about."""
-        total = self._checkpoint.nbytes
+        """Bytes of all shards with these numbers of experts, at most."""
+        others = self._checkpoint.other_tensors
+        total = sum(one.nbytes + _ENTRY_BYTES for one in others)
         for layer in self._checkpoint.layers:
             whole, count = experts_bytes(layer), len(layer.experts)
             stay = 0 if layer.index in self._left_out else counts.get(layer.index, count)
-            total -= whole * (count - stay) // count
+            entries = len(layer.projections) * _PARTS * _ENTRY_BYTES
+            total += stay * (-(-whole // count) + entries)
         return total
 
     # ---- which ----

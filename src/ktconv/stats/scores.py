@@ -214,9 +214,10 @@ def _is_line(line: bytes) -> bool:
 
 def _recorded(path: Path, layer: int, entry: Mapping[str, Any]) -> LayerScores:
     tokens = entry.get("tokens")
-    whole = isinstance(tokens, list) and tokens and all(type(n) is int and n >= 0 for n in tokens)
+    if not isinstance(tokens, list) or any(type(n) is not int or n < 0 for n in tokens):
+        tokens = []
     values = {name: _numbers(entry.get(name)) for name in MEASURES}
-    if not whole or any(found is None or len(found) != len(tokens) for found in values.values()):
+    if not tokens or any(found is None or len(found) != len(tokens) for found in values.values()):
         raise UsageError(f"the scores of layer {layer} in {path} are damaged", AGAIN)
     measures = {name: found for name, found in values.items() if found is not None}
     if any((found < 0).any() for found in measures.values()):

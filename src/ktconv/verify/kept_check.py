@@ -10,6 +10,7 @@ import numpy as np
 from ktconv.source import TensorRef
 from ktconv.source.reading.buffers import Buffers
 from ktconv.source.reading.reader import Span
+from ktconv.system.arrays import U8
 from ktconv.verify.reading import COPY_BYTES, Context, TensorStream
 from ktconv.verify.runner import Advance
 from ktconv.verify.second_reader.pruned import Origin
@@ -52,7 +53,7 @@ class KeptCheck:
             self.context.fail_copy(self.tensor, f"differs from the source{self._place(wrong)}")
         return ItemResult(self.nbytes, stream.check() is not None, int(self.origin is not None))
 
-    def _equal(self, piece: np.ndarray, start: int, buffers: Buffers) -> bool:  # type: ignore[type-arg]
+    def _equal(self, piece: U8, start: int, buffers: Buffers) -> bool:
         assert self.origin is not None and self.context.reader is not None
         other = buffers.source[COPY_BYTES : COPY_BYTES + len(piece)]
         with self.context.reader.open(self.origin.tensor.file) as fd:
@@ -67,10 +68,10 @@ class KeptCheck:
             yield 0, one.nbytes
             return
         outer = int(np.prod(one.shape[:axis], dtype=np.int64))
-        inner = one.nbytes // (outer * self.origin.count)
+        inner = one.nbytes // (outer * self.origin.parts)
         for row in range(outer):
             for index in self.origin.kept:
-                yield (row * self.origin.count + index) * inner, inner
+                yield (row * self.origin.parts + index) * inner, inner
 
     def _place(self, done: int) -> str:
         """Which index of the output differs first, and which of the source it should be."""

@@ -212,7 +212,8 @@ class ModelCheck(ABC):
         Raises ResourceError where neither a pass nor loading is possible, CheckpointError where the
         model's own code fails.
         """
-        with way_out(WITHOUT_MODEL, MORE_MEMORY), self._pass or nullcontext():
+        whole = self._unpruned or nullcontext()
+        with way_out(WITHOUT_MODEL, MORE_MEMORY), self._pass or nullcontext(), whole:
             predictions, layers = self._passed(progression, notify)
             facts = self._facts(predictions, layers, notify)
             if self._pass:

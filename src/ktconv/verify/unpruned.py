@@ -62,7 +62,8 @@ class _Kept:
 
 
 class Unpruned:
-    """The whole model, and what is compared with it. As a context it is passed."""
+    """The whole model, and what is compared with it. At the end of its context an interrupted pass
+    is kept, so that a later run goes on there."""
 
     def __init__(
         self,
@@ -135,5 +136,8 @@ class Unpruned:
         """What was kept is not needed any more."""
         self._pass.complete()
 
-    def close(self) -> None:
+    def __enter__(self) -> Unpruned:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._pass.close()

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from ktconv.errors import UsageError
 from ktconv.source import ModelSource, NamingMap, TensorRef
@@ -15,7 +15,7 @@ from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.reading.reader import SourceReader
 from ktconv.system.text import Notify
 from ktconv.verify import hidden_states
-from ktconv.verify.findings import Facts, Findings
+from ktconv.verify.findings import Facts, Findings, Progression
 from ktconv.verify.kept_check import KeptCheck
 from ktconv.verify.layers import LayersCheck
 from ktconv.verify.memory import (
@@ -26,7 +26,6 @@ from ktconv.verify.memory import (
     layers_need,
     plan_memory,
 )
-from ktconv.verify.model import ModelCheck
 from ktconv.verify.output import (
     OpenedOutput,
     adapters_for,
@@ -45,6 +44,22 @@ from ktconv.writer.manifest import MANIFEST
 LEVELS_WITH_MODEL_CODE = ("layers", "model")
 
 
+class ModelLevel(Protocol):
+    """What level model is, of any kind of output."""
+
+    def __init__(self, output: Any, request: VerifyRequest, findings: Findings) -> None: ...
+
+    @property
+    def memory(self) -> int: ...
+
+    @property
+    def lines(self) -> Sequence[str]: ...
+
+    def prepare(self) -> None: ...
+
+    def run(self, progression: Progression, notify: Notify) -> Facts | None: ...
+
+
 class OutputVerifier(ABC):
     """Runs every level on one opened output."""
 
@@ -55,11 +70,11 @@ class OutputVerifier(ABC):
     more: Facts  # sections of the report that only this kind has; None: not requested
     structure_class: ClassVar[type[StructureCheck]]
     layers_class: ClassVar[type[LayersCheck]]
-    model_class: ClassVar[type[ModelCheck]]
+    model_class: ClassVar[type[ModelLevel]]
 
     def __init__(self, request: VerifyRequest, level: str) -> None:
         self.request, self.level, self.findings = request, level, Findings()
-        self.model: ModelCheck | None = None  # at level model
+        self.model: ModelLevel | None = None  # at level model
         source = request.original
         if source is not None:
             source = replace(source, map=self._naming(source), tower=self._tower(source))

@@ -17,11 +17,11 @@ _BF16 = "give a checkpoint whose routers are in bf16 or float32"
 
 
 class RouterCut(NamedTuple):
-    """A tensor, of an axis of which the indices `kept` of `count` stay."""
+    """A tensor, of an axis of which the indices `kept` of `size` stay."""
 
     tensor: TensorRef
     axis: int
-    count: int
+    size: int
     kept: tuple[int, ...]
 
 

@@ -91,7 +91,7 @@ class PrunedView:
             if len(kept.ids) == kept.experts:
                 continue
             for cut in self._routers.cuts(layer, kept):
-                tensor = self.files.add(cut.tensor, cut.axis, cut.count, cut.kept)
+                tensor = self.files.add(cut.tensor, cut.axis, cut.size, cut.kept)
                 cuts[cut.tensor.name] = tensor
             shifted[layer.source] = kept.experts, len(kept.ids)
         gone = tuple(

@@ -89,13 +89,10 @@ class PrunedModelCheck:
         """Facts for the report. Fails only where a threshold was asked for."""
         unpruned, planned = self._unpruned, self._pass
         assert unpruned is not None and planned is not None
-        with way_out(_OTHERWISE, MORE_MEMORY), planned:
-            try:
-                unpruned.run(progression, notify)
-                notify("passing it through the output")
-                planned.run(watchers=[unpruned], progression=progression, notify=notify)
-            finally:
-                unpruned.close()
+        with way_out(_OTHERWISE, MORE_MEMORY), planned, unpruned:
+            unpruned.run(progression, notify)
+            notify("passing it through the output")
+            planned.run(watchers=[unpruned], progression=progression, notify=notify)
             planned.complete()
             unpruned.complete()
         limits = {

@@ -14,12 +14,12 @@ from ktconv.source import MoELayer, TensorRef
 
 
 class Origin(NamedTuple):
-    """A tensor of the source. Of the indices of `axis`, in `count` equal parts, those of `kept`
+    """A tensor of the source. Of the indices of `axis`, in `parts` equal parts, those of `kept`
     stay; None: the whole tensor."""
 
     tensor: TensorRef
     axis: int | None = None
-    count: int = 1
+    parts: int = 1
     kept: Sequence[int] = ()
 
 
