@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ktconv.errors import KtconvError
-from ktconv.families.family import PLAIN, ExpertActivation, Family, Released
+from ktconv.families.family import PLAIN, ExpertActivation, Family, Released, Router
 from ktconv.families.sizes import SIZES, Size, size_named, sizes_of
 from ktconv.families.table import FAMILIES
 from ktconv.formats import PROJECTIONS, UNGATED, matrix_shape, output_formats
@@ -422,6 +422,15 @@ TRAPS = """\
   gap, and NUMA parts of expert 0 alone.
 """
 
+PRUNED = """\
+## With fewer experts
+
+Where the size is still too large, experts can be dropped (`ktconv prune`, or `--prune FILE` with the command above):
+sizes of its experts when a quarter or half of each layer go. What that loses, [measured](pruning.md), is more than what
+another format of 4 bits loses: take the smallest right format first.
+
+"""
+
 UNLISTED = """\
 ## Other models by size
 
@@ -438,6 +447,7 @@ def page() -> str:
     others = (one for one in SIZES if one.model not in FIRST)
     parts = (
         HEAD, table(model_rows(map(size_named, FIRST)), MODEL_COLUMNS), LEGEND,
+        PRUNED, table(pruned_rows(), PRUNED_COLUMNS),
         ALL, table(rows(), COLUMNS),
         UNLISTED, table(model_rows(others), MODEL_COLUMNS),
         engines, table(engine_rows(), ENGINE_COLUMNS),
@@ -456,6 +466,25 @@ ENGINE_COLUMNS = (
     "models", "experts compute", "KTransformers", f"SGLang {SGLANG.version}",
     f"vLLM {VLLM.version}", "they read too", "runtime",
 )  # fmt: skip
+
+
+PRUNED_COLUMNS = ("model", "method", "all experts", "three quarters", "half")
+
+
+def pruned_rows() -> Iterator[tuple[str, ...]]:
+    """Sizes of the experts of models when some go. Whole groups where routers choose groups: a
+    quarter and half of the released numbers of groups are whole. Experts that follow from tokens
+    stay, so that models with such layers are not here."""
+    for size in map(size_named, FIRST):
+        line = line_of(size)
+        routing = line.family.routing
+        if isinstance(routing, Router) and "hash layers" in routing.reads:
+            continue
+        method = method_of(line.command(size.hub or "MODEL", size))
+        nbytes = all_bytes(method, size, line.activation.gated)
+        shares = ((size.experts, 1.0), (size.experts * 3 // 4, 0.75), (size.experts // 2, 0.5))
+        cells = (f"{count}: {format_size(int(nbytes * share))}" for count, share in shares)
+        yield (size.model, f"`{method}`", *cells)
 
 
 def rows() -> Iterator[tuple[str, ...]]:

@@ -207,6 +207,9 @@ def test_pools_of_processes_get_functions(name: str) -> None:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Conversions of the example: `one`, `other`, and `layers` in folders."""
     root = tmp_path_factory.mktemp("made")
+    ids = {str(layer): {"experts": 8, "kept": [1, 2, 5]} for layer in range(2)}
+    kept = {"kind": "kept experts", "schema": 1, "layers": ids}
+    (root / "kept.json").write_text(json.dumps(kept))
     ktconv.quantize_cpu(EXAMPLE, root / "one", numa=1)
     ktconv.quantize_cpu(EXAMPLE, root / "other", method="rawint4")
     ktconv.quantize_cpu(EXAMPLE, root / "layers", layout="layers", numa=1)
@@ -229,6 +232,10 @@ CASES: dict[str, tuple[Callable[[Path, Path], Any], Callable[[Path, Path], list[
     "quantize-gpu": (
         lambda _, out: ktconv.quantize_gpu(EXAMPLE, out, group_size=32),
         lambda _, out: [EXAMPLE, out, "--group-size", 32],
+    ),
+    "prune": (
+        lambda made, out: ktconv.prune(EXAMPLE, out, prune=made / "kept.json"),
+        lambda made, out: [EXAMPLE, out, "--prune", made / "kept.json"],
     ),
     "merge": (
         lambda made, out: ktconv.merge(made / "layers", out, source=EXAMPLE),

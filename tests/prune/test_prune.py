@@ -489,3 +489,25 @@ def test_transformers_loads_it(output: Path, torch: Any) -> None:
                         setattr(module, name, 3)
         tokens = torch.arange(5, 69)[None]
         assert torch.equal(found(tokens).logits, whole(tokens).logits)
+
+
+def test_compare(output: Path, kept: Path, tmp_path: Path) -> None:
+    """Pruned outputs beside one of the whole model: bits are those of the experts that stay."""
+    for name, more in (("whole", ()), ("fewer", ("--prune", kept))):
+        ktconv_done("quantize-cpu", EXAMPLE, tmp_path / name, "--numa=1", *more)
+    outputs = tmp_path / "whole", tmp_path / "fewer", output
+    words = ("--source", EXAMPLE, "--level", "weights", "--no-speed", "--json")
+    found = json.loads(ktconv_done("compare", *outputs, *words))
+    assert found["passed"]
+    source, whole, fewer, copied = found["rows"]
+    assert source["bits"] == copied["bits"] == 16 and whole["bits"] == fewer["bits"]
+    assert copied["method"] == "pruned"
+    sizes = [row["bytes"] for row in (source, whole, copied, fewer)]
+    assert sizes[3] < sizes[1] and sizes[2] < sizes[0]
+
+
+def test_level_model_of_compare(output: Path, tmp_path: Path, torch: Any) -> None:
+    """Divergence is that against the whole model."""
+    words = ("--source", EXAMPLE, "--level", "model", "--windows=1", "--no-speed", "--json")
+    [_, copied] = json.loads(ktconv_done("compare", output, *words))["rows"]
+    assert copied["kl_mean"] > 0.1 and copied["perplexity_increase"] > 0

@@ -95,7 +95,7 @@ class Selection:
     def lines(self) -> Iterator[str]:
         """A row for each layer: numbers, which experts go, what share of tokens they had, and how
         many tokens the scores are of."""
-        rows = [
+        rows: list[tuple[str, ...]] = [
             ("layer", "experts", "kept", "of tokens", "of saliency", "fewest tokens", "dropped")
         ]
         for one in self.layers:
@@ -300,7 +300,7 @@ class _Chooser:
         if keep % step:
             raise UsageError(
                 f"--keep {keep} is no number of whole groups: the router of layer {layer.index} "
-                f"chooses groups of {step} experts",
+                f"chooses groups of {counted(step, 'expert')}",
                 f"use --keep {max(least, keep // step * step)} or "
                 f"{min(count, keep // step * step + step)}",
             )
@@ -325,7 +325,7 @@ class _Chooser:
             spec = self._specs[layer.index]
             assert spec is not None
             return f"each token takes experts of {spec.topk_group} groups of {self._step(layer)}"
-        return f"each token takes {top_k} experts of layer {layer.index}"
+        return f"each token takes {counted(top_k or 1, 'expert')} of layer {layer.index}"
 
     def _step(self, layer: MoELayer) -> int:
         """Experts of a group where a router chooses groups, else 1."""
@@ -352,8 +352,8 @@ class _Chooser:
                 return counts
         smallest = self._bytes({one.index: min(least, len(one.experts)) for one in self._pruned})
         raise UsageError(
-            f"--target-size {format_size(size)} is too small: with {least} experts in each layer, "
-            f"the fewest that routers work with, there are {format_size(smallest)}",
+            f"--target-size {format_size(size)} is too small: with {counted(least, 'expert')} in "
+            f"each layer, the fewest that routers work with, there are {format_size(smallest)}",
             "give a larger size, or quantize the experts that stay",
         )
 

@@ -21,7 +21,7 @@ from typing import Any
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.source.strict_json import parse_object
 from ktconv.system.regular_files import MAX_SMALL_BYTES, read_given
-from ktconv.system.units import format_ranges
+from ktconv.system.units import counted, format_ranges
 
 KIND, SCHEMA = "kept experts", 1
 RECORD = "pruned"  # key in the manifest's entry about the source
@@ -78,7 +78,7 @@ class Pruning:
         for layer, one in sorted(self.layers.items()):
             layers.setdefault((len(one.ids), one.experts), []).append(layer)
         return ", ".join(
-            f"{kept} of {experts} experts ({_layers(indices)})"
+            f"{kept} of {counted(experts, 'expert')} ({_layers(indices)})"
             for (kept, experts), indices in layers.items()
         )
 

@@ -12,6 +12,7 @@ from ktconv.source.encodings.unquantized import UNQUANTIZED
 from ktconv.source.others import OtherWeights
 from ktconv.source.pruning.kept import Kept
 from ktconv.source.types import Checkpoint, MoELayer, TensorRef
+from ktconv.system.units import counted
 
 _BF16 = "give a checkpoint whose routers are in bf16 or float32"
 
@@ -128,8 +129,8 @@ class Routers:
             inside = name.startswith((f"{names.block}.", f"{layer.source}."))
             if inside and name not in used and tensor.shape == (kept.experts,):
                 raise CheckpointError(
-                    f"{name} has a number for each of the {kept.experts} experts of layer "
-                    f"{layer.index}, and ktconv does not know what it is",
+                    f"{name} has a number for each of the {counted(kept.experts, 'expert')} of "
+                    f"layer {layer.index}, and ktconv does not know what it is",
                     "open an issue with the output of ktconv inspect",
                 )
 
@@ -137,6 +138,6 @@ class Routers:
 def _of_another_size(tensor: TensorRef, layer: MoELayer, kept: Kept) -> CheckpointError:
     return CheckpointError(
         f"{tensor.name} has the shape {list(tensor.shape)}, which has no axis for the "
-        f"{kept.experts} experts of layer {layer.index}",
+        f"{counted(kept.experts, 'expert')} of layer {layer.index}",
         "check that config.json and the weights belong to one checkpoint",
     )

@@ -10,6 +10,7 @@ from ktconv.source.pruning.view import PrunedView
 from ktconv.source.shards import read_shards, select_shards
 from ktconv.source.stacks import split_tensors
 from ktconv.source.types import MoELayer, TensorRef
+from ktconv.system.units import counted
 
 Named = tuple[TensorRef, str]  # a tensor, and its name in the output
 _CONVERT = "convert it with --prune FILE, where FILE is what ktconv prune --write makes"
@@ -68,7 +69,7 @@ def _count(view: PrunedView, tensor: TensorRef, kept: Kept) -> int:
     if size % kept.experts:
         raise CheckpointError(
             f"{tensor.name} has the shape {list(tensor.shape)}, of which no part is that of one of "
-            f"{kept.experts} experts",
+            f"{counted(kept.experts, 'expert')}",
             _CONVERT,
         )
     return kept.experts

@@ -141,7 +141,8 @@ class PrunedView:
                 )
             if len(layer.experts) != kept.experts:
                 raise UsageError(
-                    f"the kept experts are of a layer {index} with {kept.experts} experts, but "
+                    f"the kept experts are of a layer {index} with "
+                    f"{counted(kept.experts, 'expert')}, but "
                     f"{path} has {len(layer.experts)} there",
                     _AGAIN,
                 )

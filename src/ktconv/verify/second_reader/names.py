@@ -12,7 +12,6 @@ from ktconv.source import Checkpoint, MoELayer, Projection, TensorRef
 from ktconv.source.reading.reader import SourceReader
 from ktconv.source.shards import read_shards, select_shards
 from ktconv.system.collector import collector_paused
-from ktconv.system.stores import MadePath
 from ktconv.verify.second_reader.adapters import Adapted, Pair, SecondAdapter
 from ktconv.verify.second_reader.encodings import (
     PRIMARY,
@@ -45,6 +44,7 @@ class SecondReader:
         kind = str(checkpoint.config.content.get("model_type"))
         self._adapters = [SecondAdapter(one, kind) for one in checkpoint.adapters]
         self._pruned: KeptNames | None = None
+        self._shapes: Mapping[str, tuple[int, ...]] | None = None  # of the whole model's others
         self._map = None if mapped is None else MappedNames(mapped.naming.content)
 
     def expert(self, layer: MoELayer, expert: int, proj: Projection) -> Weight | Adapted:
@@ -119,9 +119,9 @@ class SecondReader:
         whole = self._checkpoint.unpruned
         if whole is None:
             return False
-        return isinstance(tensor.file, MadePath) and not any(
-            one.name == tensor.name and one.shape == tensor.shape for one in whole.other_tensors
-        )
+        if self._shapes is None:
+            self._shapes = {one.name: one.shape for one in whole.other_tensors}
+        return self._shapes.get(tensor.name, tensor.shape) != tensor.shape
 
     def module(self, tensor: str, rows: int, cols: int) -> Weight | Adapted:
         """`_module` with what adapters add to it."""

@@ -11,6 +11,7 @@ from ktconv import __version__
 from ktconv.errors import UsageError
 from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.source.model_source import ModelSource
+from ktconv.source.pruning.kept import Pruning
 from ktconv.source.reading.matrices import experts_bytes
 from ktconv.system.stores import is_remote
 from ktconv.system.text import Notify, silent
@@ -19,8 +20,10 @@ from ktconv.verify.output import (
     adapters_for,
     recorded_adapters,
     recorded_naming,
+    recorded_pruning_of,
     recorded_tower,
 )
+from ktconv.verify.pruned.output import is_pruned_output
 from ktconv.verify.report.outputs import ERRORS
 from ktconv.verify.request import VerifyRequest
 from ktconv.verify.run import Result, prepare, unwatched, verify
@@ -137,8 +140,9 @@ def _verification(request: CompareRequest, output: Path) -> VerifyRequest:
     )
 
 
-def _source_row(request: CompareRequest, checkpoint: Checkpoint, notify: Notify) -> Row:
-    kinds = {
+def _kinds(checkpoint: Checkpoint) -> dict[int, object]:
+    """What the layers of a checkpoint have in common, or not."""
+    return {
         layer.index: (
             layer.hidden_size,
             layer.intermediate_size,
@@ -147,6 +151,10 @@ def _source_row(request: CompareRequest, checkpoint: Checkpoint, notify: Notify)
         )
         for layer in checkpoint.layers
     }
+
+
+def _source_row(request: CompareRequest, checkpoint: Checkpoint, notify: Notify) -> Row:
+    kinds = _kinds(checkpoint)
     if is_remote(checkpoint.path):
         speed = Speed({}, (), "the model is not on this machine")
     else:
@@ -170,13 +178,16 @@ def _row(
 ) -> Row:
     facts = result.facts
     layers = [layer.index for layer in checkpoint.layers]
-    speed = _speed(request, output, kinds_of_output(output, layers), notify)
+    pruned = open_checkpoint(output) if is_pruned_output(output) else None
+    kinds = kinds_of_output(output, layers) if pruned is None else _kinds(pruned)
+    speed = _speed(request, output, kinds, notify)
+    experts = _expert_bytes(output) if pruned is None else sum(map(experts_bytes, pruned.layers))
     return Row(
         output.name or str(output),
         str(output),
         _method(facts),
         sum(file.stat().st_size for file in _files(output)),
-        8 * _expert_bytes(output) / _weights(checkpoint),
+        8 * experts / _weights(checkpoint, recorded_pruning_of(output)),
         _measures(facts),
         speed,
         [failure.message for failure in result.failures],
@@ -200,6 +211,7 @@ def _method(facts: Mapping[str, Any]) -> str:
 def _measures(facts: Mapping[str, Any]) -> dict[str, float | None]:
     """Measures in the document of verify; None for what was not reached."""
     weights, layers, model = (facts.get(level) or {} for level in ("weights", "layers", "model"))
+    model = model.get("unpruned") or model  # against the whole model
     errors = [one.get("quantization_error") for one in layers.get("layers", ())]
     known = [float(error) for error in errors if isinstance(error, (int, float))]
     found: dict[str, Any] = {
@@ -213,11 +225,14 @@ def _measures(facts: Mapping[str, Any]) -> dict[str, float | None]:
     }
 
 
-def _weights(checkpoint: Checkpoint) -> int:
-    """Number of the experts' weights."""
+def _weights(checkpoint: Checkpoint, pruning: Pruning | None = None) -> int:
+    """Number of the experts' weights, of those that stay."""
+    kept = {} if pruning is None else {n: len(one.ids) for n, one in pruning.layers.items()}
+    left_out = () if pruning is None else pruning.left_out
     return sum(
-        len(layer.experts) * matrix.rows * matrix.cols
+        kept.get(layer.index, len(layer.experts)) * matrix.rows * matrix.cols
         for layer in checkpoint.layers
+        if layer.index not in left_out
         for matrix in layer.experts[0].values()
     )
 
