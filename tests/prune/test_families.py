@@ -146,6 +146,25 @@ def test_encodings(kind: str, tmp_path: Path) -> None:
     check(model, (1,), 2)
 
 
+@pytest.mark.parametrize("name", ["Qwen3.5", "DeepSeek-V3 FP8", "Inkling"])
+def test_mtp_layers_are_left_out(name: str, tmp_path: Path) -> None:
+    """With all their tensors, and their number in config.json."""
+    model, output = tmp_path / "model", tmp_path / "output"
+    write(MADE[name], model)
+    whole = open_checkpoint(model)
+    mtp = [layer.index for layer in whole.layers if layer.is_mtp]
+    assert mtp
+    layers = {one.index: Kept(EXPERTS, IDS) for one in whole.layers if not one.is_mtp}
+    request = Request(ModelSource(model, prune=Pruning(layers, tuple(mtp)).record()), output)
+    assert prune(request).complete
+    found = open_checkpoint(output)
+    assert [one.index for one in found.layers] == list(layers)
+    assert found.config.checked.num_mtp_layers == 0
+    start = MADE[name].mtp
+    assert any(one.startswith(start) for one in read_model(model))
+    assert not any(one.startswith(start) for one in read_model(output))
+
+
 @pytest.mark.parametrize("name", HASHED)
 def test_experts_by_token_stay(name: str, tmp_path: Path) -> None:
     write(MADE[name], tmp_path / "model")

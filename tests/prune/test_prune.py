@@ -142,6 +142,68 @@ def test_dry_run(ranking: Path, output: Path, tmp_path: Path) -> None:
     assert "0,2,4,6-7" in ktconv_done(*words)
 
 
+def test_gptq_on_a_text_sees_the_pruned_model(
+    output: Path, kept: Path, tmp_path: Path, torch: Any
+) -> None:
+    """Second moments are those of the experts that stay, in a model without the others."""
+    words = ("quantize-cpu", "--numa=1", "--calibrate", EXAMPLE.parent / "eval.txt")
+    ktconv_done(*words, output, tmp_path / "two")
+    ktconv_done(*words, EXAMPLE, tmp_path / "one", "--prune", kept)
+    one, two = (all_files(tmp_path / name) for name in ("one", "two"))
+    shards = [name for name in two if name.endswith(".safetensors")]
+    assert {name: one[name] for name in shards} == {name: two[name] for name in shards}
+
+
+def test_other_nodes_get_the_ids(kept: Path) -> None:
+    """Not the name of a file."""
+    from ktconv.distributed.requests import decode, source_record
+
+    source = ModelSource(str(EXAMPLE), prune=kept)
+    there = ModelSource(**decode(json.loads(json.dumps(source_record(source)))))
+    assert there.pruning() == source.pruning() and not isinstance(there.prune, Path)
+
+
+def test_gptq_of_llm_compressor(kept: Path, tmp_path: Path) -> None:
+    pytest.importorskip("llmcompressor")
+    result = ktconv("quantize-gpu", EXAMPLE, tmp_path / "none", "--algorithm=gptq", "--prune", kept)
+    assert "--prune cannot be combined with --algorithm gptq" in refused(result)
+
+
+def test_gguf(tmp_path: Path) -> None:
+    """Is read, and not written."""
+    pytest.importorskip("gguf")
+    from helpers.gguf_files import EXPERTS, model
+
+    from ktconv.source.reading.tensors import SourceTensors
+    from ktconv.verify.reading import read_tensor
+
+    path, ids = model(tmp_path, layers=2), (1, 2)
+    record = {"layers": {str(n): {"experts": EXPERTS, "kept": list(ids)} for n in range(2)}}
+    whole, view = (open_checkpoint(ModelSource(path, prune=one)) for one in (None, record))
+    tensors = [SourceTensors(one) for one in (whole, view)]
+    for before, after in zip(whole.layers, view.layers, strict=True):
+        for new, old in enumerate(ids):
+            pairs = zip(tensors[0].expert(before, old), tensors[1].expert(after, new), strict=True)
+            for one, other in pairs:
+                assert one is not None and other is not None
+                assert np.array_equal(one.values(), other.values())
+    for tensor in view.other_tensors:
+        [own] = (one for one in whole.other_tensors if one.name == tensor.name)
+        data = read_tensor(own)
+        if "ffn_gate_inp" in own.name:
+            data = data.reshape(EXPERTS, -1)[list(ids)].reshape(-1)
+        assert np.array_equal(read_tensor(tensor), data)
+    kept = tmp_path / "kept.json"
+    kept.write_text(json.dumps({"kind": "kept experts", "schema": 1, **record}))
+    ktconv_done(
+        "quantize-cpu", path, tmp_path / "out", "--method=int8", "--numa=1", "--prune", kept
+    )
+    result = ktconv("verify", tmp_path / "out", "--source", path, "--level", "weights")
+    assert result.exit_code == 0, result.stdout
+    result = ktconv("prune", path, tmp_path / "none", "--prune", kept)
+    assert "is a GGUF model, which is read and not written" in refused(result)
+
+
 # ---- how many and which ------------------------------------------------------------------
 
 
@@ -508,6 +570,8 @@ def test_compare(output: Path, kept: Path, tmp_path: Path) -> None:
 
 def test_level_model_of_compare(output: Path, tmp_path: Path, torch: Any) -> None:
     """Divergence is that against the whole model."""
+    ktconv_done("quantize-cpu", EXAMPLE, tmp_path / "whole", "--numa=1", "--method=int8")
     words = ("--source", EXAMPLE, "--level", "model", "--windows=1", "--no-speed", "--json")
-    [_, copied] = json.loads(ktconv_done("compare", output, *words))["rows"]
-    assert copied["kl_mean"] > 0.1 and copied["perplexity_increase"] > 0
+    found = json.loads(ktconv_done("compare", output, tmp_path / "whole", *words))
+    _, copied, whole = found["rows"]
+    assert copied["kl_mean"] > 0.1 > whole["kl_mean"] and copied["perplexity_increase"] > 0

@@ -396,6 +396,7 @@ def stats(
     download: bool = False,
     cache_dir: Name | None = None,
     adapter: Name | Iterable[Name] | None = None,
+    prune: Name | None = None,
     config: Name | None = None,
     text: Name | None = None,
     max_tokens: int | None = None,

@@ -33,7 +33,7 @@ _HINTS: Hints = {
 }
 
 
-@reads_source("config", "map", "tower", "prune")
+@reads_source("config", "map", "tower")
 def stats(
     context: typer.Context,
     model: Annotated[

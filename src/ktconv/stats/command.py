@@ -196,7 +196,8 @@ def _prepared(request: StatsRequest) -> Recording:
     pieces, name = open_text(request.text)
     with way_out(_NEWER), running(place):
         adapters, precise = request.source.adapter or (), request.scores is not None
-        recorder = Recorder(place, config, adapters, precise=precise)
+        prune = request.source.prune
+        recorder = Recorder(place, config, adapters, prune=prune, precise=precise)
         _check_choice(recorder.experts, request)
         return recorder.prepare(
             pieces,

@@ -56,8 +56,8 @@ class Recorder:
     """A model whose weights are read layer by layer while a text goes through it.
 
     `model` is a directory, or one GGUF file, whose config.json and tokenizer are those of `config`.
-    `adapters` are those of `ModelSource.adapter`. With `precise` it computes in float32: in bf16 a
-    few tokens choose other experts, which changes scores by up to 1 %.
+    `adapters` and `prune` are those of `ModelSource`. With `precise` it computes in float32: in bf16
+    a few tokens choose other experts, which changes scores by up to 1 %.
     Only headers are read at first. Raises CheckpointError where transformers does not have the
     family or finds no experts in it, UsageError without a tokenizer, PyTorch
     or transformers.
@@ -69,6 +69,7 @@ class Recorder:
         config: Path | None = None,
         adapters: Sequence[str] = (),
         *,
+        prune: Path | Mapping[str, Any] | None = None,
         precise: bool = False,
     ) -> None:
         require_packages()
@@ -81,7 +82,8 @@ class Recorder:
                 f"{model} has no config.json and tokenizer that transformers can load",
                 "give a directory with those of the model: --config DIR",
             )
-        checkpoint = open_checkpoint(ModelSource(model, config, adapter=tuple(adapters)))
+        source = ModelSource(model, config, adapter=tuple(adapters), prune=prune)
+        checkpoint = open_checkpoint(source)
         self._tokenizer = load_tokenizer(checkpoint.side_directory or model, model)
         self._parted = PartedModel(checkpoint, torch.float32 if precise else "auto")
         settings = self._parted.model.config

@@ -37,6 +37,13 @@ def prepare(request: Request) -> Preflight:
             "integers",
             f"use --scheme {' or '.join(GPTQ_SCHEMES)}, or --algorithm rtn",
         )
+    if request.source.prune is not None:
+        raise UsageError(
+            f"--prune cannot be combined with --algorithm {method}: transformers loads the model, "
+            "with all of its experts",
+            "write the pruned checkpoint with ktconv prune, and quantize that; or use --algorithm "
+            "rtn",
+        )
     if request.source.map is not None:
         raise UsageError(
             f"--map cannot be combined with --algorithm {method}: transformers loads the model, "

@@ -116,8 +116,10 @@ class TextCalibration:
         with ExitStack() as stack:
             stack.enter_context(way_out(_WAY_OUT))
             stack.enter_context(running(self._checkpoint.path))
-            checkpoint = self._checkpoint
-            return Recorder(checkpoint.path, self._config, checkpoint.adapters).prepare(
+            checkpoint, pruning = self._checkpoint, self._checkpoint.pruning
+            prune = None if pruning is None else pruning.record()
+            recorder = Recorder(checkpoint.path, self._config, checkpoint.adapters, prune=prune)
+            return recorder.prepare(
                 pieces, MOST_TOKENS, wanted, text=name, max_memory=self._max_memory,
                 work=self._folder,
             )  # fmt: skip
