@@ -1,4 +1,4 @@
-"""Which experts stay: from scores, a number and the rules of routers."""
+"""Chooses the experts that stay: from scores, a number and the rules of routers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _RECORD = "record scores on a longer text: ktconv stats MODEL --text FILE --max-
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How many experts stay, and by what they are chosen. One of `keep`, `ratio` and
+    """Number of experts that stay, and what they are chosen by. One of `keep`, `ratio` and
     `target_size` says how many."""
 
     scores: Path | None = None
@@ -45,7 +45,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class LayerChoice:
-    """What happens to a layer."""
+    """The experts of a layer that stay, and the scores of all."""
 
     layer: int
     kept: Kept
@@ -241,7 +241,7 @@ class _Chooser:
         return Selection(pruning, layers, [*self._notes, *self._rules()])
 
     def _rules(self) -> Iterator[str]:
-        """What is treated in another way than by scores."""
+        """Notes about layers and experts that are not treated by scores."""
         if self._whole:
             indices = format_ranges(sorted(self._whole))
             yield f"layers {indices} choose experts by a table of tokens: all of theirs stay"
@@ -273,7 +273,7 @@ class _Chooser:
             )
 
     def _counts(self) -> dict[int, int]:
-        """How many experts of each layer stay: the same number, as far as layers have it."""
+        """Number of experts that stay, by layer: the same, as far as layers have it."""
         choice = self._choice
         if choice.target_size is not None:
             return self._fitting(choice.target_size)
@@ -421,7 +421,7 @@ class _Chooser:
         return {index: sorted(ids) for index, ids in chosen.items()}
 
     def _total(self) -> int:
-        """How many experts of all layers stay."""
+        """Number of experts of all layers that stay."""
         choice, layers = self._choice, self._pruned
         if choice.target_size is not None:
             return sum(self._fitting(choice.target_size).values())

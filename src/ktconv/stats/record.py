@@ -56,8 +56,8 @@ class Recorder:
     """A model whose weights are read layer by layer while a text goes through it.
 
     `model` is a directory, or one GGUF file, whose config.json and tokenizer are those of `config`.
-    `adapters` and `prune` are those of `ModelSource`. With `precise` it computes in float32: in bf16
-    a few tokens choose other experts, which changes scores by up to 1 %.
+    `adapters` and `prune` are those of `ModelSource`. With `precise` it computes in float32: in
+    bf16, some tokens choose other experts, which changes scores by up to 1 %.
     Only headers are read at first. Raises CheckpointError where transformers does not have the
     family or finds no experts in it, UsageError without a tokenizer, PyTorch
     or transformers.

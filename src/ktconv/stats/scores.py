@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -187,7 +187,7 @@ def read_scores(path: str | Path) -> Scores:
 
 
 def _parsed(data: bytes, path: Path) -> tuple[Mapping[str, Any], Sequence[Any]]:
-    """What the file says of itself, and its layers."""
+    """The head of a file, and its layers."""
     lines = [line for line in data.splitlines() if line.strip()]
     try:
         if lines and _is_line(lines[0]):
@@ -265,12 +265,3 @@ def _origin(path: Path, head: Mapping[str, Any]) -> Origin:
     if type(tokens) is not int or tokens < 1 or not all(isinstance(t, str) for t in texts.values()):
         raise UsageError(f"{path} does not say which model and text its scores are of", AGAIN)
     return Origin(tokens=tokens, **{key: str(text) for key, text in texts.items()})
-
-
-def coverage(scores: Scores) -> Iterator[tuple[int, int, float, int]]:
-    """Of each layer whose tokens are known: its number, the fewest tokens of an expert, their mean,
-    and how many experts got none."""
-    for layer, one in scores.layers.items():
-        if one.tokens is not None:
-            tokens = one.tokens
-            yield layer, int(tokens.min()), float(tokens.mean()), int((tokens == 0).sum())

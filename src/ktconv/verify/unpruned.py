@@ -133,7 +133,7 @@ class Unpruned:
         return asdict(found) | {"perplexity_increase": increase}
 
     def complete(self) -> None:
-        """What was kept is not needed any more."""
+        """Remove the logits and the state of the pass."""
         self._pass.complete()
 
     def __enter__(self) -> Unpruned:

@@ -45,7 +45,7 @@ LEVELS_WITH_MODEL_CODE = ("layers", "model")
 
 
 class ModelLevel(Protocol):
-    """What level model is, of any kind of output."""
+    """Interface of level model, for any kind of output."""
 
     def __init__(self, output: Any, request: VerifyRequest, findings: Findings) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Which experts of each layer stay: the file of --prune, and its record in manifests.
+"""The experts of each layer that stay: the file of --prune, and its record in manifests.
 
     {"kind": "kept experts", "schema": 1, "layers": {"3": {"experts": 16, "kept": [0, 2, 5]}},
      "left_out": [4]}

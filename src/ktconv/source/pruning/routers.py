@@ -1,4 +1,4 @@
-"""The tensors beside experts that have a row, a column or a number for each of them."""
+"""The tensors next to experts that have a row, a column or a number for each of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Routers:
         )
 
     def spec(self, layer: MoELayer) -> RouterSpec | None:
-        """What the layer's router computes; None where that is not known."""
+        """The rule of the layer's router; None where it is not known."""
         names = self._names(layer).router
         try:
             corrected = self._first(names.correction) is not None
@@ -107,7 +107,7 @@ class Routers:
         return RouterCut(weight, fitting[0], rows, stay)
 
     def _check_plain(self, weight: TensorRef) -> None:
-        """CheckpointError for a router in an encoding whose rows have scales beside them."""
+        """CheckpointError for a router in an encoding whose rows have scales of their own."""
         parts = self._weights.find(weight.name)
         if parts is None or weight.file.suffix == ".gguf":
             return

@@ -17,7 +17,7 @@ _CONVERT = "convert it with --prune FILE, where FILE is what ktconv prune --writ
 
 
 def expert_tensors(view: PrunedView) -> Mapping[int, Sequence[Named]]:
-    """By layer, all tensors under the name of its experts, also those that no conversion reads.
+    """All tensors under the names of experts, by layer, also those that no conversion reads.
 
     CheckpointError for a tensor of which no part can be said to be an expert's, and for models
     whose tensors have not the names that are written: GGUF, with a map, with adapters.
@@ -47,7 +47,7 @@ def expert_tensors(view: PrunedView) -> Mapping[int, Sequence[Named]]:
 
 
 def _cut(view: PrunedView, layer: MoELayer, tensor: TensorRef) -> list[Named]:
-    """What stays of a tensor: nothing, or one."""
+    """The part of a tensor that stays; an empty list for one of an expert that goes."""
     kept = view.kept(layer)
     words = tensor.name.removeprefix(f"{layer.source}.").split(".")
     if any(word.isdecimal() for word in words[:2]):

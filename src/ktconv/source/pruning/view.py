@@ -46,7 +46,7 @@ class PrunedView:
         self.groups = self._groups()
 
     def kept(self, layer: MoELayer) -> Kept:
-        """Which experts of a layer stay."""
+        """The experts of a layer that stay."""
         everything = Kept(len(layer.experts), tuple(range(len(layer.experts))))
         return self.pruning.layers.get(layer.index, everything)
 

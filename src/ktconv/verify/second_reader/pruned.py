@@ -1,4 +1,4 @@
-"""Where the tensors of a pruned output are in its source, by the ids that the manifest records.
+"""Finds the tensors of a pruned output in its source, by the ids that the manifest records.
 
 Written from the description of the record (docs/pruning.md), without the code that cuts: a name
 has the new number of an expert, whose old one is at that place of the list; of tensors that differ

@@ -141,7 +141,7 @@ def _verification(request: CompareRequest, output: Path) -> VerifyRequest:
 
 
 def _kinds(checkpoint: Checkpoint) -> dict[int, object]:
-    """What the layers of a checkpoint have in common, or not."""
+    """Dimensions and encoding of each layer, equal for layers that are alike."""
     return {
         layer.index: (
             layer.hidden_size,
