@@ -147,7 +147,7 @@ def test_nvfp4_has_both_levels_of_scales_in_one(make: Make) -> None:
     [
         ({"ranks": 0}, "gpu_tp_count must be 1 or more"),
         ({"ranks": 3}, "must have the addresses of 3 ranks, not 1"),
-        ({"expert": EXPERTS}, f"expert_id is {EXPERTS}, but the layer has {EXPERTS}"),
+        ({"expert": EXPERTS}, f"expert_id is {EXPERTS}, but the layer has {EXPERTS} experts"),
         ({"expert": -1}, "expert_id must be 0 or more"),
         ({"w13": [0]}, "w13_weight_ptrs has the address 0"),
         ({"w13_scale": [8]}, "written as BF16, which has no scales"),

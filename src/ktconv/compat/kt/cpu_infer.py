@@ -64,19 +64,19 @@ class CPUInfer:
             self._pending.popleft().result()
 
     def submit_with_cuda_stream(self, stream: int, task: Task) -> None:
-        """As `submit`, of tasks whose inputs are in host memory already. UsageError for a stream:
-        `KTMoEWrapper` waits for the copies of its inputs itself."""
+        """Queues a task whose inputs are in host memory already. UsageError for another stream than
+        0: `KTMoEWrapper` waits for the copies of its inputs itself."""
         _expect_no_stream(stream)
         self.submit(task)
 
     def sync_with_cuda_stream(self, stream: int, allow_n_pending: int = 0) -> None:
-        """As `sync`. UsageError for a stream."""
+        """Waits as `sync` does. UsageError for another stream than 0."""
         _expect_no_stream(stream)
         self.sync(allow_n_pending)
 
 
 def _nothing() -> None:
-    """What is done after all that was submitted before."""
+    """Does nothing, after all that was submitted before."""
 
 
 def _pool_of(config: WorkerPoolConfig, parts: int) -> Pool:

@@ -48,7 +48,9 @@ def checked_buffers(experts: Experts, ranks: object, slot: object, *given: objec
     count = whole("gpu_tp_count", ranks, 1)
     found = whole("expert_id", slot, 0)
     if found >= experts.count:
-        raise UsageError(f"expert_id is {found}, but the layer has {experts.count} experts")
+        raise UsageError(
+            f"expert_id is {found}, but the layer has {counted(experts.count, 'expert')}"
+        )
     if experts.layer.expert(0, found) is None:
         raise UsageError(f"expert {found} has no weights here")
     names = ("w13_weight_ptrs", "w13_scale_ptrs", "w2_weight_ptrs", "w2_scale_ptrs")

@@ -174,7 +174,7 @@ class MoE:
     ) -> None:
         tokens, hidden = int(_memory(batch, torch.int32, (1,))[0]), self._settings.hidden
         if tokens < 0:
-            raise UsageError(f"batch_size says {tokens} tokens")
+            raise UsageError(f"batch_size points to {tokens}, which is no number of tokens")
         out, mask = _memory(y, torch.bfloat16, (tokens, hidden)), self._config.gpu_experts_mask
         self.layer(
             _memory(x, torch.bfloat16, (tokens, hidden)),

@@ -30,7 +30,7 @@ KTArtifactError = KtconvError
 
 @dataclass(frozen=True)
 class Runtime:
-    """What kernels of fine-tuning are there."""
+    """The kernels that a method of fine-tuning uses."""
 
     cpu_variant: str
     kernel: str

@@ -1,4 +1,4 @@
-"""What kt_kernel says of its kernels, as programs ask for it before they choose a method."""
+"""Facts about kernels under the names of kt_kernel, as programs ask for them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ktconv.native.levels import isa_available
 
 _BEST = isa_available()[-1]
-# kt_kernel's names of CPU variants, and of what multiplies INT8; ours compute everywhere.
+# kt_kernel's names of CPU variants and INT8 kernels; ours compute on every CPU.
 _VARIANTS = {
     "amx": ("amx", "amx-int8"),
     "avx512": ("avx512_bf16", "avx512-vnni"),
