@@ -109,7 +109,7 @@ def test_bytes_are_those_of_the_checkpoint(make: Make, kind: str, parts: int, ra
 def test_integers_with_a_scale_per_row_are_written_as_bf16(make: Make, method: str) -> None:
     wrapper = make(stacks(3), method=method)
     dense = {
-        name: [torch.from_numpy(stream.values()).bfloat16()]
+        name: [torch.from_numpy(stream.values()).bfloat16()]  # type: ignore[union-attr]
         for name, stream in zip(NAMES, wrapper.layer.packed.streams(2), strict=True)
     }
     expected = wanted(dense, 0, 4)
@@ -156,7 +156,14 @@ def test_nvfp4_has_both_levels_of_scales_in_one(make: Make) -> None:
 )
 def test_what_does_not_fit_is_refused(make: Make, change: dict[str, Any], message: str) -> None:
     wrapper = make(stacks(5), method="AMXINT8")
-    own = {"ranks": 1, "expert": 0, "w13": [8], "w13_scale": [0], "w2": [8], "w2_scale": [0]}
+    own: dict[str, Any] = {
+        "ranks": 1,
+        "expert": 0,
+        "w13": [8],
+        "w13_scale": [0],
+        "w2": [8],
+        "w2_scale": [0],
+    }
     with pytest.raises(UsageError, match=message):
         wrapper.submit_write_weight_scale_to_buffer(*(own | change).values())
     wrapper.sync_write_weight_scale_to_buffer()
