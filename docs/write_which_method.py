@@ -425,9 +425,9 @@ TRAPS = """\
 PRUNED = """\
 ## With fewer experts
 
-Where the size is still too large, experts can be dropped (`ktconv prune`, or `--prune FILE` with the command above):
-sizes of its experts when a quarter or half of each layer go. What that loses, [measured](pruning.md), is more than what
-another format of 4 bits loses: take the smallest right format first.
+Where the size is still too large, experts can be dropped (`ktconv prune`, or `--prune FILE` with
+the command above): sizes of the experts when a quarter or half of each layer go. That loses more
+than another format of 4 bits ([measured](pruning.md)): take the smallest right format first.
 
 """
 

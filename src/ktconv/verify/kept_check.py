@@ -74,7 +74,7 @@ class KeptCheck:
                 yield (row * self.origin.parts + index) * inner, inner
 
     def _place(self, done: int) -> str:
-        """The first index of the output that differs, and the one of the source that it should be."""
+        """The first index of the output that differs, and the source's that it should be."""
         assert self.origin is not None
         if self.origin.axis is None:
             return ""

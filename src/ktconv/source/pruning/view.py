@@ -1,7 +1,7 @@
 """A checkpoint with fewer experts: the view of a source through a `Pruning`.
 
 Experts that stay have new numbers, in the order of their old ones; rows of routers and what stands
-beside them are cut in *made files* (`ktconv.source.reading.sliced`), and config.json has the new
+next to them are cut in *made files* (`ktconv.source.reading.sliced`), and config.json has the new
 counts. Whatever reads the checkpoint reads these.
 """
 
