@@ -29,6 +29,7 @@ READ = {
     "inspect": {"--config", "--map"},
     "merge": {"layers_dir", "--config", "--map"},
     "plan": {"--load", "--config", "--map"},
+    "prune": {"--scores"},
     "push": {"output"},
     "quantize-cpu": {
         "--recipe", "--config", "--map", "--calibrate", "--experts", "--exclude-experts",
@@ -44,6 +45,7 @@ READ = {
 FILLED = {
     "compare": {"--cache-dir"},
     "merge": {"output"},
+    "prune": {"output"},
     "quantize-cpu": {"output", "--cache-dir", "--ray-scratch"},
     "quantize-gpu": {"output", "--cache-dir", "--ray-scratch"},
     "reshard": {"output"},
@@ -69,6 +71,8 @@ FILES = (
     Written("stats", "--placement", ".pt", ("stats", "COUNTS"), ()),
     Written("stats", "--trace", ".safetensors", ("stats", "MODEL")),
     Written("stats", "--importance", ".safetensors", ("stats", "MODEL")),
+    Written("stats", "--scores", ".json", ("stats", "MODEL")),
+    Written("prune", "--write", ".json", ("prune", "MODEL", "--scores", "COUNTS", "--keep", "2")),
     Written(
         "quantize-cpu", "--write-recipe", ".toml",
         ("quantize-cpu", "MODEL", "OTHER", "--target-bits", "5", "--dry-run"), ("MODEL",),
@@ -120,12 +124,14 @@ def test_files_that_options_name_are_written_in_one_way() -> None:
         "conversion/run.py",  # README.md of an output
         "distributed/conversion.py",  # a file that nodes look for
         "distributed/units.py",  # likewise
+        "model/streamed/parts.py",  # config.json, in a temporary directory
         "model/streamed/states.py",  # of a pass
         "source/remote/mirror.py",  # a cache
         "stats/hessian.py",  # a directory, which `check_written_directory` checks
         "stats/importance.py",  # of `importance_file`
         "system/files.py",
         "train/adapters.py",  # a directory that a program names
+        "verify/unpruned.py",  # of a pass
         "verify/card.py",  # README.md of an output
         "writer/journal.py", "writer/manifest.py", "writer/metadata.py",
         "writer/option_files.py", "writer/pictures.py",
