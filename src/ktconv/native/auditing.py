@@ -47,7 +47,7 @@ _kept = threading.local()
 
 
 def _scratch(cols: int) -> Array:
-    """This thread's, for the columns of its last call."""
+    """Scratch of this thread, kept for the columns of its last call."""
     if getattr(_kept, "cols", -1) != cols:
         _kept.cols, _kept.scratch = cols, new_scratch(cols)
     found: Array = _kept.scratch

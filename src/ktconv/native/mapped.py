@@ -27,8 +27,8 @@ class Mapped:
 
 
 def map_file(descriptor: int, nbytes: int, offset: int) -> Mapped | None:
-    """`nbytes` from `offset` on of an open file, where they are worth it; None: they must be read,
-    which also tells what is wrong with them."""
+    """Map `nbytes` from `offset` on of an open file, where they are worth it; None: they must be
+    read, which also tells what is wrong with them."""
     if nbytes < MAPPED_FROM:
         return None
     mapping = ffi.new("kt_mapped *")

@@ -40,7 +40,7 @@ class Staging(Protocol):
         """Read back what was written."""
 
     def mapped(self, name: str, nbytes: int, offset: int) -> Mapped | None:
-        """What was written as memory, as the system has it now; None: it must be read."""
+        """Map what was written, as the system has it now; None: it must be read."""
 
     def commit(self) -> list[dict[str, object]]:
         """Make everything durable and final; the journal's record of each file."""

@@ -132,7 +132,7 @@ class MatrixCheck:
         self.judge(found, source, start, packed)
 
     def judge(self, found: native.Audit, source: native.Matrix, start: int, packed: Packed) -> None:
-        """The same, of what an audit of these rows by `choice` found."""
+        """Compare as `compare`, given what an audit of these rows by the proof's choice found."""
         fmt = self._fmt
         allowed = allowed_scales(fmt, found, source, self._proof)
         self.kept_rows += allowed.kept
