@@ -28,6 +28,7 @@ static atomic_int used;
 static pthread_mutex_t taking_over = PTHREAD_MUTEX_INITIALIZER;
 static struct sigaction before; /* whose handler got SIGBUS until ours did */
 static atomic_uintptr_t page_size;
+static atomic_int handed_on; /* a SIGBUS went to that handler, since ours was there last */
 
 /* Zeros in place of the pages from `address` on; 0: they are not ours. */
 static int put_zeros(uintptr_t address) {
@@ -47,7 +48,6 @@ static int put_zeros(uintptr_t address) {
 /* Returning repeats the instruction: with zeros there it goes on, else the SIGBUS comes again and
  * meets the handler before ours, or, where that one hands it back to us, the end of the process. */
 static void on_bus_error(int number, siginfo_t *about, void *context) {
-  static atomic_int handed_on;
   (void)context;
   if (about->si_code > 0 && put_zeros((uintptr_t)about->si_addr)) return;
   struct sigaction end = {.sa_handler = SIG_DFL};
@@ -64,6 +64,7 @@ static int take_over(void) {
   int taken = sigaction(SIGBUS, NULL, &now) == 0;
   if (taken && !((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == on_bus_error)) {
     before = now;
+    atomic_store(&handed_on, 0);
     sigemptyset(&ours.sa_mask);
     taken = sigaction(SIGBUS, &ours, NULL) == 0;
   }
