@@ -164,7 +164,7 @@ class MergedFiles(FileStore):
             target[low - start : high - start] = piece
 
     def _scales(self, made: _Made) -> tuple[U8, F32]:
-        """Of a matrix with codes: see `EncodedSums.scales`."""
+        """Scales of a matrix with FP8 codes, as `EncodedSums.scales` returns them."""
         step = max(1, _PIECE_BYTES // (8 * made.matrix.cols) // _ROWS) * _ROWS
 
         def pieces() -> Iterator[tuple[range, F32]]:
