@@ -44,7 +44,7 @@ static kt_weighted weighted_of(const kt_forward_run *f, const kt_expert *e, int6
                        .token = route->token + slot,
                        .fresh = route->fresh + slot,
                        .y = f->parts[part].partial + strip * KT_STRIP,
-                       .stride = f->run.moe->hidden};
+                       .stride = f->partial_stride};
 }
 
 static void add_weighted(void *context, int64_t first, int64_t end) {

@@ -29,6 +29,8 @@ enum {
   BLOCK_SIZE = 1024 * 1024,    /* bytes of activation rows of a streamed block, which stay in L2 */
   SUMS = 4 * KT_STREAM_TOKENS, /* of 32 rows, of a thread */
   BLOCK_STEP = 32,             /* tokens */
+  APART = KT_STRIP,            /* floats between rows of y, which else lie whole pages apart, in the
+                                  same few lines of L1 */
   DOWN_RUNS = 8                /* of a thread's share of the second step, about */
 };
 
@@ -82,7 +84,8 @@ static void lay_out_parts(kt_arena *a, kt_forward_run *f, int64_t slots, int the
   const kt_run *const r = &f->run;
   int64_t threads = 1;
   for (int64_t t = 0; t < r->team_count; t++) threads = kt_larger(threads, kt_team_threads(r, t));
-  f->partial_size = r->tokens * r->moe->hidden;
+  f->partial_stride = r->moe->hidden + APART;
+  f->partial_size = r->tokens * f->partial_stride;
   float *const partial = kt_take(a, r->moe->parts * f->partial_size, sizeof *partial);
   const int64_t most = most_groups(r, slots);
   kt_group *const groups = kt_take(a, r->moe->parts * most, sizeof *groups);
@@ -195,9 +198,9 @@ static void finish(kt_forward_run *f, kt_worker *w) {
     for (int64_t i = first; i < first + count; i++) {
       const int64_t token = f->run.first_token + i;
       for (int64_t p = 0; !f->run.route.used[i] && p < f->run.moe->parts; p++)
-        memset(f->parts[p].partial + i * hidden, 0, (size_t)hidden * sizeof(float));
-      f->epilogue->sum(f->parts[0].partial + i * hidden, f->run.moe->parts, f->partial_size,
-                       f->add ? f->add + token * hidden : NULL, hidden, w->values);
+        memset(f->parts[p].partial + i * f->partial_stride, 0, (size_t)hidden * sizeof(float));
+      f->epilogue->sum(f->parts[0].partial + i * f->partial_stride, f->run.moe->parts,
+                       f->partial_size, f->add ? f->add + token * hidden : NULL, hidden, w->values);
       kt_rows_store(f->y_dtype, w->values, hidden, f->y + (size_t)token * f->y_size);
     }
 }

@@ -75,7 +75,7 @@ typedef struct kt_forward_run {
   int64_t least_tokens; /* of one that is streamed */
   int64_t down_strips;  /* of an item */
   int64_t down_together;
-  int64_t x_stride, mid_stride, partial_size;
+  int64_t x_stride, mid_stride, partial_stride, partial_size;
   kt_decode_rows_fn *read;
   kt_matrix x; /* of the whole call, to be rounded to bf16 */
   const float *add;
