@@ -77,17 +77,6 @@ KT_INLINE void stream(const int bits, kt_amx_unpack_fn *unpack_part, const kt_we
                        beside);
 }
 
-static void round_row(const uint8_t *row, int64_t cols, int64_t group, uint8_t *out) {
-  const float *const scales = kt_group_x_scale(row, cols);
-  for (int64_t k = 0; k < cols; k += 16) {
-    const __m128i codes = _mm_loadu_si128((const __m128i *)(const void *)(row + k));
-    const __m512 numbers = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
-    const __m512 scale = _mm512_set1_ps(scales[k / group]);
-    _mm256_storeu_si256((__m256i *)(void *)(out + 2 * k),
-                        (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(numbers, scale)));
-  }
-}
-
 #define DEFINE(format, bits)                                                                       \
   KT_INLINE void unpack_##format(kt_amx_codes codes, uint8_t *tiles, const int part) {             \
     unpack(bits, codes, tiles, part);                                                              \
@@ -97,7 +86,7 @@ static void round_row(const uint8_t *row, int64_t cols, int64_t group, uint8_t *
     stream(bits, unpack_##format, w, strip, x, stride, tokens, beside, out);                       \
     *sums = kt_sums_of(out, tokens);                                                               \
   }                                                                                                \
-  const kt_rounded kt_##format##_rounded_amx = {stream_##format, round_row, 64};
+  const kt_rounded kt_##format##_rounded_amx = {stream_##format, 64};
 
 DEFINE(gint4, 4)
 DEFINE(gint8, 8)

@@ -34,8 +34,6 @@ enum {
 
 /* ---- Scratch -------------------------------------------------------------- */
 
-static int64_t bf16_stride(int64_t cols) { return (int64_t)kt_rows_stride(KT_ROWS_BF16, cols, 0); }
-
 static void lay_out_team(kt_arena *a, const kt_forward_run *f, kt_team *t, int64_t slots) {
   uint8_t *x_rows = kt_take(a, f->run.tokens, (size_t)f->x_stride);
   float *middle = kt_take(a, slots * f->run.width, sizeof *middle);
@@ -50,20 +48,16 @@ _Static_assert(2 * KT_MAX_PRODUCTS <= SUMS, "sums of products in calls have room
 
 static void lay_out_worker(kt_arena *a, const kt_forward_run *f, kt_worker *w) {
   const int64_t most = kt_larger(KT_MAX_TOKENS, f->most_tokens);
-  const int64_t longest = kt_larger(f->run.moe->hidden, f->run.width);
   uint8_t *const gather = kt_take(a, most, (size_t)f->x_stride);
   float *const sums = kt_take(a, SUMS * KT_STRIP, sizeof(float));
   uint8_t *const panel = kt_take(a, 1, KT_PANEL_SIZE);
   uint8_t *const ring = kt_take(a, 1, KT_BESIDE_RING + KT_BESIDE_SPARE);
   float *const values = kt_take(a, f->run.moe->hidden, sizeof(float));
-  /* Of the format's kind, which takes no more than one of bf16. */
-  uint8_t *const row = kt_take(a, f->rounded != NULL, (size_t)bf16_stride(longest));
   if (w)
     *w = (kt_worker){.gather = gather,
                      .sums = sums,
                      .panel = panel,
                      .values = values,
-                     .row = row,
                      .gathered = -1,
                      .beside = kt_beside_of(ring, ring + KT_BESIDE_RING),
                      .activate = f->activate,
@@ -120,36 +114,28 @@ static size_t lay_out(kt_forward_run *f, uint8_t *memory) {
 
 /* ---- Steps of a team ------------------------------------------------------ */
 
-/* An activation row for the products. Returns it as the format has it, unrounded. */
-static const uint8_t *make_row(const kt_forward_run *f, const kt_worker *w, int64_t cols,
-                               const float *values, uint8_t *row) {
-  const int64_t group = f->run.moe->layout.group;
-  uint8_t *const own = f->rounded ? w->row : row;
-  kt_rows_quantize(f->run.format->rows_kind, cols, group, values, own);
-  if (f->rounded) f->rounded->row(own, cols, group, row);
-  return own;
-}
-
 static void make_x_rows(const kt_forward_run *f, kt_team *t, kt_worker *w) {
   const int64_t hidden = f->run.moe->hidden;
   for (int64_t first, count; kt_share_take(&t->rows, &first, &count);)
     for (int64_t token = first; token < first + count; token++) {
       f->read(&f->x, f->run.first_token + token, 1, w->values, hidden);
-      make_row(f, w, hidden, w->values, t->x_rows + token * f->x_stride);
+      kt_rows_quantize(f->rows_kind, hidden, f->run.moe->layout.group, w->values,
+                       t->x_rows + token * f->x_stride);
     }
 }
 
-static void make_mid_row(const kt_forward_run *f, const kt_team *t, const kt_worker *w,
-                         const kt_group *g, int64_t part, int64_t slot) {
+static void make_mid_row(const kt_forward_run *f, const kt_team *t, const kt_group *g, int64_t part,
+                         int64_t slot) {
   const int64_t width = f->run.width, at = slot - g->slot;
   const float *const middle = t->middle + at * width;
-  const uint8_t *const row = make_row(f, w, width, middle, t->mid_rows + at * f->mid_stride);
+  uint8_t *const row = t->mid_rows + at * f->mid_stride;
+  kt_rows_quantize(f->rows_kind, width, f->run.moe->layout.group, middle, row);
   kt_adapted_middle(&f->adapted, &f->run, &t->adapted, part, slot, g->slot, middle, row);
 }
 
 static void make_mid_rows(kt_forward_run *f, kt_team *t, kt_worker *w, kt_group *g, int64_t part) {
   kt_cursor cursor = kt_cursor_of(g->middle, t->threads, w->rank);
-  for (int64_t i; kt_cursor_take(&cursor, &i);) make_mid_row(f, t, w, g, part, g->slot + i);
+  for (int64_t i; kt_cursor_take(&cursor, &i);) make_mid_row(f, t, g, part, g->slot + i);
 }
 
 /* With LoRA of down: also A h, of some slots of an expert. */
@@ -165,7 +151,7 @@ static void make_down_rows(kt_forward_run *f, kt_team *t, kt_worker *w, kt_group
     const int64_t all = f->run.route.start[active + 1] - start;
     const int64_t slot = start + all * piece / g->pieces;
     const int64_t count = start + all * (piece + 1) / g->pieces - slot;
-    for (int64_t k = slot; k < slot + count; k++) make_mid_row(f, t, w, g, part, k);
+    for (int64_t k = slot; k < slot + count; k++) make_mid_row(f, t, g, part, k);
     if (count && kt_adapts(&f->adapted.adapter, KT_DOWN))
       kt_adapted_down_rows(&f->adapted, &f->run, &t->adapted, &w->lora, &own, w->panel, part,
                            active, slot, count);
@@ -348,18 +334,16 @@ static kt_forward_run start(const kt_moe *moe, kt_low_rank low_rank, int saves, 
   if (lora || saves) f.adapted.adapter = kt_adapter_of(moe, lora);
   f.served = kt_served_of(low_rank.adapters);
   f.product = kt_format_product(f.run.format);
-  f.x_stride = (int64_t)kt_rows_stride(f.run.format->rows_kind, moe->hidden, moe->layout.group);
-  f.mid_stride = (int64_t)kt_rows_stride(f.run.format->rows_kind, f.run.width, moe->layout.group);
+  const kt_rounded *const rounded = lora ? kt_rounded_best(&moe->layout) : NULL;
+  f.rows_kind = rounded ? KT_ROWS_BF16 : f.run.format->rows_kind;
+  f.x_stride = (int64_t)kt_rows_stride(f.rows_kind, moe->hidden, moe->layout.group);
+  f.mid_stride = (int64_t)kt_rows_stride(f.rows_kind, f.run.width, moe->layout.group);
   f.adapted.saves = saves;
   /* Products of B go beside a stream only where they have a stream of their own. */
   const int beside = !(lora || saves) || f.adapted.adapter.add_beside;
   f.stream = beside ? kt_format_stream(f.run.format) : NULL;
   f.least_tokens = kt_least_streamed(&moe->layout);
-  f.rounded = lora ? kt_rounded_of(&moe->layout, kt_isa_active()) : NULL;
-  if (f.rounded) {
-    f.stream = f.rounded->stream, f.least_tokens = 1;
-    f.x_stride = bf16_stride(moe->hidden), f.mid_stride = bf16_stride(f.run.width);
-  }
+  if (rounded) f.stream = rounded->stream, f.least_tokens = 1;
   f.most_tokens = f.stream ? block_tokens(f.x_stride) : KT_MAX_TOKENS;
   return f;
 }

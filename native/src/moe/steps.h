@@ -42,7 +42,6 @@ typedef struct kt_worker {
   float *sums;      /* [2][KT_MAX_PRODUCTS][KT_STRIP], or [4][KT_STREAM_TOKENS][KT_STRIP] */
   uint8_t *panel;   /* KT_PANEL_SIZE */
   float *values;    /* one row of x or y as binary32 */
-  uint8_t *row;     /* of x or the middle, to be rounded to bf16 */
   uint8_t *ring;    /* KT_BESIDE_RING + KT_BESIDE_SPARE */
   int64_t gathered; /* first slot, or -1 */
   int64_t rank;     /* in the team */
@@ -64,8 +63,8 @@ typedef struct kt_forward_run {
   kt_run run;
   const kt_epilogue *epilogue;
   kt_product_fn *product;
-  kt_stream_fn *stream;      /* NULL: no products are streamed */
-  const kt_rounded *rounded; /* whose stream it is, or NULL */
+  kt_stream_fn *stream; /* NULL: no products are streamed */
+  kt_rows_kind rows_kind;
   kt_activate_fn *activate;
   kt_share finish;
   kt_team *teams;
