@@ -288,7 +288,8 @@ size_t kt_train_scratch_size(const kt_moe *moe, const kt_lora *lora, int64_t tok
  * kt_train_saved_size() bytes, 64-byte aligned, for one backward or several: gate and up before
  * their function, in bf16, A x and A h, and where products read int8, the codes of h. call->add
  * must be NULL. LoRA reads x and the middle in bf16; A x is rounded to bf16, products are summed in
- * binary32. */
+ * binary32. With LoRA, AMX multiplies integers in groups of up to 64 columns as bf16: codes times
+ * scales, rounded, by activations that are not quantized. What is saved is for the same level. */
 kt_status kt_train_forward(const kt_moe *moe, const kt_lora *lora, kt_pool *pool,
                            const kt_moe_call *call, void *saved, void *scratch,
                            size_t scratch_size);

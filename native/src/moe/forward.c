@@ -123,7 +123,7 @@ static void make_x_rows(const kt_forward_run *f, kt_team *t, kt_worker *w) {
   for (int64_t first, count; kt_share_take(&t->rows, &first, &count);)
     for (int64_t token = first; token < first + count; token++) {
       f->read(&f->x, f->run.first_token + token, 1, w->values, hidden);
-      kt_rows_quantize(f->run.format->rows_kind, hidden, f->run.moe->layout.group, w->values,
+      kt_rows_quantize(f->rows_kind, hidden, f->run.moe->layout.group, w->values,
                        t->x_rows + token * f->x_stride);
       if (t == f->teams) kt_served_row(&f->run, &f->served, token, w->values);
     }
@@ -134,7 +134,7 @@ static void make_mid_row(const kt_forward_run *f, const kt_team *t, const kt_gro
   const int64_t width = f->run.width, at = slot - g->slot;
   const float *const middle = t->middle + at * width;
   uint8_t *const row = t->mid_rows + at * f->mid_stride;
-  kt_rows_quantize(f->run.format->rows_kind, width, f->run.moe->layout.group, middle, row);
+  kt_rows_quantize(f->rows_kind, width, f->run.moe->layout.group, middle, row);
   kt_adapted_middle(&f->adapted, &f->run, &t->adapted, part, slot, g->slot, middle, row);
 }
 
@@ -339,13 +339,16 @@ static kt_forward_run start(const kt_moe *moe, kt_low_rank low_rank, int saves, 
   if (lora || saves) f.adapted.adapter = kt_adapter_of(moe, lora);
   f.served = kt_served_of(low_rank.adapters);
   f.product = kt_format_product(f.run.format);
-  f.x_stride = (int64_t)kt_rows_stride(f.run.format->rows_kind, moe->hidden, moe->layout.group);
-  f.mid_stride = (int64_t)kt_rows_stride(f.run.format->rows_kind, f.run.width, moe->layout.group);
+  const kt_rounded *const rounded = lora ? kt_rounded_best(&moe->layout) : NULL;
+  f.rows_kind = rounded ? KT_ROWS_BF16 : f.run.format->rows_kind;
+  f.x_stride = (int64_t)kt_rows_stride(f.rows_kind, moe->hidden, moe->layout.group);
+  f.mid_stride = (int64_t)kt_rows_stride(f.rows_kind, f.run.width, moe->layout.group);
   f.adapted.saves = saves;
   /* Products of B go beside a stream only where they have a stream of their own. */
   const int beside = !(lora || saves) || f.adapted.adapter.add_beside;
   f.stream = beside ? kt_format_stream(f.run.format) : NULL;
   f.least_tokens = kt_least_streamed(&moe->layout);
+  if (rounded) f.stream = rounded->stream, f.least_tokens = 1;
   f.most_tokens = f.stream ? block_tokens(f.x_stride) : KT_MAX_TOKENS;
   return f;
 }

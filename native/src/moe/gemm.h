@@ -90,6 +90,16 @@ typedef void kt_adding_stream_fn(const kt_weight *w, int64_t strip, const uint8_
 kt_stream_fn *kt_format_stream(const kt_weight_format *format);
 int64_t kt_least_streamed(const kt_layout *layout);
 
+/* Products of BF16 rows with weights rounded to bf16, where AMX takes less time for them than for
+ * integers whose groups have scales: what fine-tuning with LoRA multiplies with. */
+typedef struct kt_rounded {
+  kt_stream_fn *stream;
+  int64_t most; /* columns of a group: of more, integers take no longer */
+} kt_rounded;
+
+/* The cell of a layout for the level in use, or NULL. */
+const kt_rounded *kt_rounded_best(const kt_layout *layout);
+
 /* From how many tokens on AMX is faster than AVX-512. */
 int64_t kt_least_tokens(const kt_layout *layout);
 

@@ -65,6 +65,7 @@ typedef struct kt_forward_run {
   const kt_epilogue *epilogue;
   kt_product_fn *product;
   kt_stream_fn *stream; /* NULL: no products are streamed */
+  kt_rows_kind rows_kind;
   kt_activate_fn *activate;
   kt_share finish;
   kt_team *teams;
