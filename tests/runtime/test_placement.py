@@ -23,7 +23,7 @@ from ktconv.errors import ResourceError, UsageError
 from ktconv.native import Gathered
 from ktconv.runtime import MoELayer, Pool
 from ktconv.runtime.memory import needs
-from ktconv.runtime.memory.needs import part_nodes
+from ktconv.runtime.memory.needs import part_nodes, readers
 from ktconv.system import blocks, machine
 from ktconv.system import nodes as numa
 from ktconv.system.machine import Cpu
@@ -166,7 +166,29 @@ def test_fewer_parts_than_nodes_is_said(tmp_path: Path, two_nodes: Pool) -> None
     convert(EXAMPLE, tmp_path / "out", method="int8", numa=1)
     with pytest.warns(UserWarning, match="is cut into 1 part, but threads of 2 NUMA nodes"):
         layer = MoELayer.load(tmp_path / "out", pool=two_nodes)
-    assert part_nodes(1, two_nodes) == [None] and layer.memory.pages == 0
+    assert part_nodes(1, two_nodes) == [None]
+    layer.touch()  # all is on node 0, where one of the two threads is
+    assert layer.memory.pages > 100 and layer.memory.local_share == pytest.approx(0.5, abs=0.01)
+
+
+def test_threads_that_are_not_placed_read_from_all_nodes(output: Path, two_nodes: Pool) -> None:
+    with Pool(1) as pool:
+        assert not pool.placed and readers(2, pool) == [{0: 0.5, 1: 0.5}] * 2
+        layer = MoELayer.load(output, pool=pool)
+        assert layer.memory.pages == 0 and layer.memory.local_share is None  # nothing was read
+        layer.touch()
+        assert layer.memory.local_share == pytest.approx(0.5, abs=0.01)
+
+
+def test_shares_of_nodes_with_different_numbers_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = machine.topology()[0].number
+    made = [Cpu(cpu, node, core) for core, node in enumerate([0, 0, 0, 2, 5])]
+    monkeypatch.setattr(machine, "topology", lambda: made)
+    with Pool(5) as pool:
+        assert pool.threads_of == [3, 1, 1]
+        assert readers(1, pool) == [{0: 0.6, 2: 0.2, 5: 0.2}]
+        assert readers(2, pool) == [{0: 0.75, 2: 0.25}, {5: 1.0}]
+        assert readers(4, pool) == [{0: 1.0}, {0: 1.0}, {2: 1.0}, {5: 1.0}]
 
 
 @pytest.mark.parametrize(

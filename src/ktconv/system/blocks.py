@@ -17,6 +17,7 @@ import stat
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,23 +89,38 @@ def _count(path: Path) -> int:
     return int(text) if text.isdigit() else 0
 
 
-_HUGE = ("AnonHugePages", "FilePmdMapped", "ShmemPmdMapped", "Private_Hugetlb", "Shared_Hugetlb")
+_TRANSPARENT = ("AnonHugePages", "FilePmdMapped", "ShmemPmdMapped")
+_RESERVED = ("Private_Hugetlb", "Shared_Hugetlb")
 
 
-def huge_bytes(ranges: native.Ranges) -> int:
+@dataclass(frozen=True, slots=True)
+class HugeBytes:
+    """Bytes on huge pages."""
+
+    transparent: int
+    reserved: int
+
+    @property
+    def all(self) -> int:
+        return self.transparent + self.reserved
+
+
+def huge_bytes(ranges: native.Ranges) -> HugeBytes:
     """Bytes of these ranges on huge pages, as /proc/self/smaps says it of the mappings that they
     are in; at most, where a mapping has other memory too."""
-    found, inside = 0, 0
+    found, left = {_TRANSPARENT: 0, _RESERVED: 0}, 0
     for line in text_of(Path("/proc/self/smaps")).splitlines():
         if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             first, end = (int(word, 16) for word in match.groups())
             spans = ranges.spans
-            inside = sum(max(0, min(end, b) - max(first, a)) for a, b in spans if a < end)
-            left = inside
-        elif inside and (match := re.match(r"(\w+):\s+(\d+) kB", line)) and match[1] in _HUGE:
-            own = min(left, 1024 * int(match[2]))
-            found, left = found + own, left - own
-    return found
+            left = sum(max(0, min(end, b) - max(first, a)) for a, b in spans if a < end)
+        elif left and (match := re.match(r"(\w+):\s+(\d+) kB", line)):
+            for kinds in found:
+                if match[1] in kinds:
+                    own = min(left, 1024 * int(match[2]))
+                    found[kinds] += own
+                    left -= own
+    return HugeBytes(found[_TRANSPARENT], found[_RESERVED])
 
 
 # ---- shared by processes -------------------------------------------------------------------
