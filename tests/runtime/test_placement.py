@@ -68,6 +68,29 @@ def test_the_same_bits_wherever_weights_lie(output: Path, pool: Pool, memory: st
     assert 0 <= found.huge_bytes <= found.nbytes
 
 
+@pytest.mark.parametrize("memory", ["copy", "shared"])
+def test_copies_lie_on_reserved_pages(output: Path, pool: Pool, memory: str) -> None:
+    """Where enough are free; `make numa` reserves some."""
+    if blocks.reserved_free(None) < 4 * blocks.HUGE_PAGE:
+        pytest.skip("no huge pages are reserved (/proc/sys/vm/nr_hugepages)")
+    found = MoELayer.load(output, memory=memory, pool=pool).memory
+    assert found.reserved_bytes == found.huge_bytes == found.nbytes
+    assert "on reserved huge pages" in str(found)
+
+
+def test_shared_memory_is_mapped_at_once() -> None:
+    """So that what lies on huge pages is told before the first call."""
+
+    def fill(memory: Any) -> None:
+        memory[0][:] = 1
+
+    block = blocks.shared_block("test-mapped", [2 * blocks.HUGE_PAGE], [None], fill)
+    found = native.pages_by_node(native.Ranges([block]), 64)
+    if found is None:
+        pytest.skip("the system does not say where pages lie")
+    assert sum(found[0]) == block.nbytes // native.PAGE and found[1] == 0
+
+
 def test_copies_do_not_need_their_files(output: Path, pool: Pool, tmp_path: Path) -> None:
     shutil.copytree(output, tmp_path / "out")
     layer = MoELayer.load(tmp_path / "out", memory="copy", pool=pool)

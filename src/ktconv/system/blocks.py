@@ -31,6 +31,7 @@ from ktconv.system.nodes import HUGE_PAGE, nodes
 
 RESERVED = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 REGISTRY = Path("/dev/shm")
+_POPULATE_READ = 22  # of madvise, since Linux 5.14
 _MAP_HUGETLB, _MFD_HUGETLB, _MFD_HUGE_2MB = 0x40000, 0x4, 21 << 26
 
 
@@ -153,6 +154,8 @@ def shared_block(key: str, sizes: Sequence[int], os_nodes: Sequence[int | None],
             os.close(fd)
             raise _no_memory(error) from None
         _advise(pages)
+        with contextlib.suppress(OSError):  # the memory is there; page tables are the process's own
+            pages.madvise(_POPULATE_READ)
         status = os.fstat(fd)
         own = [os.getpid(), fd, status.st_dev, status.st_ino, status.st_size]
         _write(lock, [*(user for user in users if _is_there(user)), own])
