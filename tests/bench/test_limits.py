@@ -170,6 +170,7 @@ def test_reads_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
         },
     )
     assert found.remote_share == 0.5
+    assert moves.node.tolist() == [0] * 8  # not where there are no CPUs
     one = moves.meter.between_nodes(1)
     assert one is not None and one.threads == {"0": 1, "1": 1}
     assert one.read_gb_s["1"]["1"] == pytest.approx(local / 2)

@@ -138,7 +138,7 @@ class Meter:
 
     def between_nodes(self, threads: int) -> NodeReads | None:
         """Reading each NUMA node's memory from the threads of each node, up to `threads` of them;
-        None on a machine with one node. Leaves memory on one node, or where it was."""
+        None on a machine with one node."""
         cpus = machine.topology()
         from_nodes = sorted({cpu.node for cpu in cpus})
         may = machine.allowed_memory()
@@ -158,6 +158,7 @@ class Meter:
                 for node, pool in pools.items():
                     rate = self._read_rate(pool) if there else None
                     rates[str(node)][str(memory.number)] = rate
+            self._place([(0, self._memory.nbytes, from_nodes[0])])  # for threads without a place
             return NodeReads({str(node): pool.threads for node, pool in pools.items()}, rates)
 
     def _read_rate(self, pool: Pool) -> float:
