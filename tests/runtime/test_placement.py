@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,13 @@ from helpers.paths import EXAMPLE
 
 from ktconv import native
 from ktconv.errors import ResourceError, UsageError
+from ktconv.formats import FORMATS
 from ktconv.native import Gathered
 from ktconv.runtime import MoELayer, Pool
+from ktconv.runtime.layers.blocks import Block, part_shapes
 from ktconv.runtime.memory import needs
 from ktconv.runtime.memory.needs import part_nodes, readers
+from ktconv.source.reading.buffers import Buffers, BufferSizes
 from ktconv.system import blocks, machine
 from ktconv.system import nodes as numa
 from ktconv.system.machine import Cpu
@@ -76,6 +79,31 @@ def test_copies_lie_on_reserved_pages(output: Path, pool: Pool, memory: str) -> 
     found = MoELayer.load(output, memory=memory, pool=pool).memory
     assert found.reserved_bytes == found.huge_bytes == found.nbytes
     assert "on reserved huge pages" in str(found)
+
+
+def of_a_layer() -> list[Any]:
+    fmt = FORMATS["int8"]
+    return [Block(fmt, part_shapes(1024, 512, gated=True), 8).memory]
+
+
+def of_a_worker() -> list[Any]:
+    made = Buffers(BufferSizes(source=12 << 20, packed=3 << 20, scratch_cols=4096))
+    return [made.source, made.bounce, made.packed, made.readback, made.scratch]
+
+
+@pytest.mark.parametrize("make", [of_a_layer, of_a_worker])
+def test_memory_is_new(make: Callable[[], list[Any]]) -> None:
+    """It comes from the node of who writes to it, and malloc's may lie elsewhere from before."""
+    for _ in range(4):  # of these malloc keeps one for the next who asks
+        np.ones(20 << 20, np.uint8)
+    arrays = make()
+    found = native.pages_by_node(native.Ranges(arrays), 64)
+    if found is None:
+        pytest.skip("the system does not say where pages lie")
+    assert sum(found[0]) == 0 and found[1] >= sum(one.nbytes // native.PAGE - 1 for one in arrays)
+    assert all(native.address_of(one) % 64 == 0 for one in arrays)
+    for one in arrays:
+        one[:] = 1
 
 
 def test_shared_memory_is_mapped_at_once() -> None:
@@ -236,6 +264,7 @@ def test_nodes_of_parts(
 CHILD = """
 import sys
 from ktconv.runtime import MoELayer, Pool
+from ktconv.runtime.layers.blocks import Block, part_shapes
 layer = MoELayer.load(sys.argv[1], memory="shared", pool=Pool(1))
 print(layer.memory.kind, flush=True)
 sys.stdin.read()

@@ -31,6 +31,7 @@ from ktconv.system.nodes import HUGE_PAGE, nodes
 
 RESERVED = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 REGISTRY = Path("/dev/shm")
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _POPULATE_READ = 22  # of madvise, since Linux 5.14
 _MAP_HUGETLB, _MFD_HUGETLB, _MFD_HUGE_2MB = 0x40000, 0x4, 21 << 26
 
@@ -49,17 +50,28 @@ def private_block(size: int, os_node: int | None) -> U8:
             block = _anonymous(rounded(size), _MAP_HUGETLB)
             if _bound(block, os_node) and native.populate(block):
                 return block[:size]
+    block = new_block(rounded(size))
+    _bound(block, os_node)
+    return block[:size]
+
+
+def new_block(size: int) -> U8:
+    """Zeroed memory that nobody has written to: its pages come from the node where the thread runs
+    that does it first, on transparent huge pages where it has room for some. What malloc gives may
+    have been used before, and lie anywhere. Raises ResourceError where there is no address space.
+    """
     try:
-        block = _anonymous(rounded(size) + HUGE_PAGE)
+        if size < HUGE_PAGE:
+            return np.frombuffer(mmap.mmap(-1, max(1, size), flags=_PRIVATE), np.uint8)[:size]
+        block = _anonymous(size + HUGE_PAGE)
     except OSError as error:
         raise ResourceError(f"{size:,} bytes of memory cannot be had: {error.strerror}") from None
-    _bound(block, os_node)
     start = -native.address_of(block) % HUGE_PAGE
     return block[start : start + size]
 
 
 def _anonymous(size: int, flags: int = 0) -> U8:
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
+    pages = mmap.mmap(-1, size, flags=_PRIVATE | flags)
     _advise(pages)
     return np.frombuffer(pages, np.uint8)
 

@@ -29,8 +29,8 @@ def check_memory(memory: str) -> str:
 
 
 def readers(parts: int, pool: Pool) -> list[dict[int, float]]:
-    """For each part the NUMA nodes, by the system's numbers, whose threads compute it, each with
-    its share of the work. Threads that are not placed run on all CPUs of this process."""
+    """NUMA nodes whose threads compute each part, by the system's numbers, with their shares of the
+    work. Threads that are not placed run on all CPUs of this process."""
     if not pool.placed:
         at = Counter(cpu.node for cpu in machine.topology())
         return [_shares(at)] * parts
