@@ -72,6 +72,25 @@ def test_the_same_bits_wherever_weights_lie(output: Path, pool: Pool, memory: st
 
 
 @pytest.mark.parametrize("memory", ["copy", "shared"])
+def test_the_pages_of_files_are_given_back_once(
+    output: Path, pool: Pool, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each tensor it takes several times as long as reading."""
+    given: list[tuple[int, int]] = []
+    advise = os.posix_fadvise
+
+    def record(fd: int, offset: int, size: int, advice: int) -> None:
+        if advice == os.POSIX_FADV_DONTNEED:
+            given.append((offset, size))
+        advise(fd, offset, size, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", record)
+    layer = MoELayer.load(output, memory=memory, pool=pool)
+    (size,) = (size for _, size in given if size > 2 * native.PAGE)  # scales are read alone, too
+    assert layer.weight_bytes <= size < 1.1 * layer.weight_bytes + native.PAGE
+
+
+@pytest.mark.parametrize("memory", ["copy", "shared"])
 def test_copies_lie_on_reserved_pages(output: Path, pool: Pool, memory: str) -> None:
     """Where enough are free; `make numa` reserves some."""
     if blocks.reserved_free(None) < 4 * blocks.HUGE_PAGE:
