@@ -55,6 +55,16 @@ def test_memory_is_filled_in_pieces_between_which_an_interrupt_is_raised(
     assert (memory.view(np.uint64) == 0x9E3779B97F4A7C15).all()
 
 
+def test_a_clock_of_large_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading can be over before it goes on."""
+    meter = Meter(4 * MIB, dot_seconds=(0.0, 0.0))
+    monkeypatch.setattr(module, "settle", lambda: None)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: 1.0)
+    with Pool(1) as pool:
+        limits = meter.again(pool)
+    assert math.isfinite(limits.read_gb_s) and math.isfinite(limits.int8_gops)
+
+
 def test_best_and_drift() -> None:
     other = Limits(2, "avx512", read_gb_s=5.0, int8_gops=600.0, bf16_gflops=200.0)
     assert LIMITS.best(other) == Limits(2, "avx512", 10.0, 600.0, 200.0)

@@ -29,6 +29,7 @@ _READ_PIECE = 1 << 20  # bytes: kt_limit_read's
 _MOVED = 0.95  # of the pages of memory that is to be on a node
 _STREAMS = (1, 2, 4, 8, 16)
 _REPEATS, _AGAIN = 4, 2  # of each loop at first, and around a row
+_CLOCK = 1e-9  # seconds: the clock of an emulated machine may have the same time after the work
 _SETTLE_SLICE = 0.01  # seconds of waiting at a time
 _IDLE = 0.05  # of one core's time
 
@@ -246,4 +247,4 @@ def _best(work: Callable[[], None], repeats: int) -> float:
 def _seconds(work: Callable[[], None]) -> float:
     start = time.perf_counter()
     work()
-    return time.perf_counter() - start
+    return max(time.perf_counter() - start, _CLOCK)
