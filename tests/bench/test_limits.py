@@ -59,7 +59,7 @@ def test_a_clock_of_large_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading can be over before it goes on."""
     meter = Meter(4 * MIB, dot_seconds=(0.0, 0.0))
     monkeypatch.setattr(module, "settle", lambda: None)
-    monkeypatch.setattr(module.time, "perf_counter", lambda: 1.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: 1.0)
     with Pool(1) as pool:
         limits = meter.again(pool)
     assert math.isfinite(limits.read_gb_s) and math.isfinite(limits.int8_gops)
@@ -137,7 +137,7 @@ class Moves:
             (module, "nodes", lambda: known),
             (module, "settle", lambda: None),
             (module, "_dot_rate", lambda *_: 1.0),
-            (module.time, "perf_counter", lambda: self.now),
+            (time, "perf_counter", lambda: self.now),
             (native, "bind_memory", self.bind),
             (native, "pages_by_node", self.count),
             (native, "limit_read", self.read),

@@ -37,6 +37,7 @@ from ktconv.formats import FORMATS
 from ktconv.inspect.doctor import examine
 from ktconv.runtime import MoELayer, Pool
 from ktconv.runtime.memory.needs import part_nodes
+from ktconv.source.reading.buffers import Buffers
 from ktconv.system import machine
 from ktconv.system import nodes as numa
 
@@ -371,7 +372,7 @@ def check_conversion() -> None:
     libc, found, lock = ctypes.CDLL(None), [], threading.Lock()
     nodes_of = {cpu.number: cpu.node for cpu in machine.topology()}
 
-    class Watched(pipeline.Buffers):
+    class Watched(Buffers):
         def __init__(self, sizes: Any) -> None:
             free = os.sched_getaffinity(0)  # of this thread
             # The test alone holds a worker to a node, so that it does not move meanwhile.
@@ -381,14 +382,14 @@ def check_conversion() -> None:
             with lock:
                 found.append((self, own, free))
 
-    pipeline.Buffers, kept = Watched, pipeline.Buffers  # type: ignore[misc]
+    vars(pipeline)["Buffers"] = Watched
     try:
         ktconv.quantize_cpu(
             MODEL, "/tmp/watched", method="int8", scale="amax", experts_only=True,
             threads=2 * len(NODES),
         )  # fmt: skip
     finally:
-        pipeline.Buffers = kept  # type: ignore[misc]
+        vars(pipeline)["Buffers"] = Buffers
     here, elsewhere, whole = 0, 0, len(nodes_of)
     for buffers, own, _ in found:
         arrays = (buffers.source, buffers.packed, buffers.readback, buffers.scratch)
@@ -407,9 +408,9 @@ def check_commands(path: Path) -> None:
 
 def check_bench() -> None:
     """With limits of a few MB: times mean nothing here."""
-    bench_run.Meter = partial(limits.Meter, 16 << 20, dot_seconds=(1e-4, 1e-4))  # type: ignore[misc,assignment]
-    limits._STREAMS, limits._REPEATS = (1,), 1  # type: ignore[attr-defined]
-    limits.settle = lambda *_: None  # type: ignore[assignment]
+    quick = partial(limits.Meter, 16 << 20, dot_seconds=(1e-4, 1e-4))
+    vars(bench_run).update(Meter=quick)
+    vars(limits).update(_STREAMS=(1,), _REPEATS=1, settle=lambda *_: None)
     shape = f"{HIDDEN},{INNER},{EXPERTS},{TOP_K}"
     facts = ktconv.bench(method="int8", shape=[shape], tokens="1", iters=1, seconds=0.0)
     (row,) = facts["rows"]

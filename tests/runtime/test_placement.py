@@ -93,7 +93,7 @@ def test_the_pages_of_files_are_given_back_once(
 @pytest.mark.parametrize("memory", ["copy", "shared"])
 def test_copies_lie_on_reserved_pages(output: Path, pool: Pool, memory: str) -> None:
     """Where enough are free; `make numa` reserves some."""
-    if blocks.reserved_free(None) < 4 * blocks.HUGE_PAGE:
+    if blocks.reserved_free(None) < 4 * numa.HUGE_PAGE:
         pytest.skip("no huge pages are reserved (/proc/sys/vm/nr_hugepages)")
     found = MoELayer.load(output, memory=memory, pool=pool).memory
     assert found.reserved_bytes == found.huge_bytes == found.nbytes
@@ -131,7 +131,7 @@ def test_shared_memory_is_mapped_at_once() -> None:
     def fill(memory: Any) -> None:
         memory[0][:] = 1
 
-    block = blocks.shared_block("test-mapped", [2 * blocks.HUGE_PAGE], [None], fill)
+    block = blocks.shared_block("test-mapped", [2 * numa.HUGE_PAGE], [None], fill)
     found = native.pages_by_node(native.Ranges([block]), 64)
     if found is None:
         pytest.skip("the system does not say where pages lie")
