@@ -51,7 +51,7 @@ check: $(VENV)/.check
 test-fast: $(VENV)/.check
 	$(FAST)
 
-asan: $(addprefix build/asan/,check placement_check moe_check train_check train_calls_check gradients_check strips_check random_check threads_check pool_check portable_pool_check)
+asan: $(addprefix build/asan/,check placement_check moe_check train_check train_calls_check gradients_check strips_check random_check threads_check pool_check portable_pool_check pool_crowd)
 	build/asan/check
 	build/asan/placement_check
 	build/asan/moe_check
@@ -63,6 +63,7 @@ asan: $(addprefix build/asan/,check placement_check moe_check train_check train_
 	build/asan/threads_check
 	build/asan/pool_check
 	build/asan/portable_pool_check
+	build/asan/pool_crowd 1 2 9 150
 
 ASAN     := -std=c11 -g1 -fsanitize=address,undefined -fno-sanitize=object-size -fno-sanitize-recover=all
 EMULATOR := $(filter $(shell uname -m),x86_64)
@@ -74,7 +75,7 @@ build/asan/%.o: native/%.c $(C_HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(ASAN) -O$(if $(VECTORS),0,1) -Inative/include -c $< -o $@
 
-build/asan/check build/asan/placement_check build/asan/train_calls_check build/asan/threads_check build/asan/pool_check: build/asan/%: $(LIBRARY) build/asan/test/%.o
+build/asan/check build/asan/placement_check build/asan/train_calls_check build/asan/threads_check build/asan/pool_check build/asan/pool_crowd: build/asan/%: $(LIBRARY) build/asan/test/%.o
 	$(CC) $(ASAN) $^ -lm -pthread -o $@
 
 build/asan/moe_check build/asan/train_check build/asan/gradients_check build/asan/strips_check build/asan/random_check: build/asan/%: $(LIBRARY) build/asan/test/%.o $(EMULATOR:x86_64=build/asan/test/amx_emulator.o)

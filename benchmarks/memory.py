@@ -5,6 +5,9 @@ and to transparent huge ones: calls take turns in one process, and each is compa
 one before it, so that other load on the machine meets all alike. OUTPUT: of `ktconv quantize-cpu`,
 its first layer, larger than the caches. Each mapping has a copy of the files, as pages that a file
 has once in memory stay as they are.
+
+--cold: copies of all layers against reading their files alone, in turns, nothing of them in memory
+before; and what of them the system still keeps afterwards.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from measure import cached_share, drop_from_cache, read_all, timed, total_bytes
 
 from ktconv.runtime import MoELayer, Pool
 from ktconv.runtime.memory import Mapped
@@ -32,7 +36,12 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--cold", type=int, metavar="ROUNDS")
     options = parser.parse_args()
+    if options.cold:
+        with Pool(options.threads) as pool:
+            copy_cold(options.output, pool, options.cold)
+        return
     with (
         Pool(options.threads) as pool,
         tempfile.TemporaryDirectory(dir=options.output.parent) as at,
@@ -66,6 +75,28 @@ def load(kind: str, output: Path, at: Path, pool: Pool) -> MoELayer:
         return MoELayer.load(own, memory="map", pool=pool)
     finally:
         blocks._advise, Mapped.huge = advise, huge
+
+
+def copy_cold(output: Path, pool: Pool, rounds: int) -> None:
+    """Prints GB/s of each round."""
+    files = sorted(output.glob("*.safetensors"))
+    size = total_bytes(files)
+    for _ in range(rounds):
+        drop_from_cache(files)
+        read = timed(lambda: read_all(files, 8))
+        drop_from_cache(files)
+        start = time.perf_counter()
+        layers = MoELayer.load_all(output, memory="copy", pool=pool)
+        copy = time.perf_counter() - start
+        weights = sum(layer.weight_bytes for layer in layers.values())
+        print(
+            f"reading {size / read / 1e9:.2f} GB/s, copying {weights / copy / 1e9:.2f} GB/s "
+            f"({weights / copy * read / size:.2f}); {cached_share(files):.1%} of the files are in "
+            f"memory, {sum(layer.memory.huge_bytes for layer in layers.values()) / weights:.0%} of "
+            "the copies on huge pages",
+            flush=True,
+        )
+        del layers
 
 
 def measure(

@@ -288,7 +288,8 @@ size_t kt_train_scratch_size(const kt_moe *moe, const kt_lora *lora, int64_t tok
  * kt_train_saved_size() bytes, 64-byte aligned, for one backward or several: gate and up before
  * their function, in bf16, A x and A h, and where products read int8, the codes of h. call->add
  * must be NULL. LoRA reads x and the middle in bf16; A x is rounded to bf16, products are summed in
- * binary32. */
+ * binary32. With LoRA, AMX multiplies integers in groups of up to 64 columns as bf16: codes times
+ * scales, rounded, by activations that are not quantized. What is saved is for the same level. */
 kt_status kt_train_forward(const kt_moe *moe, const kt_lora *lora, kt_pool *pool,
                            const kt_moe_call *call, void *saved, void *scratch,
                            size_t scratch_size);
@@ -352,10 +353,11 @@ size_t kt_adapted_scratch_size(const kt_moe *moe, const kt_adapters *adapters, i
                                int64_t top_k, const kt_pool *pool);
 
 /* kt_moe_forward, the products of LoRA added to those of the packed weights before biases and
- * function. LoRA reads x in bf16 and the middle as it is; its sums are binary32, and their bits are
- * the same on every level, for any number of threads and whatever other tokens and adapters are in
- * the batch. A token without an adapter has the bits of kt_moe_forward. KT_ERR_ARGUMENT: also an
- * adapter of a token that does not exist, and, where tokens need it, a pair that cannot be. */
+ * function. As in fine-tuning, x, the middle and scale * A times them are rounded to bf16 before A
+ * or B reads them; sums are binary32 (native/src/lora/slabs.h), and their bits are the same on
+ * every level, for any number of threads and whatever other tokens and adapters are in the batch. A
+ * token without an adapter has the bits of kt_moe_forward. KT_ERR_ARGUMENT: also an adapter of a
+ * token that does not exist, and, where tokens need it, a pair that cannot be. */
 kt_status kt_adapted_forward(const kt_moe *moe, const kt_adapters *adapters, kt_pool *pool,
                              const kt_moe_call *call, void *scratch, size_t scratch_size);
 

@@ -21,6 +21,7 @@ typedef struct problem {
   float *x, *dy;                   /* rounded to bf16 */
   int32_t *ids;                    /* -1: skipped */
   uint8_t *keeps_x, *keeps_middle; /* [pairs][hidden or intermediate] 0: dropped */
+  int reads_bf16;                  /* of activations, whatever the format */
 } problem;
 
 /* What one choice of a token computes; arrays of all parts. */
@@ -89,11 +90,12 @@ static inline void add_outer(const double *a, int64_t rows, const double *b, int
 }
 
 /* As the format rounds them: what W reads. */
-static inline void rounded(const kt_layout *layout, const double *in, int64_t count, double *out) {
+static inline void rounded(const problem *p, const double *in, int64_t count, double *out) {
+  static const kt_layout bf16 = {KT_FORMAT_BF16, 0, KT_SCALE_NONE};
   float *row = malloc((size_t)count * sizeof *row);
   if (!row) exit(2);
   for (int64_t i = 0; i < count; i++) row[i] = (float)in[i];
-  round_row(layout, row, count);
+  round_row(p->reads_bf16 ? &bf16 : &p->moe.layout, row, count);
   for (int64_t i = 0; i < count; i++) out[i] = (double)row[i];
   free(row);
 }
@@ -116,7 +118,7 @@ static inline void inner_truth(const problem *p, const slot_truth *s, int expert
   multiply(v->up, width, hidden, 1.0, s->base_x, up);
   for (int64_t i = 0; i < width; i++)
     s->middle[part * width + i] = activated(&p->moe.activation, gate[i], up[i]);
-  rounded(&p->moe.layout, s->middle + part * width, width, s->base_middle + part * width);
+  rounded(p, s->middle + part * width, width, s->base_middle + part * width);
   multiply(v->down, hidden, width, 1.0, s->base_middle + part * width, s->y);
   for (int64_t i = 0; i < hidden; i++) s->y[i] += (double)bias_of(v->biases->down_bias, i);
 }
@@ -126,7 +128,7 @@ static inline void slot_forward(const problem *p, const slot_truth *s, int64_t p
   const int expert = p->ids[pair];
   double *const inside[2] = {s->gate, s->up};
   for (int64_t i = 0; i < hidden; i++) s->x[i] = (double)p->x[pair / TOP_K * hidden + i];
-  rounded(&p->moe.layout, s->x, hidden, s->base_x);
+  rounded(p, s->x, hidden, s->base_x);
   drop(p->keeps_x ? p->keeps_x + pair * hidden : NULL, hidden, s->x);
   for (int side = 0; side < 2; side++) {
     if (!p->matrix[GATE_A + 2 * side]) continue;

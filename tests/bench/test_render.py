@@ -8,8 +8,9 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
-from bench.reports import report, row
+from bench.reports import SCHEMA, problems, report, row
 
+from ktconv.bench.limits import NodeReads
 from ktconv.bench.render import FORMATS, render
 
 QUIET, LOUD = row(1e-4), replace(row(2e-4, tokens=7, method="bf16", unit="bf16"), disturbed=True)
@@ -60,6 +61,30 @@ def test_shares_of_both_limits_are_shown() -> None:
     head, line = render(report(shown), "markdown").splitlines()[::2]
     cells = dict(zip(head.split(" | "), line.split(" | "), strict=True))
     assert (cells["of memory"], cells["of peak"]) == ("37%", "102% int8")
+
+
+def test_rows_say_how_much_of_their_weights_is_local() -> None:
+    shown = report(replace(QUIET, local_share=0.5), replace(QUIET, local_share=1.0), QUIET)
+    head, _, *lines = render(shown, "markdown").splitlines()
+    names = head.strip("| ").split(" | ")
+    cells = [dict(zip(names, line.strip("| ").split("|"), strict=False)) for line in lines[:3]]
+    assert [cell["local"].strip() for cell in cells] == ["50%", "100%", "-"]
+    assert lines[0].rstrip(" |").endswith("r") and lines[-1].startswith("r remote: ")
+
+
+def test_limits_between_nodes_are_shown() -> None:
+    shown = report(QUIET)
+    shown.nodes = NodeReads(
+        {"0": 4, "2": 1}, {"0": {"0": 80.0, "2": 30.0}, "2": {"0": 20.0, "2": None}}
+    )
+    text = render(shown, "table")
+    assert "NUMA node 0, 4 threads, reads memory: 80.0 GB/s from node 0, 30.0 GB/s from" in text
+    assert "20.0 GB/s from node 0, not measured from node 2" in text
+    assert text.endswith("memory of another node is read at 38% of the local rate at least")
+    found = json.loads(render(shown, "json"))
+    assert problems(found["numa"], SCHEMA["properties"]["numa"]) == []
+    assert found["numa"]["read_gb_s"]["0"]["2"] == 30.0
+    assert json.loads(render(report(QUIET), "json"))["numa"] is None
 
 
 def test_peers_are_shown_beside_ours() -> None:

@@ -30,6 +30,8 @@ from ktconv.bench.weights import RandomWeights
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import FORMATS, format_named
 from ktconv.runtime.layers import pack_experts
+from ktconv.system import machine
+from ktconv.system.machine import Cpu
 from ktconv.system.pool import Pool
 
 pytestmark = [pytest.mark.usefixtures("quick"), pytest.mark.slow]
@@ -377,3 +379,45 @@ def test_methods_may_be_skipped_but_not_all() -> None:
     assert "96,256,4,2 is not supported by int4: left out" in heard
     with pytest.raises(UsageError, match="int4 does not support"):
         prepare(request(["int4"], "96,256,4,2", skip=True))
+
+
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with two nodes, of which the system knows the first."""
+    cpu = machine.topology()[0].number
+    made = [Cpu(cpu, 0, 0), Cpu(cpu, 1, 1)]
+    monkeypatch.setattr(machine, "topology", lambda: made)
+
+
+@pytest.mark.usefixtures("two_nodes")
+def test_weights_on_another_node_are_said(tmp_path: Path) -> None:
+    heard: list[str] = []
+    report = bench(request(threads=(1, 2), parts=2), heard.append)
+    assert [row.local_share for row in report.rows] == [pytest.approx(0.5, abs=0.1)] * 2
+    assert sum("50% of the weights' pages lie on the NUMA node" in line for line in heard) == 2
+    assert not any("reshard" in line or "--numa" in line for line in heard)
+    assert report.nodes is not None and set(report.nodes.read_gb_s) == {"0", "1"}
+    bench(request(threads=(2,), parts=1), heard.append)
+    assert any("; --numa 2 cuts them into parts" in line for line in heard)
+    convert(EXAMPLE, tmp_path / "out", method="int8", numa=1)
+    bench(request(model=tmp_path / "out", threads=(2,)), heard.append)
+    assert any("; ktconv reshard --numa 2 cuts them into parts" in line for line in heard)
+
+
+def test_all_weights_are_local_on_one_node() -> None:
+    if machine.numa_nodes() > 1:
+        pytest.skip("this machine has several nodes")
+    heard: list[str] = []
+    report = bench(request(), heard.append)
+    assert [row.local_share for row in report.rows] == [1.0] and report.nodes is None
+    assert "one NUMA node: all memory is local" in heard
+    assert not any("warning" in line for line in heard)
+
+
+@pytest.mark.usefixtures("two_nodes")
+def test_a_system_that_does_not_say_where_weights_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "pages_by_node", lambda *_: None)
+    heard: list[str] = []
+    report = bench(request(threads=(2,), parts=2), heard.append)
+    assert [row.local_share for row in report.rows] == [None]
+    assert any("does not say on which NUMA nodes the weights lie" in line for line in heard)

@@ -102,7 +102,7 @@ def wanted(wrapper: Any, given: Any, lora: list[Any] | None, dy: Any = None) -> 
     scale = ALPHA / RANK
     y = reference(
         x, given.ids, weights, Base.of(layer), Lora._make([*leaves, scale]) if lora else None,
-        **as_kernels(layer),
+        **as_kernels(layer, trained=bool(lora)),
     )  # fmt: skip
     if dy is None:
         return y.detach()

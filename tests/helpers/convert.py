@@ -146,28 +146,53 @@ def truths(
     fmt, found = FORMATS[method], {}
     choice = Choice(scale or ("amax" if compat else "search"))
     for (layer, expert, proj), values in matrices.items():
+        exact = round_to_bf16(values) if compat else values
         inner, hidden = values.shape if proj != "down" else values.shape[::-1]
         for part in range(numa):
-            piece = np.ascontiguousarray(values[split(proj, hidden, inner, part, numa).index])
-            piece = round_to_bf16(piece) if compat else piece
-            found[layer, expert, proj, part] = _truth(fmt, piece, choice)
+            index = split(proj, hidden, inner, part, numa).index
+            found[layer, expert, proj, part] = _truth(fmt, exact, index, choice)
     return found
 
 
+_KEPT = 4000
 _MADE: dict[tuple[object, ...], Truth] = {}  # many tests convert the same matrices
-_MOST_MADE = 2000
+_CODED: dict[tuple[object, ...], Any] = {}
 
 
-def _truth(fmt: Format, piece: NDArray[np.float32], choice: Choice) -> Truth:
-    key = fmt.key, choice.rule, piece.shape, hashlib.blake2b(piece.data).digest()
+def _truth(fmt: Format, values: NDArray[np.float32], index: Any, choice: Choice) -> Truth:
+    """Of a part of a matrix."""
+    piece = np.ascontiguousarray(values[index])
+    key = _key(fmt, piece, choice)
     if key not in _MADE:
-        codes, scales = reference.quantize(fmt, piece, choice)
-        for one in (codes, scales):
-            one.flags.writeable = False
-        if len(_MADE) == _MOST_MADE:
-            _MADE.clear()
-        _MADE[key] = Truth(piece, codes, scales, pack_codes(fmt, codes).tobytes())
+        if piece.shape[1] == values.shape[1]:  # whole rows, each of which is coded by itself
+            codes, scales = (one[index[0]] for one in _coded(fmt, values, choice))
+        else:
+            codes, scales = _coded(fmt, piece, choice)
+        payload = pack_codes(fmt, codes).tobytes()
+        _keep(_MADE, key, Truth(piece, codes, scales, payload))
     return _MADE[key]
+
+
+def _coded(fmt: Format, matrix: NDArray[np.float32], choice: Choice) -> Any:
+    """Codes and scales."""
+    key = _key(fmt, matrix, choice)
+    if key not in _CODED:
+        found = reference.quantize(fmt, matrix, choice)
+        for one in found:
+            one.flags.writeable = False
+        _keep(_CODED, key, found)
+    return _CODED[key]
+
+
+def _key(fmt: Format, matrix: NDArray[np.float32], choice: Choice) -> tuple[object, ...]:
+    content = hashlib.blake2b(np.ascontiguousarray(matrix).data).digest()
+    return fmt.key, choice.rule, matrix.shape, content
+
+
+def _keep(made: dict[tuple[object, ...], Any], key: tuple[object, ...], value: Any) -> None:
+    if len(made) == _KEPT:
+        made.clear()
+    made[key] = value
 
 
 def expected_experts(

@@ -125,7 +125,7 @@ def expected(
         real = (ids >= 0) & (ids < module.layer.experts)
         ids = torch.where(real & ~skip[torch.where(real, ids, 0)], ids, -1)
     lora = Lora(**there, scale=module.scale)
-    how = as_kernels(module.layer)
+    how = as_kernels(module.layer, trained=bool(there))
     y = reference(x, ids, weights, double(Base.of(module.layer)), lora, **how, dropped=dropped)
     y.backward(given.dy.double())
     return {"y": y.detach()} | _named(x, weights, there)

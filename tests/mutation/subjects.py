@@ -70,6 +70,7 @@ SUBJECTS = {
         (
             *PACKING, "tests/native/kernels/test_integers.py",
             "tests/native/kernels/test_groups.py",
+            "tests/native/test_programs.py::test_program[strips_check]",
         ),
     ),
     "stored formats": Subject(

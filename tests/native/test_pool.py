@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -23,7 +24,8 @@ from ktconv.system.pool import Pool
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
-SOURCES = [ROOT / "native/test/pool_check.c", *sorted((ROOT / "native/src/pool").glob("*.c"))]
+POOL = sorted((ROOT / "native/src/pool").glob("*.c"))
+SOURCES = [ROOT / "native/test/pool_check.c", *POOL]
 FLAGS = ["-std=c11", "-g", "-O1", "-pthread", f"-I{ROOT / 'native/include'}"]
 LINUX = sys.platform == "linux"
 
@@ -63,6 +65,25 @@ def test_pool_check(portable: bool, tmp_path: Path) -> None:
     done = subprocess.run([program], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "pool: 0 failures" in done.stdout
+
+
+def test_a_crowd(tmp_path: Path) -> None:
+    """Many more threads than CPUs do all work once: jobs, barriers, shares."""
+    if compiler() is None:
+        pytest.skip("no C compiler")
+    program = str(tmp_path / "pool_crowd")
+    crowd = str(ROOT / "native/test/pool_crowd.c")
+    subprocess.run(["cc", *FLAGS, crowd, *map(str, POOL), "-o", program], check=True)
+    counts = ["1", "9", "64", "256"]
+    done = subprocess.run([program, *counts], capture_output=True, text=True)
+    assert done.returncode == 0 and "crowd: 0 failures" in done.stdout, done.stdout + done.stderr
+    assert re.findall(r"^(\d+) threads: start ", done.stdout, re.MULTILINE) == [
+        "1",
+        "9",
+        "64",
+        "256",
+    ]
+    assert subprocess.run([program, "none"], capture_output=True).returncode == 2
 
 
 # --- as the process sees it

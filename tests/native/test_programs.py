@@ -17,7 +17,8 @@ PROGRAMS = (
     "check", "moe_check", "train_check", "train_calls_check", "gradients_check", "strips_check",
     "placement_check",
 )  # fmt: skip
-ELSEWHERE = {"random_check", "threads_check", "pool_check"}  # test_random_calls and test_pool
+# test_random_calls and test_pool
+ELSEWHERE = {"random_check", "threads_check", "pool_check", "pool_crowd"}
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

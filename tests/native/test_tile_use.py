@@ -12,6 +12,9 @@ from ktconv import native
 from ktconv.bench.weights import RandomWeights
 from ktconv.formats import FORMATS
 from ktconv.formats.decode import f32_to_bf16
+from ktconv.native.arrays import aligned_bytes
+from ktconv.native.moe import VALUE_DTYPES, Call
+from ktconv.native.training import Lora, Training
 from ktconv.runtime.layers import pack_experts
 
 pytestmark = pytest.mark.slow
@@ -36,25 +39,40 @@ GROUPS = {"gint4-32": 32, "gint4-64": 64, "gint4-128": 128, "gint8-32": 32, "gin
 GAP = 10_000
 
 
-def forward(key: str, emulator: amx.Emulator, gap: int = 0) -> None:
+def forward(
+    key: str, emulator: amx.Emulator, gap: int = 0, tokens: int = TOKENS, rank: int = 0
+) -> None:
     """Run a layer in this format once under the emulator, which counts. gap: see
-    `Emulator.stepping`."""
+    `Emulator.stepping`. rank: of LoRA on down, as in fine-tuning."""
     emulator.install()
     source = RandomWeights(0, WIDTH, WIDTH).expert
     layer = pack_experts(FORMATS[key], source, range(EXPERTS), WIDTH, WIDTH).layer
     pool = native.Pool(1)
-    x = np.random.default_rng(0).standard_normal((TOKENS, WIDTH), np.float32)
-    ids = np.tile(np.arange(EXPERTS, dtype=np.int64), (TOKENS, 1))
+    x = np.random.default_rng(0).standard_normal((tokens, WIDTH), np.float32)
+    ids = np.tile(np.arange(EXPERTS, dtype=np.int64), (tokens, 1))
     weights = np.full(ids.shape, 1 / EXPERTS, np.float32)
     before = native.isa()
     native.use_isa("amx")
     try:
-        scratch = layer.scratch(TOKENS, EXPERTS, pool)
+        scratch = layer.scratch(tokens, EXPERTS, pool)
         rows = f32_to_bf16(x)
-        call = layer.call(pool, rows, ids, weights, np.empty_like(rows), scratch)
+        y = np.empty_like(rows)
+        call = layer.call(pool, rows, ids, weights, y, scratch)
+        matrix = np.zeros((EXPERTS, rank, WIDTH), np.float32)  # A, or B with its sides exchanged
+        pair = dict.fromkeys(("down_a", "down_b"), matrix.ctypes.data)
+        training = Training(layer, Lora(rank, pair, "fp32", 1.0) if rank else None, pool)
+        memory = aligned_bytes(training.scratch_size(tokens, EXPERTS))
+        places = (array.ctypes.data for array in (rows, ids, weights))
+        bf16 = VALUE_DTYPES["bf16"]
+        trained = Call(
+            *ids.shape, *places, 0, 0, y.ctypes.data, id_size=8, x_dtype=bf16, y_dtype=bf16
+        )
         emulator.reset()
         with emulator.stepping(gap):
-            call()
+            if rank:
+                training.forward(trained, 0, memory)
+            else:
+                call()
     finally:
         native.use_isa(before)
 
@@ -92,3 +110,13 @@ def test_gaps_are_seen(emulator: amx.Emulator) -> None:
     longest, long = emulator.gaps()
     products = emulator.counts().products
     assert longest > GAP and products / 4 <= long < products
+
+
+@pytest.mark.parametrize("key", ["gint4-32", "gint4-64", "gint8-32", "gint8-64"])
+def test_fine_tuning_keeps_sums_of_groups_in_tiles(key: str, emulator: amx.Emulator) -> None:
+    """As many products, loads and stores as of MXFP4, which has scales of groups in its numbers."""
+    forward("mxfp4", emulator, tokens=2 * TOKENS, rank=16)
+    expected = emulator.counts()
+    forward(key, emulator, tokens=2 * TOKENS, rank=16)
+    assert emulator.counts() == expected
+    assert not expected.int8_products

@@ -8,8 +8,8 @@ on, so that times mean nothing.
 
 from __future__ import annotations
 
+import compileall
 import contextlib
-import gzip
 import os
 import re
 import shutil
@@ -26,6 +26,11 @@ QEMU = "qemu-system-x86_64"
 PROGRAMS = (QEMU, "cpio", "busybox")
 KERNELS = ("linux-image-cloud-amd64", "linux-image-virtual", "linux-image-kvm")  # Debian, Ubuntu
 APPLETS = ("sh", "mount", "mkdir", "poweroff")
+CROWDS = "2 8 32 64"  # threads
+LEFT_OUT = (  # of the standard library
+    "test", "tests", "site-packages", "dist-packages", "idlelib", "tkinter", "lib2to3", "ensurepip",
+    "config-*", "pydoc_data", "turtledemo", "*.opt-?.pyc",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,8 @@ def kernel(kept: Path) -> Path:
     raise OSError(f"the package archive has none of {', '.join(KERNELS)}")
 
 
-def archive(kept: Path, source: Path, script: Path) -> Path:
-    """The root of the machine, compressed."""
+def archive(kept: Path, source: Path, script: Path, native: Path) -> Path:
+    """The root of the machine, not compressed: that would have to be undone there."""
     root = kept / "root"
     shutil.rmtree(root, ignore_errors=True)
     for folder in ("proc", "sys", "dev", "tmp", "bin", "site", "group"):
@@ -91,27 +96,42 @@ def archive(kept: Path, source: Path, script: Path) -> Path:
         (root / "bin" / applet).symlink_to("busybox")
     python = Path(sys.executable).resolve()
     _copy(python, root)
-    ignored = shutil.ignore_patterns("test", "site-packages", "idlelib", "tkinter", "__pycache__")
+    ignored = shutil.ignore_patterns(*LEFT_OUT)
     for library in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}:
         shutil.copytree(library, root / library.lstrip("/"), ignore=ignored, dirs_exist_ok=True)
     for name in _closure("ktconv"):
         _copy_package(name, root / "site")
-    own = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(source, root / "site/ktconv", ignore=own)
+    shutil.copytree(source, root / "site/ktconv", ignore=shutil.ignore_patterns("__pycache__"))
+    _compile(root)
     binaries = [python, *(root / "site").rglob("*.so*"), *root.rglob("lib-dynload/*.so")]
     for needed in _libraries(binaries):
         _copy(needed, root)
     shutil.copy2(script, root / "script.py")
+    _build(native, root / "bin/crowd")
     init = root / "init"
     init.write_text(
         "#!/bin/sh\nmount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev\n"
         "mkdir -p /dev/shm; mount -t tmpfs shm /dev/shm; mount -t cgroup2 none /group\n"
         f"export PATH=/bin HOME=/tmp LANG=C.UTF-8 PYTHONPATH=/site\n"
-        f"read line < /proc/cmdline; echo '=== up'; {python} /script.py $line\n"
+        f"read line < /proc/cmdline; echo '=== up'\n"
+        f'case " $line " in *" crowd "*) crowd {CROWDS} ;; *) {python} /script.py $line ;; esac\n'
         'echo "=== exit $?"; poweroff -f\n'
     )
     init.chmod(init.stat().st_mode | stat.S_IXUSR)
-    return _packed(root, kept / "initrd.gz")
+    return _packed(root, kept / "initrd")
+
+
+def _build(native: Path, program: Path) -> None:
+    """The pool alone, with the program that measures it."""
+    sources = [native / "test/pool_crowd.c", *sorted((native / "src/pool").glob("*.c"))]
+    compiler = os.environ.get("CC", "cc")
+    options = ["-std=c11", "-O2", "-static", "-pthread", f"-I{native / 'include'}"]
+    subprocess.run([compiler, *options, *sources, "-o", program], check=True)
+
+
+def _compile(root: Path) -> None:
+    """Compiled modules of what has none yet: compiling them there takes minutes."""
+    compileall.compile_dir(root, quiet=2, stripdir=str(root), workers=1)
 
 
 def _copy(path: Path, root: Path) -> None:
@@ -143,7 +163,7 @@ def _copy_package(name: str, site: Path) -> None:
     except PackageNotFoundError:
         return
     for file in files:
-        if ".." in file.parts or "__pycache__" in file.parts or "tests" in file.parts:
+        if ".." in file.parts or "tests" in file.parts:
             continue
         place = site / file
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -163,11 +183,11 @@ def _packed(root: Path, to: Path) -> Path:
     names = b"\0".join(
         os.fsencode(path.relative_to(root)) for path in sorted(root.rglob("*"))
     )  # folders before what is in them
-    made = subprocess.run(
-        ["cpio", "-0", "-o", "-H", "newc", "--quiet"],
-        cwd=root, input=names, capture_output=True, check=True,
-    )  # fmt: skip
-    to.write_bytes(gzip.compress(made.stdout, 1))
+    with to.open("wb") as out:
+        subprocess.run(
+            ["cpio", "-0", "-o", "-H", "newc", "--quiet"],
+            cwd=root, input=names, stdout=out, check=True,
+        )  # fmt: skip
     return to
 
 

@@ -13,9 +13,12 @@ import os
 import re
 import signal
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +27,33 @@ from safetensors.numpy import save_file
 
 import ktconv
 from ktconv import native
+from ktconv.bench import limits
+from ktconv.bench import run as bench_run
+from ktconv.bench.cases import Request
+from ktconv.bench.measure import Effort
+from ktconv.bench.presets import parse_shape
+from ktconv.conversion import pipeline
+from ktconv.formats import FORMATS
 from ktconv.inspect.doctor import examine
 from ktconv.runtime import MoELayer, Pool
 from ktconv.runtime.memory.needs import part_nodes
+from ktconv.source.reading.buffers import Buffers
 from ktconv.system import machine
+from ktconv.system import nodes as numa
 
-HIDDEN, INNER, EXPERTS, TOP_K, TOKENS = 512, 1024, 8, 2, 16
+HIDDEN, INNER, EXPERTS, TOP_K, TOKENS = 512, 1024, 4, 2, 16
 MODEL = Path("/tmp/model")
 WORDS = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
 NODES = [int(word) for word in WORDS["nodes"].split(",")]
+STARTED = time.monotonic()
 failures = 0
 
 
 def check(name: str, good: bool, found: object = "") -> None:
     global failures
     failures += not good
-    print(f"{'ok' if good else 'FAILED'}: {name} {found}", flush=True)
+    after = f"{time.monotonic() - STARTED:.0f} s"
+    print(f"{'ok' if good else 'FAILED'}: {after}: {name} {found}", flush=True)
 
 
 def write_model() -> None:
@@ -312,12 +326,114 @@ def check_membind(path: Path) -> None:
     check("with membind", in_child(work) == 0)
 
 
+def check_relative(path: Path) -> None:
+    """numactl --membind=+0 in the cpuset of check_cpuset: its first node."""
+    last = NODES[-1]
+
+    def work() -> int:
+        Path("/group/last/cgroup.procs").write_text(str(os.getpid()))
+        mask, mode = ctypes.c_ulong(1), 2 | 1 << 14  # MPOL_BIND, MPOL_F_RELATIVE_NODES
+        assert ctypes.CDLL(None).syscall(238, mode, ctypes.byref(mask), 64) == 0
+        check("relative nodes", machine.allowed_memory() == {last}, machine.allowed_memory())
+        return failures
+
+    check("with relative nodes", in_child(work) == 0)
+
+
+def check_reserved(path: Path, wanted: Any) -> None:
+    """Copies on pages of 2 MB that were reserved on each node."""
+    for node in NODES:
+        kept = Path(f"/sys/devices/system/node/node{node}/hugepages/hugepages-2048kB/nr_hugepages")
+        kept.write_text("16")
+    before = sum(node.huge_free for node in numa.nodes())
+    for memory in ("copy", "shared"):
+        layer = MoELayer.load(path, memory=memory)
+        found = layer.memory
+        good = found.reserved_bytes == found.huge_bytes == found.nbytes and share(layer) == 1.0
+        check(f"reserved, {memory}", good and "reserved huge pages" in str(found), found)
+        check(f"its answers, {memory}", bool((answers(layer) == wanted).all()))
+        used = before - sum(node.huge_free for node in numa.nodes())
+        smaps = Path("/proc/self/smaps").read_text()
+        own = sum(1024 * int(kb) for kb in re.findall(r"_Hugetlb:\s+(\d+) kB", smaps))
+        check(f"taken from the system, {memory}", used >= own >= found.nbytes, (used, own))
+        del layer
+        gc.collect()
+    check("given back", sum(node.huge_free for node in numa.nodes()) == before)
+    for node in NODES:
+        kept = Path(f"/sys/devices/system/node/node{node}/hugepages/hugepages-2048kB/nr_hugepages")
+        kept.write_text("0")
+
+
+def check_conversion() -> None:
+    """Buffers of workers lie on the node where the worker runs that fills them, and workers may
+    run everywhere."""
+    # The system does not say where pages are that it watches, to move them to who reads them.
+    Path("/proc/sys/kernel/numa_balancing").write_text("0")
+    libc, found, lock = ctypes.CDLL(None), [], threading.Lock()
+    nodes_of = {cpu.number: cpu.node for cpu in machine.topology()}
+
+    class Watched(Buffers):
+        def __init__(self, sizes: Any) -> None:
+            free = os.sched_getaffinity(0)  # of this thread
+            # The test alone holds a worker to a node, so that it does not move meanwhile.
+            own = nodes_of[libc.sched_getcpu()]
+            os.sched_setaffinity(0, {cpu for cpu, node in nodes_of.items() if node == own})
+            super().__init__(sizes)
+            with lock:
+                found.append((self, own, free))
+
+    vars(pipeline)["Buffers"] = Watched
+    try:
+        ktconv.quantize_cpu(
+            MODEL, "/tmp/watched", method="int8", scale="amax", experts_only=True,
+            threads=2 * len(NODES),
+        )  # fmt: skip
+    finally:
+        vars(pipeline)["Buffers"] = Buffers
+    here, elsewhere, whole = 0, 0, len(nodes_of)
+    for buffers, own, _ in found:
+        arrays = (buffers.source, buffers.packed, buffers.readback, buffers.scratch)
+        pages, _ = native.pages_by_node(native.Ranges(arrays), 64) or ([], 0)
+        here += pages[own]
+        elsewhere += sum(pages) - pages[own]
+    check("workers", len(found) == 2 * len(NODES), len(found))
+    check("workers are free", all(len(free) == whole for *_, free in found))
+    check("their buffers", here > 0 and elsewhere <= 0.02 * here, (here, elsewhere))
+
+
 def check_commands(path: Path) -> None:
     report = ktconv.verify(path, source=MODEL, level="weights")
     check("verify", bool(report["passed"]))
+
+
+def check_bench() -> None:
+    """With limits of a few MB: times mean nothing here."""
+    quick = partial(limits.Meter, 16 << 20, dot_seconds=(1e-4, 1e-4))
+    vars(bench_run).update(Meter=quick)
+    vars(limits).update(_STREAMS=(1,), _REPEATS=1, settle=lambda *_: None)
     shape = f"{HIDDEN},{INNER},{EXPERTS},{TOP_K}"
-    rows = ktconv.bench(method="int8", shape=[shape], tokens="1", iters=1, seconds=0.0)["rows"]
-    check("bench --numa", [row["parts"] for row in rows] == [len(NODES)], rows and rows[0]["parts"])
+    facts = ktconv.bench(method="int8", shape=[shape], tokens="1", iters=1, seconds=0.0)
+    (row,) = facts["rows"]
+    check("bench --numa", row["parts"] == len(NODES), row["parts"])
+    check("its weights", row["local_share"] > 0.95, row["local_share"])
+    reads = facts["numa"]["read_gb_s"]
+    with_memory = [str(node.number) for node in numa.nodes() if node.total]
+    good = list(reads) == [str(node) for node in NODES]
+    good = good and all(list(rates) == with_memory for rates in reads.values())
+    check("reads between nodes", good and all(map(all, map(dict.values, reads.values()))), reads)
+    heard: list[str] = []
+    request = Request(
+        methods=(FORMATS["int8"],), shapes=(parse_shape(shape),), tokens=(1,),
+        threads=(len(machine.topology()),), isas=(native.isa(),), effort=Effort(iterations=1),
+    )  # fmt: skip
+    (one,) = bench_run.bench(request, heard.append).rows
+    told = any("of the weights' pages lie on the NUMA node" in line for line in heard)
+    few = 1.5 / len(NODES)
+    check(
+        "remote weights",
+        one.local_share is not None and one.local_share < few and told,
+        one.local_share,
+    )
 
 
 def main() -> None:
@@ -331,12 +447,14 @@ def main() -> None:
         check_pages_of_others(path)
         check_shared(path, wanted)
         check_without_permission(path, wanted)
-        if "brief" not in WORDS:
-            check_other_parts(path, wanted)
-            check_cpuset(path)
-            check_membind(path)
-    if "brief" not in WORDS:
-        check_commands(path)
+        check_reserved(path, wanted)
+        check_cpuset(path)
+        check_relative(path)
+        check_membind(path)
+        check_conversion()
+        check_bench()
+        check_other_parts(path, wanted)
+    check_commands(path)
     print(f"numa: {failures} failures")
     sys.exit(bool(failures))
 

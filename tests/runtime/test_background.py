@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +53,23 @@ def test_many_in_flight(make_layer: Make) -> None:
         y = handle.wait()
         assert np.array_equal(y, layer(*one)) and handle.done
         assert handle.wait() is y
+
+
+def test_who_asks_again_and_again_does_not_hold_up_the_call(make_layer: Make) -> None:
+    """Python takes the interpreter from a thread that does not give it up after the interval."""
+    layer, one = make_layer(), batch()
+    layer.submit(*one).wait()
+    before, asked = sys.getswitchinterval(), 0
+    sys.setswitchinterval(30.0)
+    try:
+        start = time.monotonic()
+        handle = layer.submit(*one)
+        while not handle.done and time.monotonic() < start + 20:
+            asked += 1
+        assert handle.done and time.monotonic() < start + 20, asked
+    finally:
+        sys.setswitchinterval(before)
+    assert np.array_equal(handle.wait(), layer(*one))
 
 
 def test_they_are_computed_in_order(make_layer: Make) -> None:

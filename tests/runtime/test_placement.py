@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,13 @@ from helpers.paths import EXAMPLE
 
 from ktconv import native
 from ktconv.errors import ResourceError, UsageError
+from ktconv.formats import FORMATS
 from ktconv.native import Gathered
 from ktconv.runtime import MoELayer, Pool
+from ktconv.runtime.layers.blocks import Block, part_shapes
 from ktconv.runtime.memory import needs
-from ktconv.runtime.memory.needs import part_nodes
+from ktconv.runtime.memory.needs import part_nodes, readers
+from ktconv.source.reading.buffers import Buffers, BufferSizes
 from ktconv.system import blocks, machine
 from ktconv.system import nodes as numa
 from ktconv.system.machine import Cpu
@@ -66,6 +69,73 @@ def test_the_same_bits_wherever_weights_lie(output: Path, pool: Pool, memory: st
     assert found.nbytes == layer.weight_bytes
     assert found.local_share == 1.0 and not found.note
     assert 0 <= found.huge_bytes <= found.nbytes
+
+
+@pytest.mark.parametrize("memory", ["copy", "shared"])
+def test_the_pages_of_files_are_given_back_once(
+    output: Path, pool: Pool, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each tensor it takes several times as long as reading."""
+    given: list[tuple[int, int]] = []
+    advise = os.posix_fadvise
+
+    def record(fd: int, offset: int, size: int, advice: int) -> None:
+        if advice == os.POSIX_FADV_DONTNEED:
+            given.append((offset, size))
+        advise(fd, offset, size, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", record)
+    layer = MoELayer.load(output, memory=memory, pool=pool)
+    (size,) = (size for _, size in given if size > 2 * native.PAGE)  # scales are read alone, too
+    assert layer.weight_bytes <= size < 1.1 * layer.weight_bytes + native.PAGE
+
+
+@pytest.mark.parametrize("memory", ["copy", "shared"])
+def test_copies_lie_on_reserved_pages(output: Path, pool: Pool, memory: str) -> None:
+    """Where enough are free; `make numa` reserves some."""
+    if blocks.reserved_free(None) < 4 * numa.HUGE_PAGE:
+        pytest.skip("no huge pages are reserved (/proc/sys/vm/nr_hugepages)")
+    found = MoELayer.load(output, memory=memory, pool=pool).memory
+    assert found.reserved_bytes == found.huge_bytes == found.nbytes
+    assert "on reserved huge pages" in str(found)
+
+
+def of_a_layer() -> list[Any]:
+    fmt = FORMATS["int8"]
+    return [Block(fmt, part_shapes(1024, 512, gated=True), 8).memory]
+
+
+def of_a_worker() -> list[Any]:
+    made = Buffers(BufferSizes(source=12 << 20, packed=3 << 20, scratch_cols=4096))
+    return [made.source, made.bounce, made.packed, made.readback, made.scratch]
+
+
+@pytest.mark.parametrize("make", [of_a_layer, of_a_worker])
+def test_memory_is_new(make: Callable[[], list[Any]]) -> None:
+    """It comes from the node of who writes to it, and malloc's may lie elsewhere from before."""
+    for _ in range(4):  # of these malloc keeps one for the next who asks
+        np.ones(20 << 20, np.uint8)
+    arrays = make()
+    found = native.pages_by_node(native.Ranges(arrays), 64)
+    if found is None:
+        pytest.skip("the system does not say where pages lie")
+    assert sum(found[0]) == 0 and found[1] >= sum(one.nbytes // native.PAGE - 1 for one in arrays)
+    assert all(native.address_of(one) % 64 == 0 for one in arrays)
+    for one in arrays:
+        one[:] = 1
+
+
+def test_shared_memory_is_mapped_at_once() -> None:
+    """So that what lies on huge pages is told before the first call."""
+
+    def fill(memory: Any) -> None:
+        memory[0][:] = 1
+
+    block = blocks.shared_block("test-mapped", [2 * numa.HUGE_PAGE], [None], fill)
+    found = native.pages_by_node(native.Ranges([block]), 64)
+    if found is None:
+        pytest.skip("the system does not say where pages lie")
+    assert sum(found[0]) == block.nbytes // native.PAGE and found[1] == 0
 
 
 def test_copies_do_not_need_their_files(output: Path, pool: Pool, tmp_path: Path) -> None:
@@ -166,7 +236,29 @@ def test_fewer_parts_than_nodes_is_said(tmp_path: Path, two_nodes: Pool) -> None
     convert(EXAMPLE, tmp_path / "out", method="int8", numa=1)
     with pytest.warns(UserWarning, match="is cut into 1 part, but threads of 2 NUMA nodes"):
         layer = MoELayer.load(tmp_path / "out", pool=two_nodes)
-    assert part_nodes(1, two_nodes) == [None] and layer.memory.pages == 0
+    assert part_nodes(1, two_nodes) == [None]
+    layer.touch()  # all is on node 0, where one of the two threads is
+    assert layer.memory.pages > 100 and layer.memory.local_share == pytest.approx(0.5, abs=0.01)
+
+
+def test_threads_that_are_not_placed_read_from_all_nodes(output: Path, two_nodes: Pool) -> None:
+    with Pool(1) as pool:
+        assert not pool.placed and readers(2, pool) == [{0: 0.5, 1: 0.5}] * 2
+        layer = MoELayer.load(output, pool=pool)
+        assert layer.memory.pages == 0 and layer.memory.local_share is None  # nothing was read
+        layer.touch()
+        assert layer.memory.local_share == pytest.approx(0.5, abs=0.01)
+
+
+def test_shares_of_nodes_with_different_numbers_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = machine.topology()[0].number
+    made = [Cpu(cpu, node, core) for core, node in enumerate([0, 0, 0, 2, 5])]
+    monkeypatch.setattr(machine, "topology", lambda: made)
+    with Pool(5) as pool:
+        assert pool.threads_of == [3, 1, 1]
+        assert readers(1, pool) == [{0: 0.6, 2: 0.2, 5: 0.2}]
+        assert readers(2, pool) == [{0: 0.75, 2: 0.25}, {5: 1.0}]
+        assert readers(4, pool) == [{0: 1.0}, {0: 1.0}, {2: 1.0}, {5: 1.0}]
 
 
 @pytest.mark.parametrize(
@@ -191,6 +283,7 @@ def test_nodes_of_parts(
 CHILD = """
 import sys
 from ktconv.runtime import MoELayer, Pool
+from ktconv.runtime.layers.blocks import Block, part_shapes
 layer = MoELayer.load(sys.argv[1], memory="shared", pool=Pool(1))
 print(layer.memory.kind, flush=True)
 sys.stdin.read()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -277,3 +280,38 @@ def test_this_machine() -> None:
     assert 1 <= machine.usable_cores() <= machine.usable_cpus()
     place = machine.placement()
     assert place.threads == machine.usable_cores()
+
+
+_BOUND = """
+import ctypes, sys
+mask = (ctypes.c_ulong * 17)(int(sys.argv[2]))  # of nodes
+if ctypes.CDLL(None, use_errno=True).syscall(238, int(sys.argv[1]), mask, 1024) != 0:
+    sys.exit(3)
+from ktconv.system import machine
+print(sorted(machine.allowed_memory()))
+"""
+_BIND, _PREFERRED, _RELATIVE, _STATIC = 2, 1, 1 << 14, 1 << 15  # of the kernel's mempolicy.h
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.uname().machine != "x86_64", reason="numbers of x86-64 Linux"
+)
+@pytest.mark.skipif(machine.numa_nodes() > 1, reason="this machine has several nodes")
+@pytest.mark.parametrize(
+    ("mode", "mask"),
+    [
+        (_BIND, 1),
+        (_BIND | _STATIC, 0b1001),  # node 3 is not there
+        (_BIND | _RELATIVE, 0b1000),  # the fourth of one node: the first, counted round
+        (_BIND | _RELATIVE, 0b0110),
+        (_PREFERRED, 1),
+    ],
+)
+def test_nodes_of_a_policy(mode: int, mask: int) -> None:
+    """As `numactl --membind` sets it; +N counts among the nodes of the cpuset."""
+    found = subprocess.run(
+        [sys.executable, "-c", _BOUND, str(mode), str(mask)], capture_output=True, text=True
+    )
+    if found.returncode == 3:
+        pytest.skip("the system does not let this process set a policy")
+    assert (found.returncode, found.stdout) == (0, "[0]\n"), found.stderr

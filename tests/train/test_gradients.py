@@ -210,7 +210,9 @@ def test_weights_of_bf16(
     lora = module.lora and type(module.lora)._make(
         [one if one is None else one.double() for one in module.lora[:6]] + [module.scale]
     )
-    y = reference(given.x, given.ids, given.weights, base, lora, **as_kernels(module.layer))
+    y = reference(
+        given.x, given.ids, given.weights, base, lora, **as_kernels(module.layer, trained=True)
+    )
     y.backward(given.dy.double())
     found = module.base_gradients(*given)
     assert found.keys() == there.keys()

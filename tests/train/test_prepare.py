@@ -25,6 +25,8 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.model import load_model, move_non_experts, replace_experts
 from ktconv.model.sites import find_experts
 from ktconv.runtime import Pool
+from ktconv.system import machine
+from ktconv.system.machine import Cpu
 from ktconv.targets.expert_sets import expert_set
 from ktconv.train import merge, prepare, save
 
@@ -138,6 +140,34 @@ def test_a_checkpoint_as_it_is(model: Any) -> None:
     before = logits(model)
     assert prepare(model, EXAMPLE, rank=4).method == "bf16"
     assert apart(logits(model), before) < 0.005
+
+
+@pytest.mark.parametrize("memory", ["map", "copy", "shared"])
+def test_weights_lie_in_the_memory_asked_for(model: Any, int8: Path, memory: str) -> None:
+    prepared = prepare(model, int8, rank=4, memory=memory)
+    assert [lora.layer.memory.kind for lora in prepared.lora.values()] == [memory] * 2
+
+
+def test_weights_come_to_the_nodes_that_compute_them(
+    model: Any, int8: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a machine with a second node that does not exist: nothing can be moved there."""
+    cpu = machine.topology()[0].number
+    made = [Cpu(cpu, 0, 0), Cpu(cpu, 1, 1)]
+    monkeypatch.setattr(machine, "topology", lambda: made)
+    with Pool(2) as pool, pytest.warns(UserWarning, match="cannot be moved.*they were copied"):
+        prepared = prepare(model, int8, rank=4, pool=pool)
+        assert [lora.layer.memory.kind for lora in prepared.lora.values()] == ["copy"] * 2
+
+
+def test_memory_is_for_converted_weights(model: Any) -> None:
+    with pytest.raises(UsageError, match='memory "shared" is for converted models'):
+        prepare(model, rank=4, memory="shared")
+    with pytest.raises(UsageError, match='memory "map" is for converted models'):
+        prepare(model, EXAMPLE, rank=4, memory="map")
+    with pytest.raises(UsageError, match="memory 'there' is not known"):
+        prepare(model, rank=4, memory="there")
+    assert prepare(model, rank=4, memory="copy").method == "bf16"
 
 
 def test_methods(model: Any, int8: Path) -> None:

@@ -66,6 +66,7 @@ struct kt_weight_format {
   kt_transpose_fn *transpose[KT_LEVELS];
   kt_transposed_fn *transposed; /* with AMX; NULL: by strips */
   int splits;                   /* whether it reads split rows */
+  const kt_rounded *rounded;    /* with AMX, or NULL */
   uint32_t scaled_strips; /* the dtypes, as a set, of scales that strips of `transpose` contain */
   int32_t least_avx512;   /* tokens, for a stream of avx512 */
 };

@@ -79,9 +79,10 @@ typedef kt_amx_strip kt_amx_strip_fn(const kt_weight *w, int64_t strip);
   } while (0)
 
 #define KT_AMX_NOTHING(n) ((void)0)
-#define KT_AMX_PART(n)                                                                             \
-  if (form.unpack) form.unpack(next, room, n)
+#define KT_AMX_PART(n) form.unpack(next, room, n)
 #define KT_AMX_LATER_PART(n) KT_AMX_PART(4 + (n))
+
+/* ---- Codes that are unpacked -------------------------------------------------- */
 
 /* Two halves (`both`) or one times a strip; behind its end the slot of `following` is unpacked. */
 KT_INLINE void kt_amx_pass(const kt_amx_form form, const int both, const kt_amx_strip *w,
@@ -96,7 +97,7 @@ KT_INLINE void kt_amx_pass(const kt_amx_form form, const int both, const kt_amx_
     for (int64_t i = w->slots[run]; i > 0; i--) {
       const kt_amx_codes next =
           i > 1 ? (kt_amx_codes){at.at + form.size, at.scale + form.scale_size} : behind;
-      const uint8_t *const tiles = form.unpack ? beside->ring + slot * KT_AMX_SLOT : at.at;
+      const uint8_t *const tiles = beside->ring + slot * KT_AMX_SLOT;
       uint8_t *const room = beside->ring + (slot ^ 1) * KT_AMX_SLOT;
       KT_AMX_STEP(tiles, KT_AMX_TILES / 2, KT_AMX_NOTHING, KT_AMX_PART);
       x0 += KT_AMX_LINE, x1 += KT_AMX_LINE;
@@ -131,6 +132,95 @@ KT_INLINE void kt_amx_prepare(kt_beside *beside, const kt_halves *h, int line) {
   beside->leave = kt_amx_give_back;
 }
 
+/* ---- Codes that are tiles ------------------------------------------------------
+ *
+ * Of more than two halves of tokens, columns are cut into chunks whose weights stay in L1: all
+ * passes over a chunk come before the next one, each second time in the other direction, so that
+ * the pass at the turn leaves its sums in tiles. The others leave them in `out`, from where they
+ * are loaded again, which changes no bits. (128 experts of 64 tokens, one core of a Xeon with AMX:
+ * INT8 1.02 times as fast, BF16 1.01; 32 experts of 256 tokens: 1.02 and 1.05.) */
+
+enum { KT_AMX_CHUNK = 16 /* steps */ };
+
+/* Half 2 * pass of tokens and, if there is one, the next: their first tokens. */
+typedef struct kt_amx_pair {
+  int both;
+  int64_t start[2];
+} kt_amx_pair;
+
+static inline kt_amx_pair kt_amx_pair_of(const kt_halves *h, int64_t pass) {
+  const int both = 2 * pass + 1 < h->count;
+  return (kt_amx_pair){both, {kt_half_start(h, 2 * pass), kt_half_start(h, 2 * pass + both)}};
+}
+
+/* Tiles 2i and 2i + 1. */
+#define KT_AMX_TWO(instruction, i, first, second)                                                  \
+  do {                                                                                             \
+    uint8_t *const at = (uint8_t *)(out + (i)->start[(first) / 2] * KT_STRIP);                     \
+    instruction(first, at, 2 * KT_AMX_LINE);                                                       \
+    instruction(second, at + KT_AMX_LINE, 2 * KT_AMX_LINE);                                        \
+  } while (0)
+
+/* From the sums of one pair to those of another, which begin as zero in the first chunk. The last
+ * half begins in the one before: where it is alone, a token of both is loaded for one before it is
+ * stored for the other. */
+static inline void kt_amx_change(const kt_amx_pair *from, const kt_amx_pair *to, int first,
+                                 float *out) {
+  if (to->both && !from->both && !first) KT_AMX_TWO(KT_AMX_LOAD, to, 2, 3);
+  KT_AMX_TWO(KT_AMX_STORE, from, 0, 1);
+  if (!first) KT_AMX_TWO(KT_AMX_LOAD, to, 0, 1);
+  if (from->both) KT_AMX_TWO(KT_AMX_STORE, from, 2, 3);
+  if (to->both && from->both && !first) KT_AMX_TWO(KT_AMX_LOAD, to, 2, 3);
+}
+
+KT_INLINE void kt_amx_chunk(const kt_amx_form form, const int both, const uint8_t *at,
+                            int64_t steps, const uint8_t *x0, const uint8_t *x1, int64_t stride,
+                            kt_beside *beside) {
+  for (int64_t i = steps; i > 0; i--) {
+    KT_AMX_STEP(at, KT_AMX_TILES / 2, KT_AMX_NOTHING, KT_AMX_NOTHING);
+    x0 += KT_AMX_LINE, x1 += KT_AMX_LINE;
+    if (i % KT_AMX_STORE_EVERY == 0) KT_AMX_STORE(6, beside->spare, KT_AMX_LINE);
+    at += form.size;
+  }
+}
+
+KT_INLINE void kt_amx_stream_chunks(const kt_amx_form form, const kt_amx_strip *w, const uint8_t *x,
+                                    int64_t stride, const kt_halves *h, kt_beside *beside,
+                                    float *out) {
+  const int64_t passes = (h->count + 1) / 2;
+  int64_t pass = beside->backward ? passes - 1 : 0, turn = beside->backward ? -1 : 1;
+  kt_amx_pair own = kt_amx_pair_of(h, pass);
+  for (int64_t run = 0; run < w->runs; run++) {
+    const int64_t steps = w->slots[run], chunks = (steps + KT_AMX_CHUNK - 1) / KT_AMX_CHUNK;
+    for (int64_t c = 0; c < chunks; c++, turn = -turn) {
+      const int64_t start = steps * c / chunks, count = steps * (c + 1) / chunks - start;
+      const uint8_t *const at = w->run[run].at + start * form.size;
+      const int first = run == 0 && c == 0;
+      if (first) kt_amx_zero_sums(1);
+      for (int64_t p = 0; p < passes; p++) {
+        if (p > 0) {
+          const kt_amx_pair before = own;
+          own = kt_amx_pair_of(h, pass += turn);
+          kt_amx_change(&before, &own, first, out);
+          if (first) kt_amx_zero_sums(1);
+        }
+        const uint8_t *const x0 = x + own.start[0] * stride + start * KT_AMX_LINE;
+        const uint8_t *const x1 = x + own.start[1] * stride + start * KT_AMX_LINE;
+        if (own.both)
+          kt_amx_chunk(form, 1, at, count, x0, x1, stride, beside);
+        else
+          kt_amx_chunk(form, 0, at, count, x0, x1, stride, beside);
+      }
+    }
+    x += steps * KT_AMX_LINE;
+  }
+  KT_AMX_TWO(KT_AMX_STORE, &own, 0, 1);
+  if (own.both) KT_AMX_TWO(KT_AMX_STORE, &own, 2, 3);
+  beside->backward = pass > 0;
+}
+
+/* ---- All ----------------------------------------------------------------------- */
+
 /* kt_stream_fn, but for `sums`; form and strip_of are constants. tables: NULL, or of all slots. */
 KT_INLINE void kt_amx_stream(const kt_amx_form form, kt_amx_strip_fn *strip_of, const kt_weight *w,
                              int64_t strip, const uint8_t *x, int64_t stride, int64_t tokens,
@@ -145,7 +235,11 @@ KT_INLINE void kt_amx_stream(const kt_amx_form form, kt_amx_strip_fn *strip_of, 
   for (int64_t run = 0; run < own.runs; run++) steps += own.slots[run] * form.steps;
   kt_amx_prepare(beside, &h, KT_AMX_LINE);
   kt_beside_start(beside, steps * passes);
-  if (form.unpack && beside->ready != own.run[0].at) {
+  if (!form.unpack) {
+    kt_amx_stream_chunks(form, &own, x, stride, &h, beside, out);
+    return;
+  }
+  if (beside->ready != own.run[0].at) {
     uint8_t *const tiles = beside->ring + beside->slot * KT_AMX_SLOT;
     KT_UNROLL(8)
     for (int part = 0; part < 4 * form.steps; part++) form.unpack(own.run[0], tiles, part);

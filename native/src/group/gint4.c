@@ -109,5 +109,6 @@ const kt_weight_format kt_gint4_format = {
     .stream[KT_ISA_AMX] = kt_gint4_stream_amx,
     .least_tokens = {7, 4, 3},
     .transposed = kt_gint4_transposed_amx,
+    .rounded = &kt_gint4_rounded_amx,
 #endif
 };

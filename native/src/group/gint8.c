@@ -85,5 +85,6 @@ const kt_weight_format kt_gint8_format = {
     .stream[KT_ISA_AMX] = kt_gint8_stream_amx,
     .least_tokens = {2, 2, 2},
     .transposed = kt_gint8_transposed_amx,
+    .rounded = &kt_gint8_rounded_amx,
 #endif
 };

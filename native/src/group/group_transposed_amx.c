@@ -51,20 +51,21 @@ KT_INLINE kt_packed_square gint8_square(const kt_weight *w, int64_t n, int64_t c
   return square(KT_GINT8_TILE, w, n, column);
 }
 
+/* Also what numbers begin with, behind the scales. */
+KT_INLINE void load_offsets(kt_unpack_unit *u, int q) {
+  load_scales(u, q);
+  if (q == 0) _mm512_store_ps(u->scale + 16, kt_group_offset(8, _mm512_load_ps(u->scale)));
+}
+
 /* 16 columns of row r of four. */
-KT_INLINE __m512 row_of(__m512i rows, int r, float scale) {
-  const __m512i first = _mm512_broadcast_i32x4(
-      _mm_setr_epi8(-1, -1, -1, 0, -1, -1, -1, 1, -1, -1, -1, 2, -1, -1, -1, 3));
-  const __m512i sign = _mm512_set1_epi32((int)0x80000000), step = _mm512_set1_epi32(r << 26);
-  const __m512i order = _mm512_mask_add_epi8(first, 0x8888888888888888u, first, step);
-  const __m512i upper = _mm512_xor_si512(_mm512_shuffle_epi8(rows, order), sign);
-  const __m512 code = _mm512_cvtepi32_ps(_mm512_srai_epi32(upper, 24));
-  return _mm512_mul_ps(code, _mm512_set1_ps(scale));
+KT_INLINE __m512 row_of(const int r, __m512i rows, const float *scale) {
+  return kt_group_numbers(8, 4 * r, 1, rows, _mm512_set1_ps(scale[r]),
+                          _mm512_set1_ps(scale[16 + r]));
 }
 
 /* Rows 4q to 4q + 3: two lines of each 16 columns. */
 KT_INLINE void gint8_part(const kt_unpack_tables *t, kt_unpack_unit *u, int q) {
-  load_scales(u, q);
+  load_offsets(u, q);
   const float *const scale = u->scale + 4 * q;
   KT_UNROLL(2)
   for (int j = 0; j < 2; j++) {
@@ -73,25 +74,17 @@ KT_INLINE void gint8_part(const kt_unpack_tables *t, kt_unpack_unit *u, int q) {
     kt_prefetch_line(u->ahead + (4 * j + q) * LINES);
     KT_UNROLL(2)
     for (int p = 0; p < 2; p++) {
-      const __m512 even = row_of(rows, 2 * p, scale[2 * p]);
-      const __m512 odd = row_of(rows, 2 * p + 1, scale[2 * p + 1]);
+      const __m512 even = row_of(2 * p, rows, scale), odd = row_of(2 * p + 1, rows, scale);
       const __m512i words = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
       _mm512_store_si512(to + p * KT_LINE, _mm512_permutexvar_epi16(t->a, words));
     }
   }
 }
 
-/* Words of the lower and the upper half in turn. */
-KT_INLINE __m512i halves_in_turn(void) {
-  _Alignas(64) uint16_t order[32];
-  for (int i = 0; i < 32; i++) order[i] = (uint16_t)(i / 2 + i % 2 * 16);
-  return _mm512_load_si512(order);
-}
-
 void kt_gint8_transposed_amx(kt_transposed *t, float *out) {
   static const kt_unpack_form form = {
       .wide = 1, .half_step = KT_LINE, .square = gint8_square, .part = gint8_part};
-  const kt_unpack_tables tables = {.a = halves_in_turn()};
+  const kt_unpack_tables tables = {.a = kt_halves_in_turn()};
   kt_transposed_strip(form, &tables, 1.0f, t, out);
 }
 

@@ -12,7 +12,7 @@
 
 /* Of the kernel's mempolicy.h and mman.h, which not every C library has as they are now. */
 enum { MODE_BIND = 2, MODE_PREFERRED = 1, FLAG_MOVE = 2, MEMS_ALLOWED = 4, POPULATE_WRITE = 23 };
-enum { MODE_MASK = 0x0fff }; /* the rest are flags of a mode */
+enum { MODE_MASK = 0x0fff, MODE_RELATIVE = 1 << 14 }; /* the rest are flags of a mode */
 
 kt_status kt_memory_bind(void *memory, size_t size, int32_t os_node) {
   if (!memory || os_node < 0 || os_node >= KT_MAX_NODES) return KT_ERR_ARGUMENT;
@@ -42,6 +42,29 @@ kt_status kt_memory_populate(void *memory, size_t size) {
   return KT_ERR_UNSUPPORTED;
 }
 
+#if defined(__linux__) && defined(SYS_get_mempolicy)
+
+/* The nodes that a policy of `mode` with the nodes `given` allows in a process whose cpuset has the
+ * nodes `group`. Relative ones count the nodes of the cpuset, from the first on again after the
+ * last; the system tells them as they were given. */
+static kt_node_set allowed_nodes(int mode, const kt_node_set *given, const kt_node_set *group) {
+  if ((mode & MODE_MASK) != MODE_BIND) return *group;
+  kt_node_set found = {{0}};
+  int32_t member[KT_MAX_NODES], members = 0;
+  for (int32_t n = 0; n < KT_MAX_NODES; n++)
+    if (kt_has_node(group, n)) member[members++] = n;
+  for (int32_t n = 0; n < KT_MAX_NODES; n++) {
+    if (!kt_has_node(given, n)) continue;
+    if (mode & MODE_RELATIVE && members)
+      kt_add_node(&found, member[n % members]);
+    else if (kt_has_node(group, n))
+      kt_add_node(&found, n);
+  }
+  return found;
+}
+
+#endif
+
 kt_status kt_memory_allowed(uint8_t *nodes, int32_t count) {
   if (!nodes || count < 0) return KT_ERR_ARGUMENT;
 #if defined(__linux__) && defined(SYS_get_mempolicy)
@@ -51,10 +74,8 @@ kt_status kt_memory_allowed(uint8_t *nodes, int32_t count) {
       syscall(SYS_get_mempolicy, NULL, of_group.words, KT_NODE_SET_BITS, NULL, MEMS_ALLOWED) == 0 &&
       syscall(SYS_get_mempolicy, &mode, of_process.words, KT_NODE_SET_BITS, NULL, 0) == 0;
   if (!good) return KT_ERR_UNSUPPORTED;
-  const int bound = (mode & MODE_MASK) == MODE_BIND;
-  for (int32_t n = 0; n < count; n++)
-    nodes[n] =
-        n < KT_MAX_NODES && kt_has_node(&of_group, n) && (!bound || kt_has_node(&of_process, n));
+  const kt_node_set found = allowed_nodes(mode, &of_process, &of_group);
+  for (int32_t n = 0; n < count; n++) nodes[n] = n < KT_MAX_NODES && kt_has_node(&found, n);
   return KT_OK;
 #else
   return KT_ERR_UNSUPPORTED;

@@ -29,6 +29,8 @@ enum {
   BLOCK_SIZE = 1024 * 1024,    /* bytes of activation rows of a streamed block, which stay in L2 */
   SUMS = 4 * KT_STREAM_TOKENS, /* of 32 rows, of a thread */
   BLOCK_STEP = 32,             /* tokens */
+  APART = KT_STRIP,            /* floats between rows of y, which else lie whole pages apart, in the
+                                  same few lines of L1 */
   DOWN_RUNS = 8                /* of a thread's share of the second step, about */
 };
 
@@ -40,8 +42,7 @@ static void lay_out_team(kt_arena *a, const kt_forward_run *f, kt_team *t, int64
   uint8_t *mid_rows = kt_take(a, slots, (size_t)f->mid_stride);
   if (t) t->x_rows = x_rows, t->middle = middle, t->mid_rows = mid_rows;
   kt_take_adapted_team(a, &f->run, &f->adapted, slots, t ? &t->adapted : NULL);
-  float *served = kt_take(a, slots * kt_served_down_size(&f->served), sizeof *served);
-  if (t) t->served = served;
+  kt_take_served_team(a, &f->served, slots, f->run.width, t ? &t->served : NULL);
 }
 
 _Static_assert(2 * KT_MAX_PRODUCTS <= SUMS, "sums of products in calls have room");
@@ -50,12 +51,14 @@ static void lay_out_worker(kt_arena *a, const kt_forward_run *f, kt_worker *w) {
   const int64_t most = kt_larger(KT_MAX_TOKENS, f->most_tokens);
   uint8_t *const gather = kt_take(a, most, (size_t)f->x_stride);
   float *const sums = kt_take(a, SUMS * KT_STRIP, sizeof(float));
+  float *const plus = kt_take(a, f->served.adapters ? SUMS * KT_STRIP : 0, sizeof(float));
   uint8_t *const panel = kt_take(a, 1, KT_PANEL_SIZE);
   uint8_t *const ring = kt_take(a, 1, KT_BESIDE_RING + KT_BESIDE_SPARE);
   float *const values = kt_take(a, f->run.moe->hidden, sizeof(float));
   if (w)
     *w = (kt_worker){.gather = gather,
                      .sums = sums,
+                     .plus = plus,
                      .panel = panel,
                      .values = values,
                      .gathered = -1,
@@ -81,7 +84,8 @@ static void lay_out_parts(kt_arena *a, kt_forward_run *f, int64_t slots, int the
   const kt_run *const r = &f->run;
   int64_t threads = 1;
   for (int64_t t = 0; t < r->team_count; t++) threads = kt_larger(threads, kt_team_threads(r, t));
-  f->partial_size = r->tokens * r->moe->hidden;
+  f->partial_stride = r->moe->hidden + APART;
+  f->partial_size = r->tokens * f->partial_stride;
   float *const partial = kt_take(a, r->moe->parts * f->partial_size, sizeof *partial);
   const int64_t most = most_groups(r, slots);
   kt_group *const groups = kt_take(a, r->moe->parts * most, sizeof *groups);
@@ -119,8 +123,9 @@ static void make_x_rows(const kt_forward_run *f, kt_team *t, kt_worker *w) {
   for (int64_t first, count; kt_share_take(&t->rows, &first, &count);)
     for (int64_t token = first; token < first + count; token++) {
       f->read(&f->x, f->run.first_token + token, 1, w->values, hidden);
-      kt_rows_quantize(f->run.format->rows_kind, hidden, f->run.moe->layout.group, w->values,
+      kt_rows_quantize(f->rows_kind, hidden, f->run.moe->layout.group, w->values,
                        t->x_rows + token * f->x_stride);
+      if (t == f->teams) kt_served_row(&f->run, &f->served, token, w->values);
     }
 }
 
@@ -129,7 +134,7 @@ static void make_mid_row(const kt_forward_run *f, const kt_team *t, const kt_gro
   const int64_t width = f->run.width, at = slot - g->slot;
   const float *const middle = t->middle + at * width;
   uint8_t *const row = t->mid_rows + at * f->mid_stride;
-  kt_rows_quantize(f->run.format->rows_kind, width, f->run.moe->layout.group, middle, row);
+  kt_rows_quantize(f->rows_kind, width, f->run.moe->layout.group, middle, row);
   kt_adapted_middle(&f->adapted, &f->run, &t->adapted, part, slot, g->slot, middle, row);
 }
 
@@ -157,7 +162,7 @@ static void make_down_rows(kt_forward_run *f, kt_team *t, kt_worker *w, kt_group
                            active, slot, count);
     if (count && f->served.adapters)
       kt_served_middle(&f->run, &f->served, part, active, slot, count, g->slot, t->middle,
-                       t->served);
+                       &t->served);
   }
 }
 
@@ -193,9 +198,9 @@ static void finish(kt_forward_run *f, kt_worker *w) {
     for (int64_t i = first; i < first + count; i++) {
       const int64_t token = f->run.first_token + i;
       for (int64_t p = 0; !f->run.route.used[i] && p < f->run.moe->parts; p++)
-        memset(f->parts[p].partial + i * hidden, 0, (size_t)hidden * sizeof(float));
-      f->epilogue->sum(f->parts[0].partial + i * hidden, f->run.moe->parts, f->partial_size,
-                       f->add ? f->add + token * hidden : NULL, hidden, w->values);
+        memset(f->parts[p].partial + i * f->partial_stride, 0, (size_t)hidden * sizeof(float));
+      f->epilogue->sum(f->parts[0].partial + i * f->partial_stride, f->run.moe->parts,
+                       f->partial_size, f->add ? f->add + token * hidden : NULL, hidden, w->values);
       kt_rows_store(f->y_dtype, w->values, hidden, f->y + (size_t)token * f->y_size);
     }
 }
@@ -221,7 +226,7 @@ static void forward_job(void *context, int32_t thread) {
   kt_barrier_wait(&t->barrier, w->rank);
   const kt_rows_view own = x_rows(f, t);
   kt_adapted_inputs(&f->run, &f->adapted, thread, &w->lora, &f->x, &own, w->values, w->panel);
-  kt_served_inputs(&f->run, &f->served, thread, &f->x);
+  kt_served_inputs(&f->run, &f->served, thread);
   for (int64_t part = kt_first_part(&f->run, index);
        f->groups && part < kt_first_part(&f->run, index + 1); part++)
     compute_part(f, t, w, part);
@@ -334,13 +339,16 @@ static kt_forward_run start(const kt_moe *moe, kt_low_rank low_rank, int saves, 
   if (lora || saves) f.adapted.adapter = kt_adapter_of(moe, lora);
   f.served = kt_served_of(low_rank.adapters);
   f.product = kt_format_product(f.run.format);
-  f.x_stride = (int64_t)kt_rows_stride(f.run.format->rows_kind, moe->hidden, moe->layout.group);
-  f.mid_stride = (int64_t)kt_rows_stride(f.run.format->rows_kind, f.run.width, moe->layout.group);
+  const kt_rounded *const rounded = lora ? kt_rounded_best(&moe->layout) : NULL;
+  f.rows_kind = rounded ? KT_ROWS_BF16 : f.run.format->rows_kind;
+  f.x_stride = (int64_t)kt_rows_stride(f.rows_kind, moe->hidden, moe->layout.group);
+  f.mid_stride = (int64_t)kt_rows_stride(f.rows_kind, f.run.width, moe->layout.group);
   f.adapted.saves = saves;
   /* Products of B go beside a stream only where they have a stream of their own. */
   const int beside = !(lora || saves) || f.adapted.adapter.add_beside;
   f.stream = beside ? kt_format_stream(f.run.format) : NULL;
   f.least_tokens = kt_least_streamed(&moe->layout);
+  if (rounded) f.stream = rounded->stream, f.least_tokens = 1;
   f.most_tokens = f.stream ? block_tokens(f.x_stride) : KT_MAX_TOKENS;
   return f;
 }

@@ -15,6 +15,12 @@ kt_stream_fn *kt_format_stream(const kt_weight_format *format) {
   return format->stream[kt_isa_cell(format->product, sizeof *format->product)];
 }
 
+const kt_rounded *kt_rounded_best(const kt_layout *layout) {
+  const kt_rounded *const rounded = kt_format_of(layout)->rounded;
+  const int fits = rounded && layout->group <= rounded->most;
+  return fits && kt_isa_active() == KT_ISA_AMX ? rounded : NULL;
+}
+
 int64_t kt_least_streamed(const kt_layout *layout) {
   const kt_weight_format *const format = kt_format_of(layout);
   const int level = kt_isa_cell(format->product, sizeof *format->product);

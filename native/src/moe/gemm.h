@@ -55,7 +55,8 @@ typedef void kt_product_fn(const kt_weight *w, int64_t strip, int64_t strips, co
 
 /* Sums [strips][tokens][32] of a product, and what makes numbers of them:
  *   whole    fl(fl(fl32(sum >> shift) * fl(step * row_scale[32 s + r])) * scale of token t)
- *   others   fl(sum * row_scale[32 s + r]), or the sum itself where there is none */
+ *   others   fl(sum * row_scale[32 s + r]), or the sum itself where there is none
+ * to which those of `plus` are added. */
 typedef struct kt_sums {
   const void *sum; /* int32 or float */
   int32_t whole, shift;
@@ -64,6 +65,7 @@ typedef struct kt_sums {
   const float *row_scale;
   const uint8_t *x_scale; /* the float of token t: at x_scale + t * stride */
   int64_t stride;
+  const float *plus; /* NULL, or [strips][tokens][32]; of gate and up both or none has some */
 } kt_sums;
 
 /* Of numbers, as kt_product_fn leaves them. */
@@ -87,6 +89,16 @@ typedef void kt_adding_stream_fn(const kt_weight *w, int64_t strip, const uint8_
  * tokens on it is faster than that product alone. */
 kt_stream_fn *kt_format_stream(const kt_weight_format *format);
 int64_t kt_least_streamed(const kt_layout *layout);
+
+/* Products of BF16 rows with weights rounded to bf16, where AMX takes less time for them than for
+ * integers whose groups have scales: what fine-tuning with LoRA multiplies with. */
+typedef struct kt_rounded {
+  kt_stream_fn *stream;
+  int64_t most; /* columns of a group: of more, integers take no longer */
+} kt_rounded;
+
+/* The cell of a layout for the level in use, or NULL. */
+const kt_rounded *kt_rounded_best(const kt_layout *layout);
 
 /* From how many tokens on AMX is faster than AVX-512. */
 int64_t kt_least_tokens(const kt_layout *layout);

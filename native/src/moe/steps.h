@@ -33,7 +33,7 @@ typedef struct kt_team {
   float *middle;     /* [slots of a group, w] */
   uint8_t *mid_rows; /* [slots of a group] activation rows of the middle */
   kt_adapted_team adapted;
-  float *served; /* [slots of a group] rows of scale * A h, where adapters serve */
+  kt_served_rows served; /* of down, slots of a group */
 } kt_team;
 
 /* Memory of one thread. `gathered` remembers which rows lie in `gather`. */
@@ -41,6 +41,7 @@ typedef struct kt_worker {
   uint8_t *gather;  /* [most_tokens] activation rows of x */
   float *sums;      /* [2][KT_MAX_PRODUCTS][KT_STRIP], or [4][KT_STREAM_TOKENS][KT_STRIP] */
   uint8_t *panel;   /* KT_PANEL_SIZE */
+  float *plus;      /* as large, where adapters serve: what they add to those sums */
   float *values;    /* one row of x or y as binary32 */
   uint8_t *ring;    /* KT_BESIDE_RING + KT_BESIDE_SPARE */
   int64_t gathered; /* first slot, or -1 */
@@ -64,6 +65,7 @@ typedef struct kt_forward_run {
   const kt_epilogue *epilogue;
   kt_product_fn *product;
   kt_stream_fn *stream; /* NULL: no products are streamed */
+  kt_rows_kind rows_kind;
   kt_activate_fn *activate;
   kt_share finish;
   kt_team *teams;
@@ -74,7 +76,7 @@ typedef struct kt_forward_run {
   int64_t least_tokens; /* of one that is streamed */
   int64_t down_strips;  /* of an item */
   int64_t down_together;
-  int64_t x_stride, mid_stride, partial_size;
+  int64_t x_stride, mid_stride, partial_stride, partial_size;
   kt_decode_rows_fn *read;
   kt_matrix x; /* of the whole call, to be rounded to bf16 */
   const float *add;
@@ -123,6 +125,11 @@ static inline int kt_streams(const kt_forward_run *f, int64_t tokens) {
  * (0, 1). */
 static inline float *kt_stream_sums(const kt_worker *w, int64_t buffer) {
   return w->sums + buffer * KT_STREAM_TOKENS * KT_STRIP;
+}
+
+/* What is added to them. */
+static inline float *kt_stream_plus(const kt_worker *w, int64_t buffer) {
+  return w->plus + buffer * KT_STREAM_TOKENS * KT_STRIP;
 }
 
 /* Numbers of the first strip in the place of its sums, `count` tokens. */

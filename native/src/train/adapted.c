@@ -8,10 +8,12 @@
 
 /* ---- Memory ---------------------------------------------------------------- */
 
-static int makes_bf16(const kt_run *r) { return r->format->rows_kind == KT_ROWS_BF16; }
+static int makes_bf16(const kt_run *r, const kt_adapted *a) {
+  return kt_rows_of(r->moe, &a->adapter) == KT_ROWS_BF16;
+}
 
 void kt_take_adapted(kt_arena *arena, const kt_run *r, int64_t slots, kt_adapted *a) {
-  const int64_t x_rows = kt_adapts_x(&a->adapter) && !makes_bf16(r) ? r->tokens : 0;
+  const int64_t x_rows = kt_adapts_x(&a->adapter) && !makes_bf16(r, a) ? r->tokens : 0;
   const int64_t pairs = kt_adapts_x(&a->adapter) ? slots : 0;
   a->x_stride = (int64_t)kt_rows_stride(KT_ROWS_BF16, r->moe->hidden, 0);
   a->x_rows = kt_take(arena, x_rows, (size_t)a->x_stride);
@@ -23,7 +25,7 @@ void kt_take_adapted(kt_arena *arena, const kt_run *r, int64_t slots, kt_adapted
 void kt_take_adapted_team(kt_arena *arena, const kt_run *r, const kt_adapted *a, int64_t slots,
                           kt_adapted_team *t) {
   const int64_t number = kt_adapts(&a->adapter, KT_DOWN) ? slots : 0;
-  const int64_t middles = makes_bf16(r) ? 0 : number;
+  const int64_t middles = makes_bf16(r, a) ? 0 : number;
   kt_adapted_team laid = {.stride = (int64_t)kt_rows_stride(KT_ROWS_BF16, r->width, 0)};
   laid.middle = kt_take(arena, middles, (size_t)laid.stride);
   laid.rows = kt_take(arena, number, number ? (size_t)kt_down_stride(&a->adapter) : 1);

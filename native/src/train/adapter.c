@@ -66,6 +66,11 @@ static const void *b_of(const kt_lora *lora, kt_projection projection) {
   return projection == KT_GATE ? lora->gate_b : projection == KT_UP ? lora->up_b : lora->down_b;
 }
 
+kt_rows_kind kt_rows_of(const kt_moe *moe, const kt_adapter *a) {
+  const int rounded = a->lora && kt_rounded_best(&moe->layout);
+  return rounded ? KT_ROWS_BF16 : kt_format_of(&moe->layout)->rows_kind;
+}
+
 int kt_adapts(const kt_adapter *a, kt_projection projection) {
   return a->lora && a_of(a->lora, projection);
 }

@@ -28,6 +28,9 @@ typedef struct kt_adapter {
 kt_status kt_check_lora(const kt_moe *moe, const kt_lora *lora);
 kt_adapter kt_adapter_of(const kt_moe *moe, const kt_lora *lora);
 
+/* What base products read of activations. */
+kt_rows_kind kt_rows_of(const kt_moe *moe, const kt_adapter *adapter);
+
 /* Whether the matrix of a projection has LoRA; any that reads x. */
 int kt_adapts(const kt_adapter *adapter, kt_projection projection);
 int kt_adapts_x(const kt_adapter *adapter);

@@ -1,15 +1,15 @@
 /* The layout of what a forward keeps. */
 #include "saved.h"
 
-static int64_t groups_of(const kt_moe *moe, int64_t width) {
-  const kt_rows_kind kind = kt_format_of(&moe->layout)->rows_kind;
+static int64_t groups_of(const kt_moe *moe, const kt_adapter *adapter, int64_t width) {
+  const kt_rows_kind kind = kt_rows_of(moe, adapter);
   if (kind == KT_ROWS_BF16) return 0;
   return kind == KT_ROWS_GROUP ? width / moe->layout.group : 1;
 }
 
 size_t kt_saved_at(const kt_moe *moe, const kt_adapter *adapter, int64_t pairs, void *memory,
                    kt_saved *saved) {
-  const int64_t width = moe->intermediate / moe->parts, groups = groups_of(moe, width);
+  const int64_t width = moe->intermediate / moe->parts, groups = groups_of(moe, adapter, width);
   const int64_t rows = moe->parts * pairs;
   const int64_t inner = (1 + kt_has_gate(moe->activation.function)) * width;
   const int64_t pair = kt_adapts_x(adapter) ? 2 * adapter->rank : 0;

@@ -6,10 +6,10 @@ import csv
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, Protocol
 
-from ktconv.bench.rows import Row
-from ktconv.bench.run import AnyRow, Report
+from ktconv.bench.rows import LOCAL, Row
+from ktconv.bench.run import AnyRow, Report, told_of_nodes
 
 FORMATS = ("table", "markdown", "json", "jsonl", "csv")
 
@@ -28,6 +28,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "GOPS": lambda row: f"{row.gops:.0f}",
     "of memory": lambda row: f"{row.share_of_memory:.0%}",
     "of peak": lambda row: f"{row.share_of_peak:.0%} {row.unit}",
+    "local": lambda row: local_text(row),
     "error": lambda row: f"{row.relative_error:.1e}",
     "time / ours": lambda row: "-" if row.times_ours is None else f"{row.times_ours:.2f}",
     "": lambda row: _marks(row),
@@ -36,14 +37,32 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
 }
 WORDS = {"shape", "engine", "method", "isa", ""}
 DISTURBED = "! disturbed: other work on the machine, times or limits that vary widely"
+REMOTE = "r remote: threads read weights from the memory of another NUMA node"
 _LEGEND = {
     "!": DISTURBED,
     "c": "c the weights are so few that they come from the cache, not from memory",
+    "r": REMOTE,
 }
 
 
 def _marks(row: Row) -> str:
-    return ("!" if row.disturbed else "") + ("c" if row.in_cache else "")
+    marks = {"!": row.disturbed, "c": row.in_cache, "r": is_remote(row)}
+    return "".join(mark for mark, has in marks.items() if has)
+
+
+class _Placed(Protocol):
+    @property
+    def local_share(self) -> float | None: ...
+
+
+def is_remote(row: _Placed) -> bool:
+    """Whether part of the weights lies on other NUMA nodes than the one that reads them."""
+    return row.local_share is not None and row.local_share < LOCAL
+
+
+def local_text(row: _Placed) -> str:
+    """Share of the weights' pages that are local, for a table."""
+    return "-" if row.local_share is None else f"{row.local_share:.0%}"
 
 
 def _ratio(row: Row) -> str:
@@ -54,8 +73,9 @@ def _ratio(row: Row) -> str:
 
 def render(report: Report[Row], form: str) -> str:
     """The report in one of FORMATS, without a newline at its end."""
-    columns = {name: _COLUMNS[name] for name in _wanted(report.rows)}
-    return render_report(report, form, columns, _marks, _LEGEND)
+    columns = {name: _COLUMNS[name] for name in _wanted(report)}
+    notes = [] if report.nodes is None else told_of_nodes(report.nodes)
+    return render_report(report, form, columns, _marks, _LEGEND, *notes)
 
 
 def render_report(
@@ -98,9 +118,9 @@ def render_rows(
     return _markdown(lines, left) if form == "markdown" else _table(lines, left)
 
 
-def _wanted(rows: Sequence[Row]) -> list[str]:
+def _wanted(report: Report[Row]) -> list[str]:
     """Columns that say something in this report."""
-    useless = set()
+    rows, useless = report.rows, set()
     if all(row.engine == "ktconv" for row in rows):
         useless |= {"engine", "time / ours"}
     if not any(map(_marks, rows)):

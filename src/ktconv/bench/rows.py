@@ -13,6 +13,7 @@ from ktconv.runtime.layers.load import expert_activation_of
 
 SPREAD = 1.5  # 90th percentile over median: beyond it, something else ran
 _TAKEN = 0.02  # of the CPUs' time, by other processes or other machines
+LOCAL = 0.95  # of the pages of weights: fewer on their NUMA node are a reason for being slow
 DRIFT = 1.3  # of the machine's limits from before the row to after it
 
 DIMENSIONS = ("hidden", "intermediate", "experts", "top_k")
@@ -73,6 +74,7 @@ class Row:
     share_of_peak: float = 0.0  # gops over peak_gops
     in_cache: bool = False  # the layer fits into the caches: its share can exceed 100 %
     detail: str = ""  # of a peer: its build, or how it stores weights
+    local_share: float | None = None  # of weight pages, on the NUMA node that reads them
     times_ours: float | None = None  # of a peer: its median over that of our row beside it
     old_median_us: float | None = None  # of --compare
     ratio: float | None = None  # new time over old
@@ -125,6 +127,7 @@ def judge(
     after: Limits,
     errors: Errors,
     best: Limits | None = None,
+    local_share: float | None = None,
 ) -> Row:
     """The row of a case from its times. The limit of memory is the faster of those measured right
     before and after it, as it drifts where others use the machine. The limit of arithmetic does
@@ -170,4 +173,5 @@ def judge(
         share_of_memory=memory / median,
         share_of_peak=compute / median,
         in_cache=case.in_cache,
+        local_share=local_share,
     )

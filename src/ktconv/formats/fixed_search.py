@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from ktconv.system.arrays import F32, Bools
+from ktconv.system.arrays import F32
 
 from .table import Format
 
@@ -39,8 +39,9 @@ def fixed_scale(fmt: Format, rows: F32, first: F32) -> F32:
     if not usual.any():
         return found
     factor = np.float32(_MOST) / amax[usual]
-    search = _Search(np.rint(np.abs(rows[usual]) * factor[:, None]).astype(np.int64))
-    mean = search.int4() if fmt.traits.max_level == 7 else search.int8()
+    m = np.rint(np.abs(rows[usual]) * factor[:, None]).astype(np.int64)
+    search = _Search(m)
+    mean = search.int4(_first_numbers(m)) if fmt.traits.max_level == 7 else search.int8()
     step = mean * (amax[usual].astype(np.float64) / _MOST)
     found[usual] = step.astype(np.float32) / np.float32(fmt.traits.scale_units)
     return found
@@ -75,34 +76,38 @@ def _terms(x: tuple[F64, F64, F64]) -> Iterator[F64]:
 
 
 class _Search:
-    """The search for rows of integers m [N, K]; what it has found has a value for each row."""
+    """The search for rows of integers m [N, K]; what it has found has a value for each row.
+
+    They are held as binary64, which computes with them several times as fast and exactly: products
+    of a magnitude and an inverse are below 2^31, sums over fewer than 2^31 columns below 2^53."""
 
     def __init__(self, m: I64) -> None:
-        self._m = m
+        self._m = m.astype(np.float64)
         self._gain = np.full(len(m), np.iinfo(np.int64).min)
         self._number, self._product, self._square = np.zeros((3, len(m)), np.int64)
+        self._all = np.arange(len(m))
 
-    def int4(self) -> F64:
-        """The mean size [N] of a step, by least squares of the best codes."""
-        everywhere = np.ones(len(self._m), bool)
-        low = _first_numbers(self._m)
+    def int4(self, low: I64) -> F64:
+        """The mean size [N] of a step, by least squares of the best codes; the first of three
+        steps that are tried has the number `low`."""
         high = low + 4
         for n in (low, low + 2, high):
-            self._try_int4(n, everywhere)
+            self._try_int4(n, self._all)
         while True:
             down = (self._number == low) & (low > _FIRST + 1)
             up = (self._number == high) & (high < _LAST - 1)
-            if not (down | up).any():
+            rows = np.flatnonzero(down | up)
+            if not len(rows):
                 break
             near = np.where(down, low - 2, high + 2)
             low = np.where(down, np.maximum(low - 4, _FIRST), low)
             high = np.where(up, np.minimum(high + 4, _LAST), high)
-            self._try_int4(near, down | up)
-            self._try_int4(np.where(down, low, high), down | up)
-        self._try_int4(np.zeros_like(low), everywhere)
+            self._try_int4(near[rows], rows)
+            self._try_int4(np.where(down, low, high)[rows], rows)
+        self._try_int4(np.zeros_like(low), self._all)
         best = self._number.copy()
-        self._try_int4(np.maximum(best - 1, _FIRST), everywhere)
-        self._try_int4(np.minimum(best + 1, _LAST), everywhere)
+        self._try_int4(np.maximum(best - 1, _FIRST), self._all)
+        self._try_int4(np.minimum(best + 1, _LAST), self._all)
         return self._product / self._square
 
     def int8(self) -> F64:
@@ -111,25 +116,33 @@ class _Search:
         more = _NARROW if cols < _SHORT else _WIDE if cols >= _LONG else ()
         for step in (*_USUAL, *more):
             steps = np.full(len(self._m), step)
-            self._try(steps, 8, steps, np.ones(len(self._m), bool))
+            self._try(steps, 8, steps, self._all)
         return self._product / self._square
 
-    def _try_int4(self, number: I64, where: Bools) -> None:
-        usable = np.clip(number, _FIRST, _LAST)  # of rows that are not searched any more
-        sizes = np.array(list(_STEPS.values()))
-        self._try(sizes[usable - _FIRST], 4, usable, where)
+    def _try_int4(self, number: I64, rows: I64) -> None:
+        self._try(np.array(list(_STEPS.values()))[number - _FIRST], 4, number, rows)
 
-    def _try(self, step: I64, bits: int, number: I64, where: Bools) -> None:
-        """Keeps each step that is better than those before."""
+    def _try(self, step: I64, bits: int, number: I64, rows: I64) -> None:
+        """Keeps each step of these rows that is better than those before."""
         shift, top = (10, 7) if bits == 4 else (7, 127)
-        inverse = np.rint(2.0 ** (16 + shift) / step).astype(np.int64)
-        y = self._m * inverse[:, None] >> 16
-        codes = np.minimum((y + 2 ** (shift - 1) - 1) >> shift, top)
-        product, square = (self._m * codes).sum(axis=1), (codes * codes).sum(axis=1)
+        inverse = np.rint(2.0 ** (16 + shift) / step)
+        m = self._m if rows is self._all else self._m[rows]
+        # ((m inverse >> 16) + half - 1) >> shift, whose two roundings down are one.
+        codes = m * (inverse * 2.0 ** -(16 + shift))[:, None]
+        codes += (2 ** (shift - 1) - 1) / 2**shift
+        np.floor(codes, out=codes)
+        np.minimum(codes, top, out=codes)
+        product, square = (_row_products(one, codes).astype(np.int64) for one in (m, codes))
         gain = step * (2 * product - step * square)
-        better = where & (gain > self._gain)
+        better = gain > self._gain[rows]
         for kept, new in (
             (self._gain, gain), (self._number, number), (self._product, product),
             (self._square, square),
         ):  # fmt: skip
-            np.copyto(kept, new, where=better)
+            kept[rows[better]] = new[better]
+
+
+def _row_products(a: F64, b: F64) -> F64:
+    """Products [N] of rows of [N, K], which are integers: exact in any order."""
+    found: F64 = np.einsum("nk,nk->n", a, b)
+    return found

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from concurrent import futures
 from concurrent.futures import Future
 from typing import Any
 
 from ktconv.errors import UsageError
 from ktconv.runtime.compiled import uncompiled
+
+_MOMENT = 5e-5  # seconds: a sleeping thread wakes in less; otherwise Python lets it wait for 5 ms
 
 
 class Handle:
@@ -25,7 +28,10 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """Whether `wait` returns at once."""
+        """Whether `wait` returns at once. A thread that asks again and again leaves the interpreter
+        to the call's own thread meanwhile, by waiting for the call for a moment."""
+        if self._process == os.getpid() and not self._future.done():
+            futures.wait([self._future], _MOMENT)
         return self._process != os.getpid() or self._future.done()
 
     @uncompiled

@@ -17,6 +17,7 @@ import stat
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from ktconv.system.nodes import HUGE_PAGE, nodes
 
 RESERVED = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 REGISTRY = Path("/dev/shm")
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_POPULATE_READ = 22  # of madvise, since Linux 5.14
 _MAP_HUGETLB, _MFD_HUGETLB, _MFD_HUGE_2MB = 0x40000, 0x4, 21 << 26
 
 
@@ -47,17 +50,28 @@ def private_block(size: int, os_node: int | None) -> U8:
             block = _anonymous(rounded(size), _MAP_HUGETLB)
             if _bound(block, os_node) and native.populate(block):
                 return block[:size]
+    block = new_block(rounded(size))
+    _bound(block, os_node)
+    return block[:size]
+
+
+def new_block(size: int) -> U8:
+    """Zeroed memory that nobody has written to: its pages come from the node where the thread runs
+    that does it first, on transparent huge pages where it has room for some. What malloc gives may
+    have been used before, and lie anywhere. Raises ResourceError where there is no address space.
+    """
     try:
-        block = _anonymous(rounded(size) + HUGE_PAGE)
+        if size < HUGE_PAGE:
+            return np.frombuffer(mmap.mmap(-1, max(1, size), flags=_PRIVATE), np.uint8)[:size]
+        block = _anonymous(size + HUGE_PAGE)
     except OSError as error:
         raise ResourceError(f"{size:,} bytes of memory cannot be had: {error.strerror}") from None
-    _bound(block, os_node)
     start = -native.address_of(block) % HUGE_PAGE
     return block[start : start + size]
 
 
 def _anonymous(size: int, flags: int = 0) -> U8:
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
+    pages = mmap.mmap(-1, size, flags=_PRIVATE | flags)
     _advise(pages)
     return np.frombuffer(pages, np.uint8)
 
@@ -88,23 +102,38 @@ def _count(path: Path) -> int:
     return int(text) if text.isdigit() else 0
 
 
-_HUGE = ("AnonHugePages", "FilePmdMapped", "ShmemPmdMapped", "Private_Hugetlb", "Shared_Hugetlb")
+_TRANSPARENT = ("AnonHugePages", "FilePmdMapped", "ShmemPmdMapped")
+_RESERVED = ("Private_Hugetlb", "Shared_Hugetlb")
 
 
-def huge_bytes(ranges: native.Ranges) -> int:
+@dataclass(frozen=True, slots=True)
+class HugeBytes:
+    """Bytes on huge pages."""
+
+    transparent: int
+    reserved: int
+
+    @property
+    def all(self) -> int:
+        return self.transparent + self.reserved
+
+
+def huge_bytes(ranges: native.Ranges) -> HugeBytes:
     """Bytes of these ranges on huge pages, as /proc/self/smaps says it of the mappings that they
     are in; at most, where a mapping has other memory too."""
-    found, inside = 0, 0
+    found, left = {_TRANSPARENT: 0, _RESERVED: 0}, 0
     for line in text_of(Path("/proc/self/smaps")).splitlines():
         if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             first, end = (int(word, 16) for word in match.groups())
             spans = ranges.spans
-            inside = sum(max(0, min(end, b) - max(first, a)) for a, b in spans if a < end)
-            left = inside
-        elif inside and (match := re.match(r"(\w+):\s+(\d+) kB", line)) and match[1] in _HUGE:
-            own = min(left, 1024 * int(match[2]))
-            found, left = found + own, left - own
-    return found
+            left = sum(max(0, min(end, b) - max(first, a)) for a, b in spans if a < end)
+        elif left and (match := re.match(r"(\w+):\s+(\d+) kB", line)):
+            for kinds in found:
+                if match[1] in kinds:
+                    own = min(left, 1024 * int(match[2]))
+                    found[kinds] += own
+                    left -= own
+    return HugeBytes(found[_TRANSPARENT], found[_RESERVED])
 
 
 # ---- shared by processes -------------------------------------------------------------------
@@ -137,6 +166,8 @@ def shared_block(key: str, sizes: Sequence[int], os_nodes: Sequence[int | None],
             os.close(fd)
             raise _no_memory(error) from None
         _advise(pages)
+        with contextlib.suppress(OSError):  # the memory is there; page tables are the process's own
+            pages.madvise(_POPULATE_READ)
         status = os.fstat(fd)
         own = [os.getpid(), fd, status.st_dev, status.st_ino, status.st_size]
         _write(lock, [*(user for user in users if _is_there(user)), own])

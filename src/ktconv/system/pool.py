@@ -42,6 +42,8 @@ class Pool(native.Pool):
         self._process = os.getpid()
         self.os_nodes = place.os_nodes  # by the system's numbers
         self.placed = place.cpus is not None
+        at = place.nodes or [0] * place.threads
+        self.threads_of = [at.count(node) for node in range(len(self.os_nodes))]  # each node's
         try:
             super().__init__(place.threads, place.cpus, place.nodes)
         except ValueError as error:

@@ -108,7 +108,7 @@ def base_of(expert: Streams) -> Base:
 def rounding_of(packed: Experts) -> KernelRounding:
     """Rounding of `expected` for these experts: activations as the kernels do; nothing where
     weights are bf16, and all of the error is that of the kernels."""
-    how = as_kernels(packed)
+    how = as_kernels(packed, trained=True)
     return {**how, "rounding": "none"} if packed.format.code == "bf16" else how
 
 

@@ -79,6 +79,7 @@ def prepare(
     dtype: torch.dtype = torch.float32,
     keep: bool = False,
     pool: Pool | None = None,
+    memory: str = "auto",
 ) -> Prepared:
     """Make the experts of every MoE layer of `model` trainable by LoRA, on packed weights.
 
@@ -87,8 +88,8 @@ def prepare(
     through them. From now on `save_pretrained` of such models saves LoRA of the experts, too, and
     PEFT's `load_adapter` loads it (see `ktconv.train.saving`). `weights`:
 
-    - an OUTPUT of ktconv quantize-cpu, mapped, so that the model's own experts need not be loaded
-      (`ktconv.model.load_model(..., experts=False)`);
+    - an OUTPUT of ktconv quantize-cpu, in `memory` as for `MoELayer.load`, so that the model's own
+      experts need not be loaded (`ktconv.model.load_model(..., experts=False)`);
     - a checkpoint whose weights a kernel has as they are, see `MoELayer.load`;
     - None: the model's own, packed now as `method` ("bf16" if not told), so that both are in memory
       for a while.
@@ -105,7 +106,7 @@ def prepare(
     sites, settings = find_experts(model), fitting.settings_of(model)
     for site in sites.values():
         fitting.check_place(site)
-    experts = _experts(model, sites, settings, weights, method, pool)
+    experts = _experts(model, sites, settings, weights, method, pool or Pool.shared(), memory)
     _check_whole(experts, weights)
     lora = {
         layer: LoRAExperts(
@@ -139,11 +140,18 @@ def _experts(
     settings: ModelSettings,
     weights: str | Path | None,
     method: str | None,
-    pool: Pool | None,
+    pool: Pool,
+    memory: str,
 ) -> dict[int, Experts]:
     """Experts of each layer. Norms of their outputs and weights on their inputs are left to the
     model."""
+    hold = sources.holder(pool, memory)
     if weights is None:
+        if memory in ("map", "shared"):
+            raise UsageError(
+                f'memory "{memory}" is for converted models: own experts are packed now',
+                "give an OUTPUT of ktconv quantize-cpu as `weights`, or leave memory out",
+            )
         return {
             layer: _packed_now(site, settings, method or "bf16", pool)
             for layer, site in sites.items()
@@ -151,18 +159,18 @@ def _experts(
     path = Path(weights)
     source = sources.opened(path)
     if not isinstance(source, Checkpoint):
-        found = fitting.converted_experts(model, sites, settings, path)
+        found = fitting.converted_experts(model, sites, settings, path, hold)
         _check_method(found, method, path)
         return found
     found = {}
     for layer, site in sites.items():
-        found[layer] = sources.loaded(source, layer, None, method, None, pool or Pool.shared())
+        found[layer] = sources.loaded(source, layer, None, method, None, pool, memory)
         found[layer].norm, found[layer].weight_on_input = None, False
         check_match(settings, layer, site.own, found[layer], path)
     return found
 
 
-def _packed_now(site: Site, settings: ModelSettings, method: str, pool: Pool | None) -> Experts:
+def _packed_now(site: Site, settings: ModelSettings, method: str, pool: Pool) -> Experts:
     own = site.own
     if not own.runs:
         raise UsageError(
@@ -177,9 +185,7 @@ def _packed_now(site: Site, settings: ModelSettings, method: str, pool: Pool | N
     )
     activation = activation_of(settings, site.layer) if settings else Activation()
     biases = _biases(own) if own.biased else None
-    found = sources.packed(
-        gate, up, down, method, activation, biases, "search", None, None, pool or Pool.shared()
-    )
+    found = sources.packed(gate, up, down, method, activation, biases, "search", None, None, pool)
     check_match(settings, site.layer, own, found, _OWN)
     return found
 

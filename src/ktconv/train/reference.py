@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear
 
 from ktconv.errors import UsageError
-from ktconv.native import GATE_FUNCTIONS, Activation
+from ktconv.native import GATE_FUNCTIONS, Activation, isa
 from ktconv.runtime import MoELayer
 from ktconv.runtime.layers import Experts
 
@@ -66,12 +66,15 @@ class KernelRounding(TypedDict):
     parts: int
 
 
-def as_kernels(layer: MoELayer | Experts) -> KernelRounding:
+def as_kernels(layer: MoELayer | Experts, *, trained: bool = False) -> KernelRounding:
     """`reference(x, ids, weights, Base.of(layer), **as_kernels(layer))` is `layer(x, ids, weights)`
-    up to the order of sums, without norms of outputs and weights on inputs."""
+    up to the order of sums, without norms of outputs and weights on inputs. trained: with LoRA in
+    fine-tuning, where AMX reads bf16 next to integers in groups of up to 64 columns."""
     packed = layer.packed if isinstance(layer, MoELayer) else layer
     fmt = packed.format
     rounding = "bf16" if fmt.activations == "bf16" else "group" if fmt.group else "int8"
+    if trained and rounding == "group" and fmt.group <= 64 and isa() == "amx":
+        rounding = "bf16"
     return KernelRounding(
         activation=packed.activation, rounding=rounding, group=fmt.group, parts=packed.parts
     )

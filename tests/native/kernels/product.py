@@ -316,6 +316,20 @@ def loads_per_product(tokens: int) -> tuple[int, int]:
     return 4 * blocks + 3 * few, 4 * blocks + 2 * few
 
 
+def sums_loaded_again(tokens: int, strips: int, chunks: int) -> int:
+    """Tiles of sums that are loaded where codes are tiles: of more than 32 tokens each chunk of
+    columns but the first loads those of all passes but one, at which it turns back
+    (amx_stream.h)."""
+    halves = -(-tokens // 16)
+    passes = [4] * (halves // 2) + [2] * (halves % 2)
+    loads, turn = 0, 0
+    for chunk in range(strips * chunks):
+        if chunk % chunks:
+            loads += sum(passes) - passes[turn]
+        turn = len(passes) - 1 - turn
+    return loads
+
+
 def tiles_of_strips(tokens: int, strips: int, cols: int, scaled: bool = False) -> tuple[int, int]:
     """Loads and products of formats that become bf16: a step has 32 columns. For more than 32
     tokens each block of four steps but the first loads the sums again (amx_blocks.h), unless they

@@ -44,6 +44,7 @@ class Bout:
     inputs: Inputs
     rank: int
     pool: Pool
+    local: Sequence[float | None]  # share of weights on the NUMA nodes that read them, by layer
 
     @property
     def tokens(self) -> int:
@@ -90,7 +91,8 @@ def _limits(bout: Bout) -> Mapping[str, Limits]:
     return found
 
 
-def _case(bout: Bout, engine: str, method: str, isa: str, layer: Layer | None = None) -> Case:
+def _case(bout: Bout, engine: str, method: str, isa: str, which: int | None = None) -> Case:
+    layer = None if which is None else bout.layers[which][0]
     return Case(
         engine=engine,
         method=method,
@@ -102,6 +104,7 @@ def _case(bout: Bout, engine: str, method: str, isa: str, layer: Layer | None = 
         isa=isa,
         parts=1 if layer is None else layer.parts,
         layer=None if layer is None else layer.cases[0].layer,
+        local_share=None if which is None else bout.local[which],
     )
 
 
@@ -109,12 +112,12 @@ def _case(bout: Bout, engine: str, method: str, isa: str, layer: Layer | None = 
 
 
 def _ours(bout: Bout) -> Iterator[Entrant]:
-    for layer, experts in bout.layers:
+    for which, (layer, experts) in enumerate(bout.layers):
         judged = _Judge(experts, bout.inputs)
         for isa in bout.session.request.isas:
             native.use_isa(isa)
             step = Step(MoELayer(experts, bout.pool), bout.inputs.call)
-            case = _case(bout, "ktconv", layer.method.key, isa, layer)
+            case = _case(bout, "ktconv", layer.method.key, isa, which)
             runner = OurRunner(step, isa, bout.inputs.ids)
             yield Entrant(case, runner, judged.check(step))
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ktconv.bench.render import DISTURBED, render_report
-from ktconv.bench.run import Report
+from ktconv.bench.render import DISTURBED, REMOTE, is_remote, local_text, render_report
+from ktconv.bench.run import Report, told_of_nodes
 from ktconv.bench.sft.rows import Row
 from ktconv.train.gradients import MATRICES, NAMES
 
@@ -27,6 +27,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     ),
     "saved MB": lambda row: _megabytes(row.saved_bytes),
     "scratch MB": lambda row: _megabytes(row.scratch_bytes),
+    "local": local_text,
     "y": lambda row: f"{row.errors['y']:.4f}",
     "dx": lambda row: f"{row.errors['dx']:.4f}",
     "dw": lambda row: f"{row.errors['dw']:.4f}",
@@ -36,6 +37,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
 }
 _LEGEND = {
     "!": DISTURBED,
+    "r": REMOTE,
     "x": "x an error exceeds its bound",
 }
 _ERRORS = (
@@ -47,11 +49,16 @@ _ERRORS = (
 
 def render(report: Report[Row], form: str) -> str:
     """The report in one of bench.render.FORMATS, without a newline at its end."""
-    return render_report(report, form, _COLUMNS, _marks, _LEGEND, _ERRORS)
+    notes = [] if report.nodes is None else told_of_nodes(report.nodes)
+    return render_report(report, form, _COLUMNS, _marks, _LEGEND, _ERRORS, *notes)
 
 
 def _marks(row: Row) -> str:
-    return ("!" if row.disturbed else "") + ("x" if row.beyond_bound else "")
+    return (
+        ("!" if row.disturbed else "")
+        + ("r" if is_remote(row) else "")
+        + ("x" if row.beyond_bound else "")
+    )
 
 
 def _megabytes(size: int | None) -> str:

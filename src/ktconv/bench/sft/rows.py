@@ -60,6 +60,7 @@ class Row:
     engine: str = "ktconv"
     parts: int = 1
     layer: int | None = None  # of --model
+    local_share: float | None = None  # of weight pages, on the NUMA node that reads them
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class Case:
     isa: str
     parts: int = 1
     layer: int | None = None
+    local_share: float | None = None
 
     @property
     def operations(self) -> tuple[int, int]:
@@ -137,6 +139,7 @@ def judge(
         engine=case.engine,
         parts=case.parts,
         layer=case.layer,
+        local_share=case.local_share,
     )
 
 

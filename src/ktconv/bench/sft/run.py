@@ -9,7 +9,7 @@ from itertools import product
 from ktconv.bench.cases import Layer, Session
 from ktconv.bench.fingerprint import fingerprint
 from ktconv.bench.limits import Meter, level_kept
-from ktconv.bench.run import Report, measure_machine, packed
+from ktconv.bench.run import Report, local_share, measure_machine, packed
 from ktconv.bench.sft.bout import Bout, rows_of
 from ktconv.bench.sft.cases import Request, prepare
 from ktconv.bench.sft.inputs import make_inputs
@@ -28,7 +28,7 @@ def bench(request: Request, notify: Notify) -> Report[Row]:
         pools = {n: stack.enter_context(Pool(n)) for n in request.layers.threads}
         stack.enter_context(level_kept())
         session = Session(request.layers, pools, Meter(), notify)
-        measure_machine(session)
+        report.nodes = measure_machine(session)
         for layers in groups:
             for row in _rows(session, layers, request.ranks):
                 report.rows.append(row)
@@ -48,9 +48,8 @@ def _rows(session: Session, layers: Sequence[Layer], ranks: Sequence[int]) -> It
     both = [(layer, layer.experts or packed(session, layer)) for layer in layers]
     for tokens, threads, rank in product(request.tokens, request.threads, ranks):
         pool = session.pools[threads]
-        for _, experts in both:
-            experts.layer.touch(pool)
+        local = [local_share(session, *one, pool) for one in both]
         ids = layers[0].routings(request, tokens)
         inputs = make_inputs(ids, tokens, shape, both[0][1].count, rank, request.seed)
         with torch_threads(threads):
-            yield from rows_of(Bout(session, both, inputs, rank, pool))
+            yield from rows_of(Bout(session, both, inputs, rank, pool, local))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ktconv import native
 from ktconv.formats import Format
 from ktconv.native import Expert, PackedMatrix
+from ktconv.system.blocks import new_block
 
 Shape = tuple[int, int]
 Shapes = tuple[Shape | None, Shape, Shape]  # of gate (None: experts without one), up and down
@@ -29,7 +29,7 @@ class Block:
         self._expert_size = sum(
             _whole_lines(size) for shape in shapes if shape for size in self._sizes(shape)
         )
-        self.memory = native.aligned_bytes(self._expert_size * count)
+        self.memory = new_block(self._expert_size * count)
 
     def expert(self, index: int) -> Expert:
         """The place of expert `index` of the block, which nothing need be in yet."""

@@ -265,10 +265,23 @@ def _fill(
         return [partial(_read_tensors, packed, one, held) for one in cut]
 
     run_placed(_by_node(os_nodes, tasks))
+    _forget(packed, [tensor for part in parts for tensor in part])
+
+
+def _forget(packed: PackedWeights, tensors: Sequence[TensorId]) -> None:
+    """Lets the system forget the pages of tensors that were read: all at once, as each call waits
+    for all CPUs where a page is being used, and parts lie between one another."""
+    ends: dict[Path, tuple[int, int]] = {}
+    for place in map(packed.place, tensors):
+        begin, end = ends.get(place.file, (place.offset, 0))
+        ends[place.file] = min(begin, place.offset), max(end, place.offset + place.nbytes)
+    for file, (begin, end) in ends.items():
+        with contextlib.suppress(OSError), opened_regular(file) as fd:
+            os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
 
 
 def _read_tensors(packed: PackedWeights, tensors: Sequence[TensorId], held: Copied) -> None:
-    """Into their places, file by file; the system may forget the files' pages then."""
+    """Into their places, file by file."""
     at = 0
     while at < len(tensors):
         file = packed.place(tensors[at]).file
@@ -302,7 +315,6 @@ def _read_tensor(fd: int, packed: PackedWeights, tensor: TensorId, to: Array) ->
         if not count:
             raise ResourceError(f"{place.file} was shortened while it was read", "convert it again")
         done += count
-    os.posix_fadvise(fd, place.offset, place.nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _key(

@@ -28,26 +28,35 @@ def check_memory(memory: str) -> str:
     return memory
 
 
+def readers(parts: int, pool: Pool) -> list[dict[int, float]]:
+    """NUMA nodes whose threads compute each part, by the system's numbers, with their shares of the
+    work. Threads that are not placed run on all CPUs of this process."""
+    if not pool.placed:
+        at = Counter(cpu.node for cpu in machine.topology())
+        return [_shares(at)] * parts
+    try:
+        first = [native.part_node(part, parts, pool) for part in range(parts)]
+    except ValueError as error:
+        raise UsageError(str(error), "give a pool that is open") from None
+    # With fewer parts than nodes, those up to the first of the next part compute one together.
+    after = [*first[1:], pool.nodes] if parts < pool.nodes else [node + 1 for node in first]
+    return [
+        _shares({pool.os_nodes[node]: pool.threads_of[node] for node in range(begin, end)})
+        for begin, end in zip(first, after, strict=True)
+    ]
+
+
+def _shares(counts: Mapping[int, int]) -> dict[int, float]:
+    whole = sum(counts.values())
+    return {node: count / whole for node, count in counts.items()}
+
+
 def part_nodes(parts: int, pool: Pool) -> list[int | None]:
     """The system's number of the node that computes each part; None where any thread may, or those
     of several nodes do."""
     if not pool.placed:
         return [None] * parts
-    try:
-        first = [native.part_node(part, parts, pool) for part in range(parts)]
-    except ValueError as error:
-        raise UsageError(str(error), "give a pool that is open") from None
-    count = pool.nodes
-    return [
-        None if parts < count and _of_several(one, parts, count) else pool.os_nodes[one]
-        for one in first
-    ]
-
-
-def _of_several(node: int, parts: int, count: int) -> bool:
-    """Whether the team of a node, of `count`, has another one: kt_team_of's arithmetic."""
-    team = node * parts // count
-    return sum(other * parts // count == team for other in range(count)) > 1
+    return [next(iter(nodes)) if len(nodes) == 1 else None for nodes in readers(parts, pool)]
 
 
 def tensors_of(packed: PackedWeights, layer: int, experts: Collection[int]) -> list[list[TensorId]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ktconv import native
-from ktconv.runtime.memory.needs import part_nodes
+from ktconv.runtime.memory.needs import readers
+from ktconv.system import machine
 from ktconv.system.blocks import huge_bytes
 from ktconv.system.pool import Pool
 from ktconv.system.units import counted, format_size
@@ -20,22 +21,31 @@ class Residence:
     kind: str  # "map", "copy" or "shared"
     nbytes: int  # of codes and scales
     huge_bytes: int  # ... that lie on huge pages
-    pages: int  # of parts that threads of one node compute
-    local: int | None  # ... that lie on that node; None: the system does not say
+    reserved_bytes: int  # ... of which on reserved ones, the rest on transparent ones
+    pages: int  # of weights, in memory of a machine with several nodes; else 0
+    local: int | None  # ... read by threads of the node that they lie on; None: it is not known
     note: str  # a sentence where something was not possible, else empty
 
     @property
     def local_share(self) -> float | None:
-        """Share of pages on the node whose threads read them; 1 with a single node."""
-        if not self.pages:
-            return 1.0
-        return None if self.local is None else self.local / self.pages
+        """Share of pages on the node whose threads read them; 1 with a single node. A page that
+        threads of several nodes read counts by the share of them on its node."""
+        if self.local is None:
+            return None
+        return self.local / self.pages if self.pages else 1.0
+
+    @property
+    def _kind_of_huge(self) -> str:
+        if not self.reserved_bytes:
+            return ""
+        some = "" if self.reserved_bytes == self.huge_bytes else "partly "
+        return f"{some}reserved "
 
     def __str__(self) -> str:
         kinds = {"map": "mapped from files", "copy": "copied", "shared": "shared by processes"}
         words = [
             f"{format_size(self.nbytes)} {kinds[self.kind]}",
-            f"{format_size(self.huge_bytes)} on huge pages",
+            f"{format_size(self.huge_bytes)} on {self._kind_of_huge}huge pages",
         ]
         if self.pages:
             share = self.local_share
@@ -48,14 +58,17 @@ def residence_of(layer: native.Layer, pool: Pool, kind: str, note: str = "") -> 
     """Asks the system, page by page."""
     parts = [native.Ranges(layer.arrays(part)) for part in range(layer.parts)]
     every = native.Ranges(array for part in range(layer.parts) for array in layer.arrays(part))
-    pages, local = 0, 0
-    for ranges, node in zip(parts, part_nodes(layer.parts, pool), strict=True):
-        if node is None:
-            continue
-        found = native.pages_by_node(ranges, _MOST_NODES)
-        if found is None:
-            whole = sum(ranges.nbytes for ranges in parts) // native.PAGE
-            return Residence(kind, every.nbytes, huge_bytes(every), whole, None, note)
-        pages += sum(found[0]) + found[1]
-        local += found[0][node]
-    return Residence(kind, every.nbytes, huge_bytes(every), pages, local, note)
+    huge = huge_bytes(every)
+    pages, local = 0, 0.0
+    known: int | None = 0  # pages that are local
+    if pool.placed or machine.numa_nodes() > 1:
+        for ranges, nodes in zip(parts, readers(layer.parts, pool), strict=True):
+            found = native.pages_by_node(ranges, _MOST_NODES)
+            if found is None:
+                pages, known = sum(one.nbytes for one in parts) // native.PAGE, None
+                break
+            # Those not yet read come to whoever reads them: a part of one node was read there.
+            pages += sum(found[0]) + (found[1] if len(nodes) == 1 else 0)
+            local += sum(found[0][node] * share for node, share in nodes.items())
+        known = None if known is None or not pages else round(local)
+    return Residence(kind, every.nbytes, huge.all, huge.reserved, pages, known, note)

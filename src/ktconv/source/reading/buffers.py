@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from ktconv import native
 from ktconv.source.reading.reader import BOUNCE_BYTES
+from ktconv.system.arrays import U8
+from ktconv.system.blocks import new_block
 
+_LINE = 64  # bytes; each buffer begins a cache line
 COPY_BYTES = 4 << 20  # twice in the buffer: as read, and as read back
 
 
@@ -40,15 +41,26 @@ class BufferSizes:
     def nbytes(self) -> int:
         """Total for one worker: source, bounce, packed, what is read back, scratch."""
         scratch = native.scratch_size(self.scratch_cols)
-        return self.source_with_copies + BOUNCE_BYTES + 2 * self.packed + scratch
+        sizes = (self.source_with_copies, BOUNCE_BYTES, self.packed, self.packed, scratch)
+        return sum(map(_whole_lines, sizes))
 
 
 class Buffers:
-    """The memory of one worker."""
+    """The memory of one worker: new pages, so that they come from the NUMA node where it runs."""
 
     def __init__(self, sizes: BufferSizes) -> None:
-        self.source = np.empty(sizes.source_with_copies, np.uint8)
-        self.bounce = np.empty(BOUNCE_BYTES, np.uint8)
-        self.packed = np.empty(sizes.packed, np.uint8)
-        self.readback = np.empty(sizes.packed, np.uint8)
-        self.scratch = native.new_scratch(sizes.scratch_cols)
+        self._memory, self._used = new_block(sizes.nbytes), 0
+        self.source = self._take(sizes.source_with_copies)
+        self.bounce = self._take(BOUNCE_BYTES)
+        self.packed = self._take(sizes.packed)
+        self.readback = self._take(sizes.packed)
+        self.scratch = self._take(native.scratch_size(sizes.scratch_cols))
+
+    def _take(self, size: int) -> U8:
+        start = self._used
+        self._used += _whole_lines(size)
+        return self._memory[start : start + size]
+
+
+def _whole_lines(size: int) -> int:
+    return -(-size // _LINE) * _LINE

@@ -74,7 +74,8 @@ class PackedLayersCheck(LayersCheck):
             )
 
     def _experts(self, layer: MoELayer, slots: Sequence[int] | None = None) -> Experts:
-        """Experts of a layer, or some of them."""
+        """Experts of a layer, or some of them. Mapped plainly: pages are read once or twice, and
+        moving them to the NUMA nodes that compute them reads each, too."""
         return packed_experts(
             self._output.packed,
             layer.index,
