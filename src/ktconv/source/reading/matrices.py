@@ -26,7 +26,6 @@ from ktconv.source.encodings.grids import (
     scale_span,
     scan_block_scale,
 )
-from ktconv.source.reading.grid_blocks import decode_blocks, require_package
 from ktconv.source.reading.reader import BOUNCE_BYTES, Runs, SourceReader, Span
 from ktconv.source.types import DeclaredShape, OuterScale
 from ktconv.system.arrays import F32, I8, I32, U8
@@ -81,11 +80,8 @@ def chunk_rows(matrix: ExpertMatrix) -> int:
 
 def buffer_bytes(matrix: ExpertMatrix, rows: int) -> int:
     """Bytes of `rows` as `MatrixReader.read` leaves them: as in the source, but float32 where
-    the package gguf decodes them. UsageError if it is needed and not installed."""
-    if not matrix.element.by_package:
-        return matrix.nbytes(rows)
-    require_package(matrix.element.name)
-    return rows * matrix.cols * 4
+    the package gguf decodes them."""
+    return rows * matrix.cols * 4 if matrix.element.by_package else matrix.nbytes(rows)
 
 
 def experts_bytes(layer: MoELayer, experts: Sequence[int] | None = None) -> int:
@@ -434,3 +430,13 @@ def _origin(scale: BlockGrid | None, row: int, col: int) -> tuple[int, int]:
     if scale is None:
         return 0, 0
     return scale.row_origin % scale.block_rows + row, scale.col_origin % scale.block_cols + col
+
+
+def decode_blocks(name: str, blocks: U8) -> F32:
+    """Rows of blocks [rows, bytes] of ggml's type `name` as float32 [rows, cols], by the package
+    gguf, which has the tables of types with tables."""
+    import gguf
+
+    with np.errstate(all="ignore"):  # what is not finite will be found
+        values: F32 = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name])
+    return np.ascontiguousarray(values, np.float32)
