@@ -135,7 +135,7 @@ class SourceWeights:
     @property
     def nbytes(self) -> int:
         """Bytes in memory, with two or four for a decoded number as config.json says."""
-        size = _float_bytes(self._checkpoint)
+        size = _FLOAT_BYTES.get(str(self._checkpoint.config.dtype or ""), 2)
         return sum(
             one.stored.nbytes if one.stored is not None else size * prod(one.shape)
             for one in self.weights.values()
@@ -325,10 +325,6 @@ def _says_quantized(directory: Path) -> bool:
         return ModelSettings.beside(directory).is_quantized
     except CheckpointError:
         return False
-
-
-def _float_bytes(checkpoint: Checkpoint) -> int:
-    return _FLOAT_BYTES.get(str(checkpoint.config.dtype or ""), 2)
 
 
 # ---- experts ---------------------------------------------------------------------------

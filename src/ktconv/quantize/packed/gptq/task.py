@@ -155,7 +155,7 @@ class CalibratedMatrix(QuantizeTask):
         first = owned.row_start + part.rows_done
         rows = slice(first, first + view.rows)
         codes = layout.plain_codes(self.codes[rows, owned.col_start : owned.col_stop])
-        own = self._own_scales(part)[rows].reshape(layout.scale_shape(*_shape(view)))
+        own = self._own_scales(part)[rows].reshape(layout.scale_shape(view.rows, view.cols))
         scale[:] = native.pack_weight(layout, view.rows, view.cols, codes, own, packed)
 
     def _own_scales(self, part: Part) -> F32:
@@ -176,10 +176,6 @@ class CalibratedMatrix(QuantizeTask):
         if self.codes is not None:
             facts[ROW_ERROR_BOUND] = bound_of(relative_errors(part.check.squares))
         return facts | super()._facts(part)
-
-
-def _shape(view: native.Matrix) -> tuple[int, int]:
-    return view.rows, view.cols
 
 
 def bound_of(errors: F64) -> float:

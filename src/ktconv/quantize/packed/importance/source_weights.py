@@ -33,7 +33,7 @@ from ktconv.source.reading.buffers import Buffers
 from ktconv.source.reading.norms import find_norm, norm_scale
 from ktconv.source.reading.reader import SourceReader, Span
 from ktconv.source.reading.tensors import SourceTensors
-from ktconv.system.arrays import F32, F64, I64
+from ktconv.system.arrays import F32, I64
 from ktconv.system.units import listed
 from ktconv.targets.packed.target import BY_WEIGHTS
 from ktconv.writer.staging import Staging
@@ -65,7 +65,10 @@ class SourceWeights:
         self._reader = SourceReader(checkpoint.files, checkpoint.sources)
         self._norms = _norms(checkpoint, layers)
         self.notes = _notes([layer.index for layer in layers if layer.index not in self._norms])
-        self._gate_up = {index: normalised(_squared(norm)) for index, norm in self._norms.items()}
+        self._gate_up = {
+            index: normalised(np.square(norm, dtype=np.float64))
+            for index, norm in self._norms.items()
+        }
         self._down = lru_cache(_KEPT)(self._compute_down)
         self._places = threading.BoundedSemaphore(_TOGETHER)
 
@@ -120,11 +123,6 @@ def _norms(checkpoint: Checkpoint, layers: Sequence[MoELayer]) -> dict[int, F32]
         if scale.any():
             found[layer.index] = scale
     return found
-
-
-def _squared(norm: F32) -> F64:
-    wide = norm.astype(np.float64)
-    return wide * wide
 
 
 def _notes(without: list[int]) -> list[str]:
