@@ -26,7 +26,7 @@ from ktconv.stats.files import (
 from ktconv.stats.importance import importance_file
 from ktconv.stats.record import Recorder, Recording, Wanted
 from ktconv.system.arrays import I32
-from ktconv.system.text import Notify, silent
+from ktconv.system.text import Notify, silent, table_lines
 from ktconv.system.units import counted
 from ktconv.targets.expert_sets import expert_set_file, write_expert_set
 from ktconv.writer.option_files import WrittenFile, check_written, check_written_directory
@@ -224,10 +224,7 @@ def _check_choice(experts: dict[int, int], request: StatsRequest) -> None:
 
 def _lines(statistics: Statistics, facts: dict[str, Any], request: StatsRequest) -> Iterator[str]:
     head = ("layer", "tokens", "most used", "least used", "hot", "take", "balance", "never used")
-    rows = [head, *(_row(about) for about in facts["layers"])]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    for row in rows:
-        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield from table_lines([head, *(_row(about) for about in facts["layers"])])
     yield (
         f"{_choice(request)}: {facts['hot_experts']} of {counted(facts['experts'], 'expert')} take "
         f"{100 * facts['hot_share']:.1f} % of the routed tokens"
