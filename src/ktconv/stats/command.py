@@ -26,7 +26,7 @@ from ktconv.stats.files import (
 from ktconv.stats.importance import importance_file
 from ktconv.stats.record import Recorder, Recording, Wanted
 from ktconv.system.arrays import I32
-from ktconv.system.text import Notify, silent, table_lines
+from ktconv.system.text import Notify, first_few, silent, table_lines
 from ktconv.system.units import counted
 from ktconv.targets.expert_sets import expert_set_file, write_expert_set
 from ktconv.writer.option_files import WrittenFile, check_written, check_written_directory
@@ -242,8 +242,6 @@ def _row(about: dict[str, Any]) -> tuple[str, ...]:
         for one in (about["most_used"], about["least_used"])
     )
     never = about["never_used"]
-    names = ", ".join(map(str, never[:SHOWN_NEVER]))
-    more = f" and {len(never) - SHOWN_NEVER} more" if len(never) > SHOWN_NEVER else ""
     return (
         str(about["layer"]),
         str(about["tokens"]),
@@ -252,7 +250,7 @@ def _row(about: dict[str, Any]) -> tuple[str, ...]:
         f"{len(about['hot'])} of {about['experts']}",
         f"{100 * about['hot_share']:.1f} %",
         f"{about['balance']:.3f}",
-        names + more if never else "none",
+        first_few(never, SHOWN_NEVER) or "none",
     )
 
 

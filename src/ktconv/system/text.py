@@ -52,6 +52,13 @@ def valid_unicode(value: Any) -> Any:
     return [valid_unicode(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
+def first_few(items: Sequence[object], most: int = 3, between: str = ", ") -> str:
+    """The first items and how many more there are: "a, b, c and 4 more"."""
+    more = len(items) - most
+    last = f"{between.rstrip(', ')} and {more} more" if more > 0 else ""
+    return between.join(map(str, items[:most])) + last
+
+
 def table_lines(rows: Iterable[Sequence[str]], left: Container[int] = ()) -> Iterator[str]:
     """Rows of as many cells each as lines: columns as wide as their widest cell, two spaces apart.
     Columns with a number in `left` are aligned to the left, others to the right."""
