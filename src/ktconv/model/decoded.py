@@ -254,10 +254,8 @@ class _Lazy:
         source = MatrixReader(self._owner.reader, matrix)
         buffer = np.empty(buffer_bytes(matrix, min(chunk_rows(matrix), matrix.rows)), np.uint8)
         for chunk, values in source.decoded(buffer, np.empty(BOUNCE_BYTES, np.uint8)):
-            if not np.isfinite(values).all():
-                row, col = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
-                raise source.not_finite(chunk.start + row, col)
-            target[chunk.start : chunk.stop] = torch.from_numpy(values)
+            found = source.finite(values, chunk.start)
+            target[chunk.start : chunk.stop] = torch.from_numpy(found)
 
 
 def _torch_dtype(tensor: TensorRef) -> torch.dtype:

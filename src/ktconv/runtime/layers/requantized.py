@@ -92,8 +92,5 @@ class _Decoded:
         buffers = Buffers(source_buffer(self.matrix))
         source = MatrixReader(self.reader, self.matrix)
         for chunk, rows in source.decoded(buffers.source, buffers.bounce):
-            if not np.isfinite(rows).all():
-                row, col = (int(i) for i in np.argwhere(~np.isfinite(rows))[0])
-                raise source.not_finite(chunk.start + row, col)
-            values[chunk.start : chunk.stop] = rows
+            values[chunk.start : chunk.stop] = source.finite(rows, chunk.start)
         return values

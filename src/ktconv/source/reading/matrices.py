@@ -260,6 +260,13 @@ class MatrixReader:
             self.reader.read(fd, tensor, memoryview(data), offset)
         return data
 
+    def finite(self, values: F32, first: int) -> F32:
+        """`values`, whose rows begin with `first`. CheckpointError for a NaN or an infinity."""
+        if not np.isfinite(values).all():
+            row, col = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
+            raise self.not_finite(first + row, col)
+        return values
+
     def not_finite(self, row: int, col: int) -> CheckpointError:
         """Error for the value at (row, col), a NaN or an infinity, with the reason."""
         tensor, matrix = self.matrix.tensor, self.matrix
@@ -327,6 +334,14 @@ class MatrixReader:
             decoded.reshape(len(chunk), matrix.cols)[:] = decode_blocks(unit.name, stored)
             return count
         return self._read_stored(fd, chunk, target.data[: matrix.nbytes(len(chunk))], bounce)
+
+    def read_alone(self, rows: range) -> tuple[U8, Scales | None]:
+        """Some rows as `read` leaves them, in a buffer of their own, and the scales."""
+        data = np.empty(buffer_bytes(self.matrix, len(rows)), np.uint8)
+        with self.open() as fd:
+            scales = self.load_scales()
+            self.read(fd, rows, data, np.empty(BOUNCE_BYTES, np.uint8))
+        return data, scales
 
     def _read_stored(self, fd: Opened, chunk: range, data: memoryview, bounce: U8) -> int:
         matrix, unit = self.matrix, self.matrix.element

@@ -120,10 +120,7 @@ class CalibratedMatrix(QuantizeTask):
         source = self._source()
         weights = np.empty((self.matrix.rows, self.matrix.cols), np.float32)
         for chunk, values in source.decoded(buffers.source, buffers.bounce):
-            if not np.isfinite(values).all():
-                row, col = (int(at) for at in np.argwhere(~np.isfinite(values))[0])
-                raise source.not_finite(chunk.start + row, col)
-            weights[chunk.start : chunk.stop] = values
+            weights[chunk.start : chunk.stop] = source.finite(values, chunk.start)
         return weights
 
     def _searched(self, weights: F32) -> F32:

@@ -234,7 +234,5 @@ def _added(
 
 def _refuse(source: MatrixReader, scales: Scales | None, chunk: range, data: U8) -> None:
     """CheckpointError for the first value that is not finite."""
-    values = native.decode(source.view(chunk, scales, data, 0, source.matrix.cols))
-    bad = np.argwhere(~np.isfinite(values))
-    if len(bad):
-        raise source.not_finite(chunk.start + int(bad[0, 0]), int(bad[0, 1]))
+    view = source.view(chunk, scales, data, 0, source.matrix.cols)
+    source.finite(native.decode(view), chunk.start)
