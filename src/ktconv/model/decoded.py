@@ -31,8 +31,8 @@ from ktconv.source.fused import fused_name
 from ktconv.source.gguf.as_hub import hub_names_of
 from ktconv.source.gguf.file import float32_bytes
 from ktconv.source.others import OtherWeights, primary
-from ktconv.source.reading.matrices import MatrixReader, buffer_bytes, chunk_rows, source_bytes
-from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
+from ktconv.source.reading.matrices import MatrixReader, source_bytes
+from ktconv.source.reading.reader import SourceReader
 from ktconv.source.settings import ModelSettings
 from ktconv.system.arrays import U8
 from ktconv.system.opened import LOCAL, store_of
@@ -252,8 +252,7 @@ class _Lazy:
         import torch
 
         source = MatrixReader(self._owner.reader, matrix)
-        buffer = np.empty(buffer_bytes(matrix, min(chunk_rows(matrix), matrix.rows)), np.uint8)
-        for chunk, values in source.decoded(buffer, np.empty(BOUNCE_BYTES, np.uint8)):
+        for chunk, values in source.decoded():
             found = source.finite(values, chunk.start)
             target[chunk.start : chunk.stop] = torch.from_numpy(found)
 

@@ -373,8 +373,15 @@ class MatrixReader:
         self.reader.read_runs(fd, matrix.tensor, data, where, bounce.data)
         return len(data)
 
-    def decoded(self, buffer: U8, bounce: U8) -> Iterator[tuple[range, F32]]:
-        """All rows as float32, a chunk at a time; `buffer` is large enough for any of them."""
+    def decoded(
+        self, buffer: U8 | None = None, bounce: U8 | None = None
+    ) -> Iterator[tuple[range, F32]]:
+        """All rows as float32, a chunk at a time. `buffer` is large enough for any of them; without
+        it and `bounce` there are buffers for this matrix alone."""
+        if buffer is None or bounce is None:
+            rows = min(chunk_rows(self.matrix), self.matrix.rows)
+            buffer = np.empty(buffer_bytes(self.matrix, rows), np.uint8)
+            bounce = np.empty(BOUNCE_BYTES, np.uint8)
         for chunk, view in self.views(buffer, bounce):
             yield chunk, native.decode(view)
 
