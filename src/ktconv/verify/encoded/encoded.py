@@ -290,5 +290,6 @@ def _largest(scheme: Scheme, weights: F32) -> F32:
 
 
 def _sums(weights: F32, values: F32) -> ErrorStats:
-    squares = map(sum_of_squares, (weights, weights - values, values))
-    return ErrorStats(*squares, 0.0, int(np.count_nonzero(values == 0)), weights.size)
+    of_source, of_error, of_values = map(sum_of_squares, (weights, weights - values, values))
+    zeros = int(np.count_nonzero(values == 0))
+    return ErrorStats(of_source, of_error, of_values, 0.0, zeros, weights.size)

@@ -89,7 +89,8 @@ def compare(kind: str, source: F32, data: U8, divisor: F32) -> Compared:
         value = np.where(negative, -magnitude, magnitude) * divisor
         error = source - value
     wrong = ~known | (place != wanted) | ((negative != np.signbit(source)) & (source != 0))
-    squares = map(sum_of_squares, (source, error, value))
-    sums = ErrorStats(*squares, 0.0, int(np.count_nonzero(place == 0)), source.size)
+    of_source, of_error, of_value = map(sum_of_squares, (source, error, value))
+    zeros = int(np.count_nonzero(place == 0))
+    sums = ErrorStats(of_source, of_error, of_value, 0.0, zeros, source.size)
     nearest = np.where(np.signbit(source), -1, 1) * levels.values[wanted]
     return Compared(sums, wrong, nearest.astype(np.float32))

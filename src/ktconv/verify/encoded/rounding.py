@@ -107,8 +107,8 @@ class RoundingCheck:
         value = values(level, scale)
         error = source - value
         zeros = int(level.size - np.count_nonzero(level))
-        squares = map(sum_of_squares, (source, error, value))
-        self.sums.add(ErrorStats(*squares, 0.0, zeros, level.size))
+        of_source, of_error, of_value = map(sum_of_squares, (source, error, value))
+        self.sums.add(ErrorStats(of_source, of_error, of_value, 0.0, zeros, level.size))
         steps = np.abs(error, out=error).reshape(*scale.shape, -1)
         steps /= scale[:, :, None]
         steps[~sound] = 0
