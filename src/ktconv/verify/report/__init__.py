@@ -53,7 +53,7 @@ def _environment() -> Environment:
         "duration": values.show_duration,
         "entries": values.items,
         "error": values.show_error,
-        "figure": lambda value: Markup(values.figure(value)),
+        "figure": _figure,
         "id": values.show_id,
         "mapping": values.mapping,
         "named": outputs.named,
@@ -69,6 +69,10 @@ def _environment() -> Environment:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment.globals |= {"style": style, "script": script, "script_digest": digest}
     return environment
+
+
+def _figure(value: float) -> Markup:
+    return Markup(values.figure(value))
 
 
 def _asset(environment: Environment, name: str) -> Markup:
