@@ -60,7 +60,7 @@ def read_index(directory: Path, names: Sequence[str]) -> Index | None:
     if DEFAULT_INDEX not in candidates and len(candidates) > 1:
         raise CheckpointError(
             f"{directory} contains several indexes and none is {DEFAULT_INDEX}: "
-            f"{first_few(candidates, limit=10)}",
+            f"{first_few(candidates, 10)}",
             "Keep only one of them in the directory.",
         )
     path = directory / (DEFAULT_INDEX if DEFAULT_INDEX in candidates else candidates[0])

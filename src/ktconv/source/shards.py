@@ -254,4 +254,4 @@ def _check_unique(headers: Sequence[Header]) -> None:
 
 def _ignored_note(names: Iterable[str], reason: str) -> list[str]:
     ignored = sorted(names)
-    return [f"not read, because {reason}: {first_few(ignored, limit=10)}"] if ignored else []
+    return [f"not read, because {reason}: {first_few(ignored, 10)}"] if ignored else []
