@@ -113,6 +113,35 @@ size_t kt_scratch_size(int64_t cols);
 /* The matrix as binary32, row-major [rows, cols], NaN and Inf included. */
 kt_status kt_decode(const kt_matrix *matrix, float *out);
 
+/* ---- Files as memory ------------------------------------------------------ *
+ *
+ * Bytes of a file without a copy. Where a page of it cannot be read, since the file became shorter
+ * or its disk fails, the system ends a process by SIGBUS. In bytes that kt_file_map has given, of
+ * any thread, such a page and all behind it read as zeros instead, and kt_file_lost says so: what
+ * was made of these bytes does not count then. For that, the first kt_file_map takes over the
+ * process's handler of SIGBUS, and later ones take it again from who took it since; any other
+ * SIGBUS goes to the handler that was there before. */
+
+enum { KT_MAPPED_MOST = 1024 }; /* at once in a process */
+
+typedef struct kt_mapped {
+  const uint8_t *data; /* the byte at `offset` of the file */
+  void *pages;         /* what is mapped for it, for the functions below */
+  size_t size;
+  int32_t slot;
+} kt_mapped;
+
+/* Maps size > 0 bytes from offset >= 0 on of a file that is open for reading; all are in memory
+ * when it returns. KT_ERR_UNSUPPORTED: this file cannot be mapped, does not have these bytes, or
+ * KT_MAPPED_MOST are mapped already; reading it by other means tells. */
+kt_status kt_file_map(int32_t descriptor, int64_t offset, size_t size, kt_mapped *mapped);
+
+/* 1 if some of the bytes could not be read when they were asked for, else 0. */
+int kt_file_lost(const kt_mapped *mapped);
+
+/* Nobody may read the bytes any more. */
+void kt_file_unmap(const kt_mapped *mapped);
+
 /* ---- Weight formats ------------------------------------------------------ *
  *
  * A matrix of weights [rows, cols] (PyTorch [out, in]) is stored as codes and scales. A format
@@ -345,6 +374,15 @@ kt_status kt_audit_run(const kt_layout *layout, const kt_matrix *source, const k
                        int64_t rows, int64_t first, const void *packed, const void *packed_scale,
                        float *error, float *amax, float *rule, double *squared, kt_audit *audit,
                        void *scratch, size_t scratch_size);
+
+/* kt_quantize_pack, then kt_audit_run of what that has made, of some rows after the other: caches
+ * still have the weights when they are compared. Results are those of the two calls, but for the
+ * last bits of squared_value, which is added up in another order. INT8, INT4, GINT4 and GINT8.
+ * Errors as of both; KT_ERR_NONFINITE leaves the audit's results undefined. */
+kt_status kt_quantize_audit(const kt_layout *layout, const kt_matrix *matrix,
+                            const kt_choice *choice, void *packed, void *packed_scale, float *error,
+                            float *amax, float *rule, double *squared, kt_audit *audit,
+                            void *scratch, size_t scratch_size, kt_position *bad);
 
 /* kt_unpack by the audit's own path: codes int8 [rows, cols], row-major. */
 kt_status kt_audit_codes(const kt_layout *layout, const void *packed, int64_t rows, int64_t cols,

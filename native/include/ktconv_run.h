@@ -352,10 +352,11 @@ size_t kt_adapted_scratch_size(const kt_moe *moe, const kt_adapters *adapters, i
                                int64_t top_k, const kt_pool *pool);
 
 /* kt_moe_forward, the products of LoRA added to those of the packed weights before biases and
- * function. LoRA reads x in bf16 and the middle as it is; its sums are binary32, and their bits are
- * the same on every level, for any number of threads and whatever other tokens and adapters are in
- * the batch. A token without an adapter has the bits of kt_moe_forward. KT_ERR_ARGUMENT: also an
- * adapter of a token that does not exist, and, where tokens need it, a pair that cannot be. */
+ * function. As in fine-tuning, x, the middle and scale * A times them are rounded to bf16 before A
+ * or B reads them; sums are binary32 (native/src/lora/slabs.h), and their bits are the same on
+ * every level, for any number of threads and whatever other tokens and adapters are in the batch. A
+ * token without an adapter has the bits of kt_moe_forward. KT_ERR_ARGUMENT: also an adapter of a
+ * token that does not exist, and, where tokens need it, a pair that cannot be. */
 kt_status kt_adapted_forward(const kt_moe *moe, const kt_adapters *adapters, kt_pool *pool,
                              const kt_moe_call *call, void *scratch, size_t scratch_size);
 

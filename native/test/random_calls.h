@@ -17,6 +17,9 @@
   X(kt_isa_use_named)                                                                              \
   X(kt_dtype_unit)                                                                                 \
   X(kt_decode)                                                                                     \
+  X(kt_file_map)                                                                                   \
+  X(kt_file_lost)                                                                                  \
+  X(kt_file_unmap)                                                                                 \
   X(kt_layout_describe)                                                                            \
   X(kt_packed_size)                                                                                \
   X(kt_scale_size)                                                                                 \
@@ -29,6 +32,7 @@
   X(kt_largest)                                                                                    \
   X(kt_compensate)                                                                                 \
   X(kt_audit_run)                                                                                  \
+  X(kt_quantize_audit)                                                                             \
   X(kt_audit_codes)                                                                                \
   X(kt_audit_encoded)                                                                              \
   X(kt_pool_create)                                                                                \

@@ -98,6 +98,35 @@ static void memory_case(int number) {
   REFUSED_CALL(CALLED(kt_memory_allowed, one_in(2) ? NULL : allowed, -1));
 }
 
+/* A file of some pages, all of it or a part; then it becomes shorter. */
+static void file_case(int number) {
+  kt_mapped *const mapped = room(sizeof *mapped, sizeof(void *));
+  FILE *const file = tmpfile();
+  const int64_t size = 1 + below(5 * 4096), offset = below((int)size);
+  const size_t count = (size_t)(1 + below((int)(size - offset)));
+  snprintf(inputs, sizeof inputs, "file %d, %zu bytes from %" PRId64 " on", number, count, offset);
+  if (!file) return;
+  const int descriptor = fileno(file);
+  for (int64_t i = 0; i < size; i++) fputc((int)(1 + i % 251), file);
+  fflush(file);
+  REFUSED_CALL(CALLED(kt_file_map, descriptor, size, 4096 + count, mapped)); /* not all there */
+  REFUSED_CALL(CALLED(kt_file_map, one_in(2) ? -1 : descriptor, -1, count, mapped));
+  REFUSED_CALL(CALLED(kt_file_map, descriptor, offset, 0, one_in(2) ? NULL : mapped));
+  if (CALLED(kt_file_map, descriptor, offset, count, mapped) == KT_OK) {
+    for (size_t i = 0; i < count; i++)
+      if (mapped->data[i] != 1 + (offset + (int64_t)i) % 251)
+        FAILED("another byte than the file's");
+    counted(OF_kt_file_lost, kt_file_lost(mapped) == 0);
+    if (ftruncate(descriptor, 0) == 0) {
+      if (mapped->data[count - 1] != 0) FAILED("a byte that is not there is not 0");
+      counted(OF_kt_file_lost, kt_file_lost(mapped) == 1);
+    }
+    kt_file_unmap(mapped);
+    counted(OF_kt_file_unmap, 1);
+  }
+  fclose(file);
+}
+
 static void words_case(int number) {
   static const char *const names[] = {"", "avx", "scalar ", "amx\n", "avx512-", "%s%n", "SCALAR"};
   kt_cpu *const cpu = room(sizeof *cpu, 4);
@@ -158,6 +187,7 @@ static const subject subjects[] = {
     {"pools", pool_case, 6},
     {"limits", limits_case, 1},
     {"memory", memory_case, 4},
+    {"files", file_case, 8},
     {"words", words_case, 4},
     {"known", known_case, KT_DTYPE_COUNT + 2},
 };

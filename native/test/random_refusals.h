@@ -195,6 +195,9 @@ static inline void refuse_matrix(const arguments *a, int by) {
     REFUSED_CALL(CALLED(kt_audit_run, a->layout, m, a->choice, a->rows, a->first,
                         a->codes ? a->packed : NULL, a->packed_scale, f, f, f, NULL, any,
                         a->scratch, a->scratch_size));
+  if (by & BY_QUANTIZE)
+    REFUSED_CALL(CALLED(kt_quantize_audit, a->layout, m, a->choice, a->codes ? a->packed : NULL,
+                        a->packed_scale, f, f, f, NULL, any, a->scratch, a->scratch_size, bad));
   if (by & BY_ENCODE)
     REFUSED_CALL(CALLED(kt_encode, &a->encoding, m, a->tensor_scale, a->codes, a->scale, a->scratch,
                         a->scratch_size, bad));

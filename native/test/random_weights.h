@@ -305,6 +305,34 @@ static inline void audit_weights(const weights_case *c, const void *packed, cons
   compare(k, 7, "the audit", found, sizeof *found, 1);
 }
 
+/* Both in one pass, of all rows: what was packed, and what the audit of it finds. */
+static inline void prove_weights(const weights_case *c, const truth *t, const kt_choice *choice,
+                                 const void *packed, const void *scale, kt_position *bad) {
+  const int64_t scales = c->rows * (c->layout.group ? c->cols / c->layout.group : 1);
+  const size_t size = (size_t)scales * sizeof(float), rows_size = (size_t)c->rows * 16;
+  void *const again = room(c->packed_size, 1);
+  void *const scale_again = room(c->scale_size, aligned_to(&c->traits));
+  float *const maxima[2][3] = {{room(size, 4), room(size, 4), room(size, 4)},
+                               {room(size, 4), room(size, 4), room(size, 4)}};
+  double *const squared[2] = {room(rows_size, 8), room(rows_size, 8)};
+  kt_audit *const sums[2] = {room(sizeof **sums, 8), room(sizeof **sums, 8)};
+  const kt_status status = CALLED(kt_quantize_audit, &c->layout, &c->source.m, choice, again,
+                                  scale_again, maxima[0][0], maxima[0][1], maxima[0][2], squared[0],
+                                  sums[0], scratch_of(c->cols), c->scratch_size, bad);
+  expect_truth(t, "kt_quantize_audit", status, bad);
+  if (status != KT_OK) return;
+  if (memcmp(again, packed, c->packed_size) || memcmp(scale_again, scale, c->scale_size))
+    FAILED("kt_quantize_audit packs other bytes than kt_quantize_pack");
+  EXPECTED(KT_OK, CALLED(kt_audit_run, &c->layout, &c->source.m, choice, c->rows, 0, packed, scale,
+                         maxima[1][0], maxima[1][1], maxima[1][2], squared[1], sums[1],
+                         scratch_of(c->cols), c->scratch_size));
+  sums[0]->squared_value = sums[1]->squared_value; /* added up in another order */
+  if (memcmp(maxima[0][0], maxima[1][0], size) || memcmp(maxima[0][1], maxima[1][1], size) ||
+      memcmp(maxima[0][2], maxima[1][2], size) || memcmp(squared[0], squared[1], rows_size) ||
+      memcmp(sums[0], sums[1], sizeof **sums))
+    FAILED("kt_quantize_audit finds something else than kt_audit_run");
+}
+
 static inline void quantize_at_level(const weights_case *c, const truth *t, int64_t first,
                                      int64_t rows, kept *k) {
   const size_t unit = aligned_to(&c->traits);
@@ -320,6 +348,7 @@ static inline void quantize_at_level(const weights_case *c, const truth *t, int6
   status = CALLED(kt_quantize_pack, &c->layout, m, choice, packed, packed_scale,
                   scratch_of(c->cols), c->scratch_size, bad);
   expect_truth(t, "kt_quantize_pack", status, bad);
+  prove_weights(c, t, choice, packed, packed_scale, bad);
   if (status != KT_OK) return;
   compare(k, 0, "codes", codes, c->plain_size, 0);
   compare(k, 1, "scales", scale, c->plain_scale_size, 0);

@@ -3,11 +3,11 @@
  *   cc -std=c11 -g -O1 -fsanitize=thread -Inative/include $(find native/src -name '*.c') \
  *      native/test/threads_check.c -lm -pthread && ./a.out
  *
- * Threads call forwards, backwards and routers on one pool and on several, of more threads than
- * there are CPUs, while other threads create, use and destroy pools of their own, and one does what
- * others have submitted. All results have the bits of a call alone. What is handed over lies in
- * plain memory, so that the sanitizer sees any missing order. An argument leaves forks out, for
- * emulators. Exit code: 0 all passed, 1 something differed, 2 no memory. */
+ * Threads call forwards, backwards, adapters and routers on one pool and on several, of more
+ * threads than there are CPUs, while other threads create, use and destroy pools of their own, and
+ * one does what others have submitted. All results have the bits of a call alone. What is handed
+ * over lies in plain memory, so that the sanitizer sees any missing order. An argument leaves forks
+ * out, for emulators. Exit code: 0 all passed, 1 something differed, 2 no memory. */
 #define _GNU_SOURCE
 #include "train_problem.h"
 
@@ -43,6 +43,72 @@ static kt_pool *pools[POOLS];
 static float logits[ROUTED * ROUTER_EXPERTS], routed_weights[ROUTED * 2];
 static int64_t routed_ids[ROUTED * 2];
 
+/* ---- Adapters at inference ------------------------------------------------------------ */
+
+enum { ADAPTERS = 2, MOST_TOKENS = 700 };
+
+/* Of a problem: all experts have the matrices of their adapter, of another rank in each. */
+typedef struct served {
+  kt_lora_pair pair[ADAPTERS * EXPERTS * 3];
+  int32_t of_token[MOST_TOKENS];
+  kt_adapters adapters;
+  void *packed[ADAPTERS * 3][2], *expected;
+} served;
+
+static served serving[PROBLEMS];
+
+static const void *pack_random(int64_t rows, int64_t cols, void **packed) {
+  float *values;
+  const void *const matrix = draw_values(KT_F32, rows * cols, 0.125f, &values);
+  *packed = malloc(kt_lora_packed_size(rows, cols));
+  if (!*packed || kt_lora_pack(KT_F32, matrix, rows, cols, *packed) != KT_OK) exit(2);
+  free(values);
+  return *packed;
+}
+
+static void make_served(const problem *p, served *s) {
+  static const int32_t ranks[ADAPTERS] = {16, 5};
+  const int gated = kt_function_has_gate(p->moe.activation.function);
+  for (int i = 0; i < ADAPTERS * 3; i++) {
+    const int64_t rows = i % 3 == 2 ? p->moe.hidden : p->moe.intermediate;
+    const int64_t cols = i % 3 == 2 ? p->moe.intermediate : p->moe.hidden, rank = ranks[i / 3];
+    const kt_lora_pair pair = {.a = pack_random(rank, cols, &s->packed[i][0]),
+                               .b = pack_random(rows, rank, &s->packed[i][1]),
+                               .scale = 0.5f,
+                               .rank = i % 3 || gated ? (int32_t)rank : 0};
+    for (int e = 0; e < EXPERTS; e++) s->pair[(i / 3 * EXPERTS + e) * 3 + i % 3] = pair;
+  }
+  for (int64_t t = 0; t < p->call.tokens; t++) s->of_token[t] = (int32_t)(t / 3 % 3) - 1;
+  s->adapters = (kt_adapters){
+      .count = ADAPTERS, .rank = 16, .pair = s->pair, .of_token = s->of_token, .all = -1};
+}
+
+static void free_served(const served *s) {
+  for (int i = 0; i < ADAPTERS * 3; i++) free(s->packed[i][0]), free(s->packed[i][1]);
+}
+
+/* y of a call, in memory that the caller releases. */
+static void *serve(int number, kt_pool *pool) {
+  const problem *const p = problems + number;
+  const kt_adapters *const a = &serving[number].adapters;
+  const size_t size = kt_adapted_scratch_size(&p->moe, a, p->call.tokens, TOP_K, pool);
+  void *const scratch = memset(guarded(size), 0xff, size), *const y = guarded(y_bytes(p));
+  kt_moe_call call = p->call;
+  call.y = y;
+  if (kt_adapted_forward(&p->moe, a, pool, &call, scratch, size) != KT_OK)
+    fail(trials + number, "adapters beside other calls", 1);
+  release(scratch, size);
+  return y;
+}
+
+static void serve_once(int number, kt_pool *pool) {
+  const problem *const p = problems + number;
+  void *const y = serve(number, pool);
+  if (memcmp(y, serving[number].expected, y_bytes(p)))
+    fail(trials + number, "adapters beside other calls", 0);
+  release(y, y_bytes(p));
+}
+
 /* ---- Callers ------------------------------------------------------------------------ */
 
 static void call_once(int number, kt_pool *pool, const char *who) {
@@ -73,6 +139,7 @@ static void *call_often(void *argument) {
   for (int i = 0; i < CALLS; i++) {
     kt_pool *const pool = pools[(first + i) % POOLS];
     call_once((first + i) % PROBLEMS, pool, "beside other calls");
+    serve_once((first + i) % PROBLEMS, pool);
     if (route(pool, ids, weights) != KT_OK || memcmp(ids, routed_ids, sizeof ids) ||
         memcmp(weights, routed_weights, sizeof weights))
       fail(trials, "a router beside other calls", 0);
@@ -181,7 +248,10 @@ static void check_fork(void) {
 static void check_level(int forks) {
   static int numbers[CALLERS + CHURNS];
   pthread_t threads[CALLERS + CHURNS];
-  for (int i = 0; i < PROBLEMS; i++) compute(problems + i, pools[0], expected + i);
+  for (int i = 0; i < PROBLEMS; i++) {
+    compute(problems + i, pools[0], expected + i);
+    serving[i].expected = serve(i, pools[0]);
+  }
   if (route(NULL, routed_ids, routed_weights) != KT_OK) failures++;
   for (int i = 0; i < CALLERS + CHURNS; i++) {
     numbers[i] = i;
@@ -190,6 +260,7 @@ static void check_level(int forks) {
   for (int i = 0; i < CALLERS + CHURNS; i++) pthread_join(threads[i], NULL);
   check_background();
   if (forks) check_fork();
+  for (int i = 0; i < PROBLEMS; i++) release(serving[i].expected, y_bytes(problems + i));
 }
 
 int main(int argc, char **argv) {
@@ -200,6 +271,7 @@ int main(int argc, char **argv) {
     if (kt_pool_create(sizes[i], NULL, i == 1 ? nodes : NULL, pools + i) != KT_OK) return 2;
   for (int i = 0; i < PROBLEMS; i++) {
     make_problem(trials + i, problems + i);
+    make_served(problems + i, serving + i);
     expected[i] = make_result(problems + i, -1);
   }
   for (int i = 0; i < ROUTED * ROUTER_EXPERTS; i++) logits[i] = 4 * unit();
@@ -208,7 +280,7 @@ int main(int argc, char **argv) {
     check_level(argc < 2);
   }
   for (int i = 0; i < POOLS; i++) kt_pool_destroy(pools[i]);
-  for (int i = 0; i < PROBLEMS; i++) free_problem(problems + i);
+  for (int i = 0; i < PROBLEMS; i++) free_served(serving + i), free_problem(problems + i);
   printf("threads: %d failures up to level %s\n", failures, kt_isa_name(kt_isa_available()));
   return failures != 0;
 }

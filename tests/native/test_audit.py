@@ -3,6 +3,7 @@ faults that they must show."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import lru_cache
 
@@ -335,3 +336,47 @@ def test_erased_rows_show(isa: str, fmt: str) -> None:
     assert found.invalid == 0
     assert rows_off_the_rule(found, scale) == rows_beyond(source, found, scale) == [0, 33]
     assert_same("row_error", found.row_error[[0, 33]], found.row_amax[[0, 33]])
+
+
+@pytest.mark.parametrize("rule", ["amax", "search"])
+@formats
+@pytest.mark.parametrize("rows", [32, 128, 160, 416])
+@pytest.mark.parametrize("across", [False, True], ids=["rows", "columns"])
+def test_packing_and_auditing_in_one_pass_are_the_two(
+    fmt: str, rule: str, rows: int, across: bool
+) -> None:
+    """Of whole pieces of 128 rows, and of less; also of sources whose columns are stored."""
+    found = FORMATS[fmt]
+    layout, cols, choice = found.layout, 512, native.Choice(rule)
+    values = np.random.default_rng(rows).standard_normal((rows, cols)).astype(np.float32)
+    stored = np.ascontiguousarray(values.T if across else values).reshape(-1).view(np.uint8)
+    strides = (1, rows) if across else (cols, 1)
+    matrix = native.Matrix(stored, "F32", rows, cols, row_stride=strides[0], col_stride=strides[1])
+    size, scale_size = layout.weight_size(rows, cols), layout.scale_size(rows, cols)
+    packed, again = np.empty(size, np.uint8), np.empty(size, np.uint8)
+    scale, scale_again = native.aligned_bytes(scale_size), native.aligned_bytes(scale_size)
+    scratch = native.new_scratch(cols)
+    native.quantize_pack(layout, matrix, packed, scale, scratch, choice)
+    expected = native.audit(layout, matrix, rows, 0, packed, scale, choice)
+    got = native.quantize_audit(layout, matrix, again, scale_again, scratch, choice)
+    np.testing.assert_array_equal(again, packed)
+    np.testing.assert_array_equal(scale_again, scale)
+    for field in dataclasses.fields(native.Audit):
+        first, second = getattr(got, field.name), getattr(expected, field.name)
+        if field.name == "squared_value":  # added up in another order
+            assert math.isclose(first, second, rel_tol=1e-14)
+        else:
+            np.testing.assert_array_equal(first, second, err_msg=field.name)
+
+
+def test_one_pass_names_the_first_number_that_is_not_finite() -> None:
+    values = np.ones((416, 128), np.float32)
+    values[300, 7], values[310, 3] = np.nan, np.inf
+    matrix = native.Matrix(values.reshape(-1).view(np.uint8), "F32", 416, 128)
+    layout = FORMATS["int4"].layout
+    packed = np.empty(layout.weight_size(416, 128), np.uint8)
+    scale = native.aligned_bytes(layout.scale_size(416, 128))
+    with pytest.raises(native.NonFiniteError, match="row 300, column 7"):
+        native.quantize_audit(
+            layout, matrix, packed, scale, native.new_scratch(128), native.Choice("search")
+        )

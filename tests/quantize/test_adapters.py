@@ -181,9 +181,13 @@ def test_verify_needs_the_adapter(
     another source."""
     there, output = copy_of(adapter, tmp_path / "there"), tmp_path / "out"
     library.quantize_cpu(EXAMPLE, output, adapter=there)
-    assert f"note: adapters are those that ktconv.json names: {there}:1.0" in ktconv_done(
+    assert "note: adapters are those that ktconv.json names: there:1.0" in ktconv_done(
         "verify", output, *WORDS
     )
+    report = tmp_path / "report.html"
+    ktconv_done("verify", output, *WORDS, f"--report={report}")
+    assert "names: there:1.0" in report.read_text()
+    assert str(there) not in report.read_text()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     there.rename(elsewhere / "there")

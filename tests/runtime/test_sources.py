@@ -156,6 +156,27 @@ def test_a_layer_whose_shard_is_damaged(tmp_path: Path, pool: Pool) -> None:
         MoELayer.load(path, 0, pool=pool)
 
 
+def test_all_layers_of_an_output_without_a_shard(tmp_path: Path, pool: Pool) -> None:
+    """Are refused by the names of the shard and of its layers, and where there is no index by the
+    layers of the manifest; a layer that is there is loaded."""
+    path = tmp_path / "out"
+    quantize_cpu(Request(str(EXAMPLE), path, Options("int8", 1, max_shard_size=200_000)))
+    index = path / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"]
+    of = [{file for name, file in names.items() if name.startswith(f"blk.{n}.")} for n in (0, 1)]
+    for shard in of[1] - of[0]:
+        (path / shard).unlink()
+    first = min(of[1] - of[0])
+    with pytest.raises(CheckpointError, match=rf"lacks {first}, with experts of layer 1$"):
+        MoELayer.load_all(path, pool=pool)
+    MoELayer.load(path, 0, pool=pool)
+    for shard in of[1] & of[0]:
+        (path / shard).unlink()
+    index.unlink()
+    with pytest.raises(CheckpointError, match=r"lacks the experts of layers? .*1, which"):
+        MoELayer.load_all(path, pool=pool)
+
+
 def test_parts_of_a_checkpoint_are_those_of_the_pools_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

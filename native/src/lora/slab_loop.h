@@ -19,17 +19,35 @@ static inline __attribute__((always_inline)) void kt_slab_line(const uint8_t *li
   }
 }
 
+/* 32 columns, or fewer. */
+static inline __attribute__((always_inline)) void kt_slab_block(const uint8_t *slab, int64_t lines,
+                                                                const float *x, float *sum) {
+  float even[KT_SLAB_ROWS] = {0}, odd[KT_SLAB_ROWS] = {0};
+  for (int64_t q = 0; q < lines; q++) kt_slab_line(slab + q * KT_SLAB_LINE, x + 2 * q, even, odd);
+  for (int r = 0; r < KT_SLAB_ROWS; r++) sum[r] += even[r] + odd[r];
+}
+
+/* Two blocks at a time, as their sums do not wait for each other. */
 static inline __attribute__((always_inline)) void kt_slab_row(const uint8_t *slab, int64_t lines,
                                                               const float *x, float *out) {
-  float sum[4][KT_SLAB_ROWS] = {{0}};
+  enum { SIZE = KT_SLAB_BLOCK * KT_SLAB_LINE };
+  float sum[KT_SLAB_ROWS] = {0};
   int64_t q = 0;
-  for (; q + 2 <= lines; q += 2) {
-    kt_slab_line(slab + q * KT_SLAB_LINE, x + 2 * q, sum[0], sum[1]);
-    kt_slab_line(slab + (q + 1) * KT_SLAB_LINE, x + 2 * q + 2, sum[2], sum[3]);
+  for (; q + 2 * KT_SLAB_BLOCK <= lines; q += 2 * KT_SLAB_BLOCK) {
+    const uint8_t *const at = slab + q * KT_SLAB_LINE;
+    float even[2][KT_SLAB_ROWS] = {{0}}, odd[2][KT_SLAB_ROWS] = {{0}};
+    for (int64_t i = 0; i < KT_SLAB_BLOCK; i++) {
+      kt_slab_line(at + i * KT_SLAB_LINE, x + 2 * (q + i), even[0], odd[0]);
+      kt_slab_line(at + SIZE + i * KT_SLAB_LINE, x + 2 * (q + KT_SLAB_BLOCK + i), even[1], odd[1]);
+    }
+    for (int b = 0; b < 2; b++)
+      for (int r = 0; r < KT_SLAB_ROWS; r++) sum[r] += even[b][r] + odd[b][r];
   }
-  if (q < lines) kt_slab_line(slab + q * KT_SLAB_LINE, x + 2 * q, sum[0], sum[1]);
-  for (int r = 0; r < KT_SLAB_ROWS; r++)
-    out[r] += (sum[0][r] + sum[1][r]) + (sum[2][r] + sum[3][r]);
+  for (; q < lines; q += KT_SLAB_BLOCK) {
+    const int64_t some = lines - q < KT_SLAB_BLOCK ? lines - q : KT_SLAB_BLOCK;
+    kt_slab_block(slab + q * KT_SLAB_LINE, some, x + 2 * q, sum);
+  }
+  memcpy(out, sum, sizeof sum);
 }
 
 static inline __attribute__((always_inline)) void kt_slabs_loop(const kt_slabs_at *p,

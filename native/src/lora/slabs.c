@@ -40,17 +40,20 @@ kt_status kt_lora_pack(int32_t dtype, const void *matrix, int64_t rows, int64_t 
   return KT_OK;
 }
 
-void kt_slabs_scalar(const kt_slabs_at *slabs, const float *const *rows, int64_t tokens,
+static void multiply(const kt_slabs_at *slabs, const float *const *rows, int64_t tokens,
                      float *const *out, int64_t step) {
   kt_slabs_loop(slabs, rows, tokens, out, step);
 }
 
-kt_slabs_fn *kt_slabs_best(void) {
-  static kt_slabs_fn *const cells[KT_LEVELS] = {
-      [KT_ISA_SCALAR] = kt_slabs_scalar,
+const kt_slab_math kt_slab_math_scalar = {.rows = multiply};
+
+const kt_slab_math *kt_slab_math_best(void) {
+  static const kt_slab_math *const cells[KT_LEVELS] = {
+      [KT_ISA_SCALAR] = &kt_slab_math_scalar,
 #if KT_X86
-      [KT_ISA_AVX2] = kt_slabs_avx2,
-      [KT_ISA_AVX512] = kt_slabs_avx512,
+      [KT_ISA_AVX2] = &kt_slab_math_avx2,
+      [KT_ISA_AVX512] = &kt_slab_math_avx512,
+      [KT_ISA_AMX] = &kt_slab_math_amx,
 #endif
   };
   return KT_CELL(cells);

@@ -69,16 +69,19 @@ static void adapt(const kt_forward_run *f, const kt_team *t, kt_worker *w, int64
   kt_adapted_stream_down(&f->adapted, &t->adapted, &w->lora, at, count, &w->beside, numbers);
 }
 
-/* Adds what adapters have to products of `strips`, of some slots of an expert. */
+/* Adds what adapters have to the sums of `strips`, of some slots of an expert. */
 static void serve(const kt_forward_run *f, const kt_team *t, const kt_group *g, int64_t active,
-                  int64_t strip, int64_t strips, int64_t slot, int64_t count, float *numbers) {
+                  int64_t strip, int64_t strips, int64_t slot, int64_t count, kt_beside *beside,
+                  float *plus, kt_sums *sums) {
+  if (!kt_is_served(&f->served, active)) return;
   const kt_served_item item = {.active = active,
                                .slot = slot,
                                .count = count,
                                .row = strip * KT_STRIP,
                                .strips = strips,
                                .projection = KT_DOWN};
-  kt_served_add(&f->run, &f->served, &item, t->served, g->slot, numbers);
+  kt_served_products(&f->run, &f->served, &item, &t->served, g->slot, beside, plus);
+  sums->plus = plus;
 }
 
 /* One strip for all blocks of tokens. */
@@ -102,10 +105,8 @@ static void stream_strip(kt_forward_run *f, const kt_team *t, kt_worker *w, cons
     f->stream(down, strip, rows_at(f, t, g, slot), f->mid_stride, count, &w->beside, sums,
               &weighted->down);
     if (adapted) adapt(f, t, w, slot - g->slot, count, sums, &weighted->down);
-    if (kt_is_served(&f->served, s->active)) {
-      kt_numbers_in_place(f, count, sums, &weighted->down);
-      serve(f, t, g, s->active, strip, 1, slot, count, sums);
-    }
+    serve(f, t, g, s->active, strip, 1, slot, count, &w->beside, kt_stream_plus(w, odd),
+          &weighted->down);
     kt_beside_finish(&w->beside);
     w->at_work = odd;
     kt_beside_work(&w->beside, add_weighted, w, count, 1);
@@ -151,9 +152,8 @@ static void multiply_stretch(kt_forward_run *f, const kt_team *t, kt_worker *w, 
                  w->panel);
       kt_adapted_add_down(&f->adapted, &t->adapted, &w->lora, w->panel, strips, slot - g->slot,
                           count, w->sums);
-      if (kt_is_served(&f->served, s->active))
-        serve(f, t, g, s->active, strip, strips, slot, count, w->sums);
       weighted.down = kt_sums_of(w->sums, count);
+      serve(f, t, g, s->active, strip, strips, slot, count, NULL, w->plus, &weighted.down);
       f->epilogue->add_weighted(&weighted, 0, count);
     }
   }

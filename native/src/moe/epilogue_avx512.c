@@ -13,11 +13,12 @@ KT_TARGET_BEGIN(AVX512)
  * at work only one port takes these operations, so that each counts. */
 typedef struct kind {
   int whole, scaled, biased; /* of whole sums `scaled` is not looked at */
+  int plus;                  /* 0: nothing is added but biases */
 } kind;
 
 /* Rows row .. row + 15 of a strip, of which the scales come with it. */
-KT_INLINE __m512 number(const kind k, const kt_sums *s, __m512 scale, int64_t strip, int64_t t,
-                        int64_t row) {
+KT_INLINE __m512 own_number(const kind k, const kt_sums *s, __m512 scale, int64_t strip, int64_t t,
+                            int64_t row) {
   const uint8_t *const sum =
       (const uint8_t *)s->sum + ((strip * s->tokens + t) * KT_STRIP + row) * 4;
   if (!k.whole) {
@@ -28,6 +29,13 @@ KT_INLINE __m512 number(const kind k, const kt_sums *s, __m512 scale, int64_t st
   __builtin_memcpy(&x_scale, s->x_scale + t * s->stride, sizeof x_scale);
   return _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(sum)), scale),
                        _mm512_set1_ps(x_scale));
+}
+
+KT_INLINE __m512 number(const kind k, const kt_sums *s, __m512 scale, int64_t strip, int64_t t,
+                        int64_t row) {
+  const __m512 own = own_number(k, s, scale, strip, t, row);
+  if (!k.plus || !s->plus) return own;
+  return _mm512_add_ps(own, _mm512_loadu_ps(s->plus + (strip * s->tokens + t) * KT_STRIP + row));
 }
 
 /* 2^-shift, by which whole sums are divided: they are multiples of 2^shift, and no bit is lost. */
@@ -53,13 +61,17 @@ KT_INLINE __m512 with_bias(const kind k, __m512 number, __m512 bias) {
 #define FOR_KIND(sums, with, f, ...)                                                               \
   do {                                                                                             \
     if (with)                                                                                      \
-      f(((kind){(sums)->whole, 1, 1}), __VA_ARGS__);                                               \
+      f(((kind){(sums)->whole, 1, 1, 1}), __VA_ARGS__);                                            \
+    else if ((sums)->plus && (sums)->whole)                                                        \
+      f(((kind){1, 0, 0, 1}), __VA_ARGS__);                                                        \
+    else if ((sums)->plus)                                                                         \
+      f(((kind){0, 1, 0, 1}), __VA_ARGS__);                                                        \
     else if ((sums)->whole)                                                                        \
-      f(((kind){1, 0, 0}), __VA_ARGS__);                                                           \
+      f(((kind){1, 0, 0, 0}), __VA_ARGS__);                                                        \
     else if ((sums)->row_scale)                                                                    \
-      f(((kind){0, 1, 0}), __VA_ARGS__);                                                           \
+      f(((kind){0, 1, 0, 0}), __VA_ARGS__);                                                        \
     else                                                                                           \
-      f(((kind){0, 0, 0}), __VA_ARGS__);                                                           \
+      f(((kind){0, 0, 0, 0}), __VA_ARGS__);                                                        \
   } while (0)
 
 /* Columns of y that come next are in no cache: those of two strips later are fetched. */
@@ -104,7 +116,7 @@ KT_INLINE void activate(int function, const kt_activation *a, const kt_inner *in
   if (function == KT_SWIGLU && is_plain(a, in))
     activate_plain(in, first, end);
   else
-    activate_kind((kind){in->up.whole, 1, 1}, function, a, in, first, end);
+    activate_kind((kind){in->up.whole, 1, 1, 1}, function, a, in, first, end);
 }
 KT_FOR_GATE_FUNCTIONS(KT_DEFINE_ACTIVATE)
 

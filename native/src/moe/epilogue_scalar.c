@@ -4,13 +4,18 @@
 
 #include "epilogue.h"
 
-static float number(const kt_sums *s, int64_t strip, int64_t t, int64_t r) {
+static float own_number(const kt_sums *s, int64_t strip, int64_t t, int64_t r) {
   const int64_t at = (strip * s->tokens + t) * KT_STRIP + r, row = strip * KT_STRIP + r;
   if (!s->whole) return ((const float *)s->sum)[at] * (s->row_scale ? s->row_scale[row] : 1.0f);
   float x_scale;
   memcpy(&x_scale, s->x_scale + t * s->stride, sizeof x_scale);
   const float sum = (float)(((const int32_t *)s->sum)[at] >> s->shift);
   return sum * (s->step * s->row_scale[row]) * x_scale;
+}
+
+static float number(const kt_sums *s, int64_t strip, int64_t t, int64_t r) {
+  const float value = own_number(s, strip, t, r);
+  return s->plus ? value + s->plus[(strip * s->tokens + t) * KT_STRIP + r] : value;
 }
 
 static float with_bias(const kt_sums *s, int64_t strip, int64_t t, int64_t r, const float *bias) {

@@ -40,8 +40,7 @@ static void lay_out_team(kt_arena *a, const kt_forward_run *f, kt_team *t, int64
   uint8_t *mid_rows = kt_take(a, slots, (size_t)f->mid_stride);
   if (t) t->x_rows = x_rows, t->middle = middle, t->mid_rows = mid_rows;
   kt_take_adapted_team(a, &f->run, &f->adapted, slots, t ? &t->adapted : NULL);
-  float *served = kt_take(a, slots * kt_served_down_size(&f->served), sizeof *served);
-  if (t) t->served = served;
+  kt_take_served_team(a, &f->served, slots, f->run.width, t ? &t->served : NULL);
 }
 
 _Static_assert(2 * KT_MAX_PRODUCTS <= SUMS, "sums of products in calls have room");
@@ -50,12 +49,14 @@ static void lay_out_worker(kt_arena *a, const kt_forward_run *f, kt_worker *w) {
   const int64_t most = kt_larger(KT_MAX_TOKENS, f->most_tokens);
   uint8_t *const gather = kt_take(a, most, (size_t)f->x_stride);
   float *const sums = kt_take(a, SUMS * KT_STRIP, sizeof(float));
+  float *const plus = kt_take(a, f->served.adapters ? SUMS * KT_STRIP : 0, sizeof(float));
   uint8_t *const panel = kt_take(a, 1, KT_PANEL_SIZE);
   uint8_t *const ring = kt_take(a, 1, KT_BESIDE_RING + KT_BESIDE_SPARE);
   float *const values = kt_take(a, f->run.moe->hidden, sizeof(float));
   if (w)
     *w = (kt_worker){.gather = gather,
                      .sums = sums,
+                     .plus = plus,
                      .panel = panel,
                      .values = values,
                      .gathered = -1,
@@ -121,6 +122,7 @@ static void make_x_rows(const kt_forward_run *f, kt_team *t, kt_worker *w) {
       f->read(&f->x, f->run.first_token + token, 1, w->values, hidden);
       kt_rows_quantize(f->run.format->rows_kind, hidden, f->run.moe->layout.group, w->values,
                        t->x_rows + token * f->x_stride);
+      if (t == f->teams) kt_served_row(&f->run, &f->served, token, w->values);
     }
 }
 
@@ -157,7 +159,7 @@ static void make_down_rows(kt_forward_run *f, kt_team *t, kt_worker *w, kt_group
                            active, slot, count);
     if (count && f->served.adapters)
       kt_served_middle(&f->run, &f->served, part, active, slot, count, g->slot, t->middle,
-                       t->served);
+                       &t->served);
   }
 }
 
@@ -221,7 +223,7 @@ static void forward_job(void *context, int32_t thread) {
   kt_barrier_wait(&t->barrier, w->rank);
   const kt_rows_view own = x_rows(f, t);
   kt_adapted_inputs(&f->run, &f->adapted, thread, &w->lora, &f->x, &own, w->values, w->panel);
-  kt_served_inputs(&f->run, &f->served, thread, &f->x);
+  kt_served_inputs(&f->run, &f->served, thread);
   for (int64_t part = kt_first_part(&f->run, index);
        f->groups && part < kt_first_part(&f->run, index + 1); part++)
     compute_part(f, t, w, part);

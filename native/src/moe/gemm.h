@@ -55,7 +55,8 @@ typedef void kt_product_fn(const kt_weight *w, int64_t strip, int64_t strips, co
 
 /* Sums [strips][tokens][32] of a product, and what makes numbers of them:
  *   whole    fl(fl(fl32(sum >> shift) * fl(step * row_scale[32 s + r])) * scale of token t)
- *   others   fl(sum * row_scale[32 s + r]), or the sum itself where there is none */
+ *   others   fl(sum * row_scale[32 s + r]), or the sum itself where there is none
+ * to which those of `plus` are added. */
 typedef struct kt_sums {
   const void *sum; /* int32 or float */
   int32_t whole, shift;
@@ -64,6 +65,7 @@ typedef struct kt_sums {
   const float *row_scale;
   const uint8_t *x_scale; /* the float of token t: at x_scale + t * stride */
   int64_t stride;
+  const float *plus; /* NULL, or [strips][tokens][32]; of gate and up both or none has some */
 } kt_sums;
 
 /* Of numbers, as kt_product_fn leaves them. */

@@ -110,24 +110,18 @@ static void adapt(const kt_forward_run *f, kt_worker *w, kt_projection p, const 
   kt_adapted_stream_inner(&f->adapted, &w->lora, p, lora, i->slot, i->count, &w->beside, numbers);
 }
 
-/* Adds what adapters have to products of gate or up, of all strips of an item. */
+/* Adds what adapters have to the sums of gate or up of an item. */
 static void serve(const kt_forward_run *f, int64_t part, kt_projection p, const item *i,
-                  float *numbers) {
+                  kt_beside *beside, float *plus, kt_sums *sums) {
+  if (!kt_is_served(&f->served, i->active)) return;
   const kt_served_item served = {.active = i->active,
                                  .slot = i->slot,
                                  .count = i->count,
                                  .row = part * f->run.width + i->strip * KT_STRIP,
                                  .strips = i->strips,
                                  .projection = p};
-  kt_served_add(&f->run, &f->served, &served, f->served.inner, 0, numbers);
-}
-
-/* The same of a streamed product, whose sums become numbers first. */
-static void serve_stream(const kt_forward_run *f, int64_t part, kt_projection p, const item *i,
-                         float *numbers, kt_sums *sums) {
-  if (!kt_is_served(&f->served, i->active)) return;
-  kt_numbers_in_place(f, i->count, numbers, sums);
-  serve(f, part, p, i, numbers);
+  kt_served_products(&f->run, &f->served, &served, &f->served.inner, 0, beside, plus);
+  sums->plus = plus;
 }
 
 /* One strip; `next`: of the item behind it. */
@@ -149,12 +143,12 @@ static void stream_item(kt_forward_run *f, const kt_team *t, kt_worker *w, const
     kt_fetch_place(w, &up, 1);
     f->stream(&gate, i->strip, x, f->x_stride, i->count, &w->beside, gates, &inner->gate);
     if (adapted) adapt(f, w, KT_GATE, &lora, i, gates, &inner->gate);
-    serve_stream(f, part, KT_GATE, i, gates, &inner->gate);
+    serve(f, part, KT_GATE, i, &w->beside, kt_stream_plus(w, odd), &inner->gate);
   }
   kt_fetch_place(w, next, 1);
   f->stream(&up.weight, i->strip, x, f->x_stride, i->count, &w->beside, ups, &inner->up);
   if (adapted) adapt(f, w, KT_UP, &lora, i, ups, &inner->up);
-  serve_stream(f, part, KT_UP, i, ups, &inner->up);
+  serve(f, part, KT_UP, i, &w->beside, kt_stream_plus(w, 2 + odd), &inner->up);
   kt_beside_finish(&w->beside);
   w->at_work = odd;
   if (f->adapted.saves && gated)
@@ -185,15 +179,16 @@ static void multiply_item(kt_forward_run *f, const kt_team *t, kt_worker *w, con
     f->product(&gate, i->strip, i->strips, x, f->x_stride, i->count, gates, w->panel);
     kt_adapted_add_inner(&f->adapted, &w->lora, w->panel, KT_GATE, &adapted, i->slot, i->count,
                          gates);
-    if (kt_is_served(&f->served, i->active)) serve(f, part, KT_GATE, i, gates);
     kt_adapted_save_inner(&f->adapted, r, KT_GATE, &adapted, gates, inner.gate_bias, i->slot,
                           i->count);
   }
   f->product(&up, i->strip, i->strips, x, f->x_stride, i->count, ups, w->panel);
   kt_adapted_add_inner(&f->adapted, &w->lora, w->panel, KT_UP, &adapted, i->slot, i->count, ups);
-  if (kt_is_served(&f->served, i->active)) serve(f, part, KT_UP, i, ups);
   kt_adapted_save_inner(&f->adapted, r, KT_UP, &adapted, ups, inner.up_bias, i->slot, i->count);
   inner.gate = kt_sums_of(gates, i->count), inner.up = kt_sums_of(ups, i->count);
+  if (kt_has_gate(r->moe->activation.function))
+    serve(f, part, KT_GATE, i, NULL, w->plus, &inner.gate);
+  serve(f, part, KT_UP, i, NULL, w->plus + KT_MAX_PRODUCTS * KT_STRIP, &inner.up);
   f->activate(&r->moe->activation, &inner, 0, i->count);
 }
 

@@ -33,7 +33,7 @@ typedef struct kt_team {
   float *middle;     /* [slots of a group, w] */
   uint8_t *mid_rows; /* [slots of a group] activation rows of the middle */
   kt_adapted_team adapted;
-  float *served; /* [slots of a group] rows of scale * A h, where adapters serve */
+  kt_served_rows served; /* of down, slots of a group */
 } kt_team;
 
 /* Memory of one thread. `gathered` remembers which rows lie in `gather`. */
@@ -41,6 +41,7 @@ typedef struct kt_worker {
   uint8_t *gather;  /* [most_tokens] activation rows of x */
   float *sums;      /* [2][KT_MAX_PRODUCTS][KT_STRIP], or [4][KT_STREAM_TOKENS][KT_STRIP] */
   uint8_t *panel;   /* KT_PANEL_SIZE */
+  float *plus;      /* as large, where adapters serve: what they add to those sums */
   float *values;    /* one row of x or y as binary32 */
   uint8_t *ring;    /* KT_BESIDE_RING + KT_BESIDE_SPARE */
   int64_t gathered; /* first slot, or -1 */
@@ -123,6 +124,11 @@ static inline int kt_streams(const kt_forward_run *f, int64_t tokens) {
  * (0, 1). */
 static inline float *kt_stream_sums(const kt_worker *w, int64_t buffer) {
   return w->sums + buffer * KT_STREAM_TOKENS * KT_STRIP;
+}
+
+/* What is added to them. */
+static inline float *kt_stream_plus(const kt_worker *w, int64_t buffer) {
+  return w->plus + buffer * KT_STREAM_TOKENS * KT_STRIP;
 }
 
 /* Numbers of the first strip in the place of its sums, `count` tokens. */

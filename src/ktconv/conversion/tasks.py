@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -74,11 +76,11 @@ class ExpertTask:
     proj: Projection
     verify: bool  # read back what was written
 
-    @property
+    @cached_property
     def matrix(self) -> ExpertMatrix:
         return self.layer.experts[self.expert][self.proj]
 
-    @property
+    @cached_property
     def source_bytes(self) -> int:
         return source_bytes(self.matrix)
 
@@ -95,6 +97,37 @@ def pieces_of(
         read(piece, offset)
         yield piece
         advance(len(piece))
+
+
+@contextmanager
+def written(staging: Staging, name: str, target: U8, offset: int) -> Iterator[U8]:
+    """Bytes of a tensor from `offset` on as the system has them, as many as `target` takes, inside
+    the block: mapped, or read into `target`."""
+    mapped = staging.mapped(name, target.nbytes, offset)
+    if mapped is None:
+        staging.read(name, target.data, offset)
+        yield target
+        return
+    try:
+        yield mapped.data
+    finally:  # also where something failed: that can be the doing of what was lost
+        if mapped.lost:
+            staging.read(name, target.data, offset)
+            raise VerificationError(
+                f"{name} could not be read back",
+                "check this machine's disk, then run the same command again",
+            )
+
+
+def refuse_other(name: str, found: U8, wanted: U8) -> None:
+    """VerificationError unless the bytes that were read back are those that were written."""
+    if wanted.nbytes % 8 == 0:  # fewer comparisons
+        found, wanted = found.view(np.uint64), wanted.view(np.uint64)
+    if not np.array_equal(found, wanted):
+        raise VerificationError(
+            f"{name} read back differs from what was written",
+            "check this machine's disk, then run the same command again",
+        )
 
 
 def write_tensor(
@@ -116,13 +149,9 @@ def write_tensor(
         digest.update(piece.data)
         staging.write(name, piece.data, offset)
         if verify:
-            found = buffers.source[COPY_BYTES:][: len(piece)] if buffers else np.empty_like(piece)
-            staging.read(name, found.data, offset)
-            if found.tobytes() != piece.tobytes():
-                raise VerificationError(
-                    f"{name} read back differs from what was written",
-                    "check this machine's disk, then run the same command again",
-                )
+            target = buffers.source[COPY_BYTES:][: len(piece)] if buffers else np.empty_like(piece)
+            with written(staging, name, target, offset) as found:
+                refuse_other(name, found, piece)
         offset += len(piece)
     return digest.record()
 

@@ -37,11 +37,6 @@ def values(fmt: Format, stored: Array) -> F32:
 def error_bound(fmt: Format, scale: Array, slack: float = 0.0, rule: str = "amax") -> Array:
     """Largest |x - dequantized| in weight units that the rules allow under float32 scales, with
     `slack` steps on top, in binary64. For a scale of zero that is what amax stays below."""
-    steps = step_bound(fmt, scale, slack, rule)
-    return np.where(scale == 0, fmt.smallest_amax, np.maximum(steps, SMALLEST_NORMAL))
-
-
-def step_bound(fmt: Format, scale: Array, slack: float, rule: str) -> Array:
-    """Bound as `error_bound`, for scales that are not small; never more than that."""
     steps = (fmt.error_steps(rule) + slack) * fmt.traits.scale_units
-    return np.multiply(scale, steps, dtype=np.float64)
+    bound = np.multiply(scale, steps, dtype=np.float64)
+    return np.where(scale == 0, fmt.smallest_amax, np.maximum(bound, SMALLEST_NORMAL))

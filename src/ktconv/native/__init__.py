@@ -26,7 +26,7 @@ from ktconv.native.arrays import (
     aligned_bytes,
     array_at,
 )
-from ktconv.native.auditing import Audit, audit, audit_codes
+from ktconv.native.auditing import Audit, audit, audit_codes, quantize_audit
 from ktconv.native.compensation import BLOCK_COLS, compensate
 from ktconv.native.encoding import (
     ENCODINGS,
@@ -45,6 +45,7 @@ from ktconv.native.levels import (
     isa_parts,
     use_isa,
 )
+from ktconv.native.mapped import Mapped, map_file
 from ktconv.native.memory import (
     PAGE,
     Gathered,

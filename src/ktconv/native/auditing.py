@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ktconv._native import ffi, lib
-from ktconv.native.arrays import Array, aligned_to, byte_pointer, check, expect_bytes
+from ktconv.native.arrays import (
+    Array,
+    address_of,
+    aligned_to,
+    byte_pointer,
+    check,
+    expect_bytes,
+)
 from ktconv.native.layouts import Layout, layout_of, packed_size
 from ktconv.native.packing import new_scratch
 from ktconv.native.rules import Choice, choice_of
@@ -34,6 +43,47 @@ class Audit:
     row_squared_source: Array  # likewise
 
 
+_kept = threading.local()
+
+
+def _scratch(cols: int) -> Array:
+    """Scratch of this thread, kept for the columns of its last call."""
+    if getattr(_kept, "cols", -1) != cols:
+        _kept.cols, _kept.scratch = cols, new_scratch(cols)
+    found: Array = _kept.scratch
+    return found
+
+
+class _Results:
+    """Memory for what is found in the rows of `source`."""
+
+    def __init__(self, layout: Layout, source: Matrix) -> None:
+        found = layout.scale_shape(source.rows, source.cols)
+        self._source, self._maxima = source, np.empty((3, *found), np.float32)
+        self._squared = np.empty((2, source.rows))
+        self._sums = ffi.new("kt_audit *")
+
+    def c(self) -> tuple[Any, ...]:
+        """The arguments error to audit."""
+        first, size = ffi.from_buffer("float[]", self._maxima), self._maxima[0].size
+        squared = ffi.from_buffer("double[]", self._squared)
+        return first, first + size, first + 2 * size, squared, self._sums
+
+    def audit(self) -> Audit:
+        sums = self._sums
+        return Audit(
+            sums.squared_source,
+            sums.squared_error,
+            sums.squared_value,
+            sums.max_steps,
+            sums.zeros,
+            sums.invalid,
+            self._source.rows * self._source.cols,
+            *self._maxima,
+            *self._squared,
+        )
+
+
 def audit(
     layout: Layout | str,
     source: Matrix,
@@ -52,11 +102,8 @@ def audit(
     layout = layout_of(layout)
     expect_bytes("packed", packed, packed_size(layout, rows, source.cols))
     expect_bytes("scale", scale, layout.scale_size(rows, source.cols))
-    found = layout.scale_shape(source.rows, source.cols)
-    error, amax, rule = maxima = np.empty((3, *found), np.float32)
-    squared = np.empty((2, source.rows))
-    scratch = new_scratch(source.cols) if scratch is None else scratch
-    sums, first_maximum = ffi.new("kt_audit *"), ffi.from_buffer("float[]", maxima)
+    scratch = _scratch(source.cols) if scratch is None else scratch
+    found = _Results(layout, source)
     status = lib.kt_audit_run(
         layout.c(),
         source.c,
@@ -65,29 +112,37 @@ def audit(
         first,
         byte_pointer(packed),
         ffi.from_buffer(aligned_to(scale, layout.scale_array.itemsize)),
-        first_maximum,
-        first_maximum + error.size,
-        first_maximum + 2 * error.size,
-        ffi.from_buffer("double[]", squared),
-        sums,
+        *found.c(),
         ffi.from_buffer(scratch, require_writable=True),
         scratch.nbytes,
     )
     check(status)
-    return Audit(
-        sums.squared_source,
-        sums.squared_error,
-        sums.squared_value,
-        sums.max_steps,
-        sums.zeros,
-        sums.invalid,
-        source.rows * source.cols,
-        error,
-        amax,
-        rule,
-        squared[0],
-        squared[1],
+    return found.audit()
+
+
+def quantize_audit(
+    layout: Layout, source: Matrix, packed: Array, scale: Array, scratch: Array, choice: Choice
+) -> Audit:
+    """`quantize_pack` into `packed` and `scale` (aligned to its elements), and `audit` of the
+    result, in one pass. Raises NonFiniteError with the first NaN or Inf."""
+    expect_bytes("packed", packed, packed_size(layout, source.rows, source.cols))
+    expect_bytes("scale", scale, layout.scale_size(source.rows, source.cols))
+    if address_of(scale) % layout.scale_array.itemsize:
+        raise ValueError("scale must be aligned to its elements")
+    found, bad = _Results(layout, source), ffi.new("kt_position *")
+    status = lib.kt_quantize_audit(
+        layout.c(),
+        source.c,
+        choice_of(choice, source.cols),
+        byte_pointer(packed, writable=True),
+        ffi.from_buffer(scale, require_writable=True),
+        *found.c(),
+        ffi.from_buffer(scratch, require_writable=True),
+        scratch.nbytes,
+        bad,
     )
+    check(status, bad)
+    return found.audit()
 
 
 def audit_codes(layout: Layout | str, packed: Array, rows: int, cols: int) -> Array:

@@ -49,6 +49,14 @@ class Layout:
     group: int = 0
     scale_dtype: str = "f32"
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept: sizes of tensors are looked up under layouts, several for each matrix."""
+        return hash((self.format, self.group, self.scale_dtype))
+
     def c(self) -> Any:
         """struct kt_layout; the same one at every call, not to be changed."""
         return _struct(self)

@@ -240,6 +240,10 @@ class Layer:
             if array is not None
         ]
 
+    def expert(self, part: int, index: int) -> Expert | None:
+        """The matrices of a part of an expert; None for an expert that is not here."""
+        return self._keep[part][index]
+
     def with_activation(self, activation: Activation) -> Layer:
         """A layer of the same matrices under another activation. ValueError as for a new layer."""
         return Layer(self.layout, activation, self.hidden, self.intermediate, self._keep)

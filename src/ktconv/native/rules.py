@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from ktconv.native.arrays import Array, expect_rows
 RULES: dict[str, int] = {"amax": lib.KT_RULE_AMAX, "search": lib.KT_RULE_SEARCH}
 # Of older outputs, which are verified by it: the first revision of the search.
 FORMER_RULES: dict[str, int] = {"search-1": lib.KT_RULE_SEARCH_1}
+_NUMBERS = RULES | FORMER_RULES
 
 
 class Choice:
@@ -22,11 +24,17 @@ class Choice:
     def __init__(self, rule: str, importance: Array | None = None) -> None:
         self.rule, self.importance = rule, importance
         self.c = ffi.new("kt_choice *")
-        self.c.rule = (RULES | FORMER_RULES)[rule]
+        self.c.rule = _NUMBERS[rule]
         if importance is not None:
             expect_rows("importance", importance, np.float32, (len(importance),))
             self._kept = np.require(importance, requirements="A")
             self.c.importance = ffi.cast("float *", ffi.from_buffer(self._kept))
+
+    @staticmethod
+    @cache
+    def plain(rule: str) -> Choice:
+        """A rule under which all columns count the same."""
+        return Choice(rule)
 
     def columns(self, start: int, stop: int) -> Choice:
         """The choice for some of the columns."""

@@ -130,7 +130,8 @@ class MoELayer:
         """Every layer of `path`, by its number; as `load`, but headers are read once, and memory
         for copies of all layers is looked for before the first is read. A layer that an adapter has
         nothing for has it all the same, without matrices, so that names and numbers of adapters are
-        the same in all layers."""
+        the same in all layers. Raises as `load`, and CheckpointError for an output of which shards
+        or layers are missing."""
         source = sources.opened(Path(path))
         sizes = sizes_of(source)
         opened = _opened(adapter, adapters, sizes)

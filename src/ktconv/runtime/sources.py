@@ -106,7 +106,10 @@ def loaded_all(
     memory: str = "auto",
     say: Say = warn,
 ) -> Iterator[tuple[int, Experts]]:
-    """Every layer. Memory for copies of all is looked for first."""
+    """Every layer. Memory for copies of all is looked for first. CheckpointError for an output of
+    which shards or layers are missing."""
+    if not isinstance(source, Checkpoint):
+        source.expect_whole()
     if check_memory(memory) == "copy" and not isinstance(source, Checkpoint):
         expect_room(needs(source, None, memory, pool), str(source.directory))
     for one in source.layers:

@@ -100,6 +100,9 @@ def write_behind(fd: int, data: memoryview, offset: int) -> None:
 class FileTooShortError(OSError):
     """A file ends before what should be read of it does."""
 
+    def __init__(self, words: str = "the file ends too early") -> None:
+        super().__init__(words)
+
 
 def read_exactly(fd: int, target: memoryview, offset: int) -> None:
     """preadv until `target` is full; FileTooShortError if the file ends before."""
@@ -107,7 +110,7 @@ def read_exactly(fd: int, target: memoryview, offset: int) -> None:
     while done < len(target):
         count = os.preadv(fd, [target[done:]], offset + done)
         if count == 0:
-            raise FileTooShortError("the file ends too early")
+            raise FileTooShortError
         done += count
 
 

@@ -27,6 +27,7 @@ class Opened(ABC):
     """A file that is open for reading. Safe to use from several threads."""
 
     path: Path
+    descriptor: int | None = None  # of a file of this machine, for what maps it
 
     @property
     @abstractmethod
@@ -53,21 +54,21 @@ class LocalFile(Opened):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._descriptor = open_regular(path)
+        self.descriptor: int = open_regular(path)
 
     @property
     def state(self) -> State:
         try:
-            found = os.fstat(self._descriptor)
+            found = os.fstat(self.descriptor)
         except OSError as error:
             raise unreadable(self.path, error) from error
         return State(found.st_size, found.st_mtime_ns, None)
 
     def read(self, target: memoryview, offset: int) -> None:
-        read_exactly(self._descriptor, target, offset)
+        read_exactly(self.descriptor, target, offset)
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
 
 class LocalStore(FileStore):

@@ -5,7 +5,7 @@ Scales, zero points and groups are compared completely, values in a part of ever
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -218,6 +218,87 @@ class SumsCheck:
         return (
             single.astype(np.float16).astype(np.float32) if self.tensor.dtype == "F16" else single
         )
+
+
+@dataclass(slots=True)
+class EncodedSumsCheck:
+    """The check of FP8 codes and scales of a matrix that adapters are added to."""
+
+    findings: Findings
+    tensor: TensorRef
+    weight: Adapted
+    scales: NDArray[np.float64]  # of all blocks
+    scale_bytes: int  # of one of them
+
+    def run(self, stored: Callable[[range], U8], step: int) -> None:
+        """Compare scales, then codes; `stored`: codes of some rows. Reports one difference."""
+        source, (rows, cols) = self.weight.weight, self.tensor.shape
+        assert source.scale is not None
+        assert source.row_of is not None and source.col_of is not None
+        scales = self.scales.reshape(source.scale.shape)
+        low, high = np.zeros(scales.shape), np.zeros(scales.shape)
+        every, pieces = range(cols), [range(i, min(i + step, rows)) for i in range(0, rows, step)]
+        for piece in pieces:
+            sums = np.abs(self.weight.values(piece, every).astype(np.float64))
+            slack = self.weight.slack(piece, every)
+            at = source.row_of[piece.start : piece.stop, None], source.col_of[None, :]
+            np.maximum.at(low, at, sums - slack)
+            np.maximum.at(high, at, sums + slack)
+        if not self._check_scales(scales, low, high):
+            return
+        for piece in pieces:
+            own = scales[np.ix_(source.row_of[piece.start : piece.stop], source.col_of)]
+            if not self._check_codes(piece, stored(piece), own):
+                return
+
+    def _check_scales(self, scales: Any, low: Any, high: Any) -> bool:
+        """A scale is the largest magnitude over 448; in few bits it may be larger, of a power of
+        two by the factor 2."""
+        with np.errstate(divide="ignore"):
+            power = np.log2(scales) == np.rint(np.log2(scales))
+        wide = {4: 2.0**-20, 2: 2.0**-7, 1: 1.0}[self.scale_bytes]
+        most = np.maximum(high, 1e-30) / 448 * (1 + wide) + (2.0**-24 if wide == 2.0**-7 else 0)
+        least = np.maximum(low, 1e-30) / 448 * (1 - 2.0**-20)
+        if wide == 1.0:
+            most, least = np.maximum(most, 2.0**-126), np.where(power, least, np.inf)
+        differs = np.argwhere(~((scales >= least) & (scales <= most)))
+        if len(differs):
+            row, col = differs[0]
+            self._fail(f"has the scale {scales[row, col]:.9g} in block [{row}, {col}], where the "
+                       f"largest sum is {high[row, col]:.9g}")  # fmt: skip
+        return not len(differs)
+
+    def _check_codes(self, rows: range, codes: U8, scales: Any) -> bool:
+        """A code is at most half a step from the sum."""
+        cols = range(self.tensor.shape[1])
+        sizes = (codes.reshape(len(rows), len(cols)) & 0x7F).astype(np.int64)
+        power, part = sizes >> 3, sizes & 7
+        level = np.ldexp(np.where(power, 8.0 + part, part), np.maximum(power, 1) - 10)
+        step = np.ldexp(1.0, np.maximum(power, 1) - 10)
+        found = np.where(codes.reshape(sizes.shape) & 0x80, -level, level) * scales
+        sums = self.weight.values(rows, cols).astype(np.float64)
+        bound = step * scales * (0.5 + 2.0**-10) + self.weight.slack(rows, cols)
+        differs = np.argwhere(~(np.abs(found - sums) <= bound) | (sizes == 0x7F))
+        if len(differs):
+            row, col = differs[0]
+            self._fail(f"is {found[row, col]:.9g} at [{rows[row]}, {col}], and the sum by verify's "
+                       f"own way {sums[row, col]:.9g}")  # fmt: skip
+        return not len(differs)
+
+    def _fail(self, words: str) -> None:
+        message = f"{self.tensor.name} with the adapters of the source {words}."
+        self.findings.fail(LEVEL, CHECK, message, tensor=self.tensor.name)
+
+
+def encoded_sums_check(
+    second: SecondReader, findings: Findings, tensor: TensorRef
+) -> EncodedSumsCheck | None:
+    """`sums_check` of FP8 codes."""
+    with _unknown_reported(findings, {}):
+        weight, scale = second.module(tensor.name, *tensor.shape), second.scale_of(tensor.name)
+        assert isinstance(weight, Adapted) and scale is not None
+        return EncodedSumsCheck(findings, tensor, weight, *second.new_scales(scale))
+    return None
 
 
 def sums_check(second: SecondReader, findings: Findings, tensor: TensorRef) -> SumsCheck | None:

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from ktconv.errors import UsageError
 from ktconv.source import ModelSource, NamingMap, TensorRef
+from ktconv.source.adapter.recorded import names_of
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.reading.reader import SourceReader
 from ktconv.system.text import Notify
@@ -74,7 +75,9 @@ class OutputVerifier(ABC):
         where they are found."""
         found = adapters_for(self.request.output, source)
         if found and source.adapter is None:
-            self.findings.note(f"adapters are those that {MANIFEST} names: {', '.join(found)}")
+            self.findings.note(
+                f"adapters are those that {MANIFEST} names: {', '.join(names_of(found))}"
+            )
         return found
 
     def _naming(self, source: ModelSource) -> NamingMap | None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from ktconv.native import Mapped, map_file
 from ktconv.system.files import (
     allocate,
     io_error,
@@ -37,6 +38,9 @@ class Staging(Protocol):
 
     def read(self, name: str, target: memoryview, offset: int) -> None:
         """Read back what was written."""
+
+    def mapped(self, name: str, nbytes: int, offset: int) -> Mapped | None:
+        """Map what was written, as the system has it now; None: it must be read."""
 
     def commit(self) -> list[dict[str, object]]:
         """Make everything durable and final; the journal's record of each file."""
@@ -98,6 +102,10 @@ class ShardStaging:
             read_exactly(self._fds[path], target, start + offset)
         except OSError as error:
             raise io_error(f"read tensor {name} back from", path, error) from error
+
+    def mapped(self, name: str, nbytes: int, offset: int) -> Mapped | None:
+        path, start = self._places[name]
+        return map_file(self._fds[path], nbytes, start + offset)
 
     def seal(self) -> None:
         """Make what is staged durable; nothing more can be written."""
@@ -177,6 +185,11 @@ class FolderStaging:
         path = self._path(name)
         with translated("read back", path), opened_fd(path, os.O_RDONLY) as fd:
             read_exactly(fd, target, offset)
+
+    def mapped(self, name: str, nbytes: int, offset: int) -> Mapped | None:
+        path = self._path(name)
+        with translated("read back", path), opened_fd(path, os.O_RDONLY) as fd:
+            return map_file(fd, nbytes, offset)
 
     def seal(self) -> None:
         """Make what is staged durable."""

@@ -39,14 +39,18 @@ from helpers.families import (
     write_safetensors,
 )
 
+from ktconv import native
 from ktconv.conversion.pipeline import Observer
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.quantize.packed.run import Request, quantize_cpu
 from ktconv.source import open_checkpoint
 from ktconv.source.reading.reader import SourceReader
 from ktconv.targets.packed.target import Options
+from ktconv.writer import staging
 
 pytestmark = pytest.mark.slow
+
+_map_file = native.map_file
 
 SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
 INDEX = "model.safetensors.index.json"
@@ -574,14 +578,97 @@ def test_file_that_is_shorter_than_it_says(
 def test_bytes_that_come_back_wrong_are_a_failed_check(
     model: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ktconv.writer import staging
-
     def read_zeros(fd: int, target: memoryview, offset: int) -> None:
         target.cast("B")[:] = bytes(len(target.cast("B")))
 
     monkeypatch.setattr(staging, "read_exactly", read_zeros)
-    refused(run(model, output, "--threads=1"), 1, "in the source, but 0 here, 7 steps off")
+    refused(run(model, output, "--threads=1"), 1, "read back differs from what was written")
     assert not output.exists()
+
+
+# ---- mapped files ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    """A model whose matrices are large enough to be mapped, and aligned, as safetensors' own
+    writer has them."""
+    model = write_model(tmp_path / "wide", layers=1, inner=2048)
+    for shard in model.glob("*.safetensors"):
+        content = shard.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        shard.write_bytes(file_bytes(content[8:end] + b" " * (-end % 8), content[end:]))
+    return model
+
+
+@pytest.mark.parametrize("left", [0, 300_000])
+def test_source_that_is_cut_while_it_is_mapped(
+    wide: Path, output: Path, monkeypatch: pytest.MonkeyPatch, left: int
+) -> None:
+    own, maps = native.quantize_audit, []
+
+    def cut(*arguments: Any) -> native.Audit:
+        for shard in wide.glob("*.safetensors"):
+            os.truncate(shard, left)
+        return own(*arguments)
+
+    def map_file(*arguments: int) -> native.Mapped | None:
+        maps.append(_map_file(*arguments))
+        return maps[-1]
+
+    monkeypatch.setattr(native, "quantize_audit", cut)
+    monkeypatch.setattr(native, "map_file", map_file)
+    refused(run(wide, output, "--threads=1"), 2, "changed while it was read")
+    assert any(one is not None and one.lost for one in maps) and not output.exists()
+
+
+def test_source_that_cannot_be_read_any_more_where_it_is_mapped(
+    wide: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fails, say: the file looks as before."""
+    monkeypatch.setattr(native.Mapped, "lost", True)
+    refused(run(wide, output, "--threads=1", "--no-verify"), 3, "cannot read tensor", "too early")
+    assert not output.exists()
+
+
+def test_mapped_bytes_that_come_back_wrong_are_a_failed_check(
+    wide: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flipped(*arguments: int) -> native.Mapped | None:
+        found = _map_file(*arguments)
+        if found is not None:
+            found.data = found.data.copy()
+            found.data[len(found.data) // 2] ^= 1
+        return found
+
+    monkeypatch.setattr(staging, "map_file", flipped)
+    refused(run(wide, output, "--threads=1"), 1, "read back differs from what was written")
+    assert not output.exists()
+
+
+def test_output_that_is_cut_while_it_is_read_back(
+    wide: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(descriptor: int, nbytes: int, offset: int) -> native.Mapped | None:
+        found = _map_file(descriptor, nbytes, offset)
+        if found is not None:
+            os.ftruncate(descriptor, offset)
+        return found
+
+    monkeypatch.setattr(staging, "map_file", cut)
+    refused(run(wide, output, "--threads=1"), 3, "cannot read tensor", "back from", "too early")
+    assert not output.exists()
+
+
+def test_bytes_are_the_same_where_nothing_can_be_mapped(
+    wide: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(wide, output).exit_code == 0
+    monkeypatch.setattr(native, "map_file", lambda *_: None)
+    monkeypatch.setattr(staging, "map_file", lambda *_: None)
+    assert run(wide, tmp_path / "read").exit_code == 0
+    for path in output.glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "read" / path.name).read_bytes()
 
 
 def test_library_raises_what_the_command_shows(model: Path, output: Path) -> None:

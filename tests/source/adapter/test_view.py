@@ -22,12 +22,15 @@ from helpers.families import Weights, bf16, random_weights, simple_config, write
 from helpers.lora import WEIGHTS, Sides, sides, with_lora, write_adapter, write_config
 from safetensors.numpy import load_file, save_file
 
+import ktconv as library
 from ktconv.errors import CheckpointError, OutputError
 from ktconv.quantize.packed import Request, quantize_cpu
 from ktconv.source import ModelSource, open_checkpoint, source_identity
-from ktconv.source.reading import merged
+from ktconv.source.others import OtherWeights
+from ktconv.source.reading import encoded_sums, merged
+from ktconv.source.reading.matrices import MatrixReader, buffer_bytes
 from ktconv.source.reading.merged import exact
-from ktconv.source.reading.reader import SourceReader
+from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.source.reading.tensors import SourceTensors
 from ktconv.targets.packed.target import Options
 
@@ -148,15 +151,74 @@ def test_tied_embeddings_are_refused(model: tuple[Path, Weights], tmp_path: Path
         open_checkpoint(ModelSource(model[0], adapter=(str(adapter),)))
 
 
-def test_numbers_with_scales_beside_the_experts_are_refused(tmp_path: Path) -> None:
-    kind, query = "fp8 blocks", "model.layers.0.self_attn.q_proj"
-    kind = next(name for name in KINDS if KINDS[name].name == "fp8-block")
-    parts, _ = KINDS[kind].of(np.random.default_rng(0), 384, HIDDEN)
-    more = {f"{query}.{part}": one for part, one in parts.items()}
-    model, _, _ = encoded_model(tmp_path / "model", kind, **more)
-    modules = {query: sides(np.random.default_rng(1), 384, HIDDEN)}
-    adapter = write_adapter(tmp_path / "adapter", modules)
-    with pytest.raises(CheckpointError, match=r"q_proj.weight, which the model has as fp8-block"):
+QUERY = "model.layers.0.self_attn.q_proj"
+
+
+def encoded_query(kind: str, directory: Path, rows: int = 384) -> tuple[Path, Path, Any, Sides]:
+    """A model with attention in an encoding, an adapter of it, the weights and A and B."""
+    parts, values = KINDS[kind].of(np.random.default_rng(0), rows, HIDDEN)
+    more = {f"{QUERY}.{part}": one for part, one in parts.items()}
+    model, _, _ = encoded_model(directory / "model", kind, **more)
+    pair = sides(np.random.default_rng(1), rows, HIDDEN)
+    return model, write_adapter(directory / "adapter", {QUERY: pair}), values, pair
+
+
+FP8 = [name for name, kind in KINDS.items() if kind.name.startswith("fp8")]
+
+
+@pytest.mark.parametrize("kind", FP8)
+def test_fp8_beside_the_experts_is_encoded_again(kind: str, tmp_path: Path) -> None:
+    """Sums to half a step of E4M3, which is a sixteenth of a number, or of the largest of a block;
+    scales of powers of two may be twice as large. `verify` proves scales and codes."""
+    model, adapter, values, pair = encoded_query(kind, tmp_path)
+    checkpoint = open_checkpoint(ModelSource(model, adapter=(str(adapter),)))
+    weights = OtherWeights(checkpoint)
+    parts = weights.find(f"{QUERY}.weight")
+    assert parts is not None
+    one = weights.matrix(parts)
+    assert one.encoding == KINDS[kind].name
+    reader = MatrixReader(SourceReader(checkpoint.files, checkpoint.sources), one.matrix)
+    data = np.empty(buffer_bytes(one.matrix, one.matrix.rows), np.uint8)
+    chunks = [own.copy() for _, own in reader.decoded(data, np.empty(BOUNCE_BYTES, np.uint8))]
+    found, expected = np.concatenate(chunks), with_lora(np.asarray(values), [(pair, 2.0)])
+    assert (found != np.asarray(values)).any()
+    bound = np.abs(expected) / 16 + np.abs(expected).max() * 2.0**-16
+    assert (np.abs(found - expected) <= bound * 1.01).all()
+    library.quantize_cpu(model, tmp_path / "out", adapter=adapter)
+    report = library.verify(tmp_path / "out", source=model, adapter=adapter, level="weights")
+    assert report["passed"], report["failures"]
+
+
+@pytest.mark.parametrize("what", ["codes", "scales"])
+def test_wrong_codes_and_scales_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """What the converter's way makes is not what verify trusts."""
+    model, adapter, _, _ = encoded_query(FP8[0], tmp_path)
+    real = encoded_sums.EncodedSums.codes, encoded_sums._scales
+
+    def codes(self: Any, rows: range, sums: Any, scales: Any) -> Any:
+        found = real[0](self, rows, sums, scales)
+        found[0, 5] ^= 0x80 if found[0, 5] & 0x7F else 0x30
+        return found
+
+    def scales(number: str, largest: Any) -> Any:
+        return real[1](number, largest * np.float32(1.1))
+
+    if what == "codes":
+        monkeypatch.setattr(encoded_sums.EncodedSums, "codes", codes)
+    else:
+        monkeypatch.setattr(encoded_sums, "_scales", scales)
+    library.quantize_cpu(model, tmp_path / "out", adapter=adapter)
+    report = library.verify(tmp_path / "out", source=model, adapter=adapter, level="weights")
+    said = {"codes": "by verify's own way", "scales": "has the scale"}[what]
+    assert not report["passed"]
+    assert any(said in one["message"] for one in report["failures"])
+
+
+def test_other_codes_beside_the_experts_are_refused(tmp_path: Path) -> None:
+    model, adapter, _, _ = encoded_query("int4 packed, channel", tmp_path)
+    with pytest.raises(CheckpointError, match=r"only FP8 is encoded again"):
         open_checkpoint(ModelSource(model, adapter=(str(adapter),)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +20,10 @@ from ktconv.compat.kt.gradients import (
     bf16_matrix,
     checked_scale,
 )
+from ktconv.compat.kt.model import Model
 from ktconv.compat.kt.raw import raw_layer
-from ktconv.compat.kt.weights import slots_of
+from ktconv.compat.kt.stored import StoredExperts
+from ktconv.compat.kt.weights import load_layer, slots_of
 from ktconv.compat.kt.wrapper import KTMoEWrapper
 from ktconv.errors import UsageError
 from ktconv.native.training import LORA_MATRICES
@@ -109,12 +112,14 @@ class SFTWrapper(KTMoEWrapper):
     def load_rawint4_weights(self, weights: Any, physical_to_logical_map_cpu: Any = None) -> None:
         """Loads packed group-32 integers: an object with gate_proj, up_proj and down_proj uint8
         [experts, outputs, inputs / 2], an even column in the lower four bits, number + 8, and their
-        bf16 scales [experts, outputs, inputs / 32] as gate_scale and so on. Nothing is rounded."""
+        bf16 scales [experts, outputs, inputs / 32] as gate_scale and so on; or `StoredExperts`.
+        Nothing is rounded."""
         self._load_raw("RAWINT4", _stacks(weights), physical_to_logical_map_cpu)
 
     def load_block_fp8_weights(self, weights: Any, physical_to_logical_map_cpu: Any = None) -> None:
         """Loads E4M3 weights as they are: an object with lists of matrices gate_proj, up_proj and
-        down_proj, and of their fp32 scales of blocks of 128 x 128 as gate_scale and so on."""
+        down_proj, and of their fp32 scales of blocks of 128 x 128 as gate_scale and so on; or
+        `StoredExperts`."""
         self._load_raw("FP8", _stacks(weights), physical_to_logical_map_cpu)
 
     def load_mxfp4_weights(
@@ -125,12 +130,17 @@ class SFTWrapper(KTMoEWrapper):
         and so on."""
         self._load_raw("MXFP4", dict(experts_data), physical_to_logical_map_cpu)
 
-    def _load_raw(self, kind: str, weights: dict[str, Any], mapping: Any) -> None:
+    def _load_raw(self, kind: str, weights: dict[str, Any] | StoredExperts, mapping: Any) -> None:
         if self._settings.method.name != kind:
             raise UsageError(f"{kind} weights cannot be loaded by {self.method}")
         slots = slots_of(mapping, self.num_experts)
-        packed: Experts = raw_layer(kind, self._settings, weights, slots)
-        self._layer = MoELayer(packed, self._pool)
+        if isinstance(weights, StoredExperts):
+            own = replace(self._settings, weight_path=weights.path, layer_idx=weights.layer)
+            source = Model().source(weights.path)
+            self._layer = load_layer(own, source, slots, self._pool, self.memory)
+        else:
+            packed: Experts = raw_layer(kind, self._settings, weights, slots)
+            self._layer = MoELayer(packed, self._pool)
         self._renew()
 
     def save_backward_weights_from_tensors(
@@ -497,8 +507,10 @@ class SFTWrapper(KTMoEWrapper):
         self._checkpoint.clear()
 
 
-def _stacks(weights: Any) -> dict[str, Any]:
+def _stacks(weights: Any) -> dict[str, Any] | StoredExperts:
     """gate, gate_scale and so on of an object that has gate_proj, gate_scale and so on."""
+    if isinstance(weights, StoredExperts):
+        return weights
     found = {}
     for name in ("gate", "up", "down"):
         found[name] = getattr(weights, f"{name}_proj", None)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from ktconv.compat.kt import settings as arguments
 from ktconv.compat.kt.calls import Running, Share, call, start
+from ktconv.compat.kt.cpu_infer import CPUInfer
+from ktconv.compat.kt.gpu_buffers import checked_buffers, write_expert
 from ktconv.compat.kt.inputs import Inputs, checked
 from ktconv.compat.kt.masks import gpu_mask
 from ktconv.compat.kt.methods import sft_method
@@ -129,6 +132,7 @@ class KTMoEWrapper:
         self._pool = pool_of(self._settings)
         self._layer: MoELayer | None = None
         self._submitted: deque[Running] = deque()
+        self._writes: deque[Future[None]] = deque()
         self._model = join(self._settings.weight_path, self.hidden_size, self.layer_idx, self)
 
     # ---- which experts run elsewhere
@@ -250,6 +254,55 @@ class KTMoEWrapper:
         running, left = start(self.layer, inputs, self._mask, share)
         self._model.leave(left)
         return running
+
+    # ---- weights for GPUs
+
+    def submit_write_weight_scale_to_buffer(
+        self,
+        gpu_tp_count: int,
+        expert_id: int,
+        w13_weight_ptrs: Sequence[int],
+        w13_scale_ptrs: Sequence[int],
+        w2_weight_ptrs: Sequence[int],
+        w2_scale_ptrs: Sequence[int],
+    ) -> None:
+        """Starts writing slot `expert_id` into host memory, cut into `gpu_tp_count` ranks, each of
+        whose addresses the lists have. A rank gets its rows of gate with those of up behind them
+        (w13), and its columns of down (w2), row by row as checkpoints have them.
+
+        Codes and scales are those of the method, bit for bit: see docs/kt-wrapper.md for their
+        dtypes. AMXINT4, AMXINT8 and LLAMAFILE write BF16, with 0 as the addresses of scales.
+        `sync_write_weight_scale_to_buffer` waits for it. Raises UsageError without weights and for
+        arguments that do not fit; memory that is too small is not noticed.
+        """
+        experts = self.layer.packed
+        buffers = checked_buffers(
+            experts, gpu_tp_count, expert_id,
+            w13_weight_ptrs, w13_scale_ptrs, w2_weight_ptrs, w2_scale_ptrs,
+        )  # fmt: skip
+        threads, slot = self._settings.threads, int(expert_id)
+        self._writes.append(
+            self._pool.submit(lambda: write_expert(experts, slot, buffers, threads))
+        )
+
+    def sync_write_weight_scale_to_buffer(self) -> None:
+        """Waits for what `submit_write_weight_scale_to_buffer` has started. Raises what writing
+        raised."""
+        while self._writes:
+            self._writes.popleft().result()
+
+    def run_layerwise_fp8_batch(self, *given: Any, **named: Any) -> NoReturn:
+        """Raises UsageError: experts are written one by one."""
+        raise UsageError(
+            "ktconv has no FP8 layerwise transport, so run_layerwise_fp8_batch cannot be used",
+            "use submit_write_weight_scale_to_buffer: in SGLang, "
+            "SGLANG_KT_GLM5_NEXT_FP8_TRANSPORT=legacy",
+        )
+
+    @property
+    def cpu_infer(self) -> CPUInfer:
+        """The queue of this wrapper's threads, whose `sync` waits for all that was submitted."""
+        return CPUInfer(self._pool)
 
     # ---- of all wrappers
 

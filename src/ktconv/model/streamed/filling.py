@@ -158,6 +158,8 @@ class _Span:
 class _LoadedReader(SourceReader):
     """Reads from memory what is there."""
 
+    maps = False
+
     def __init__(self, source: SourceReader, spans: list[_Span]) -> None:
         super().__init__((), ())
         self._source, self._spans = source, spans

@@ -4,6 +4,7 @@ or its codes copied, where the source has them already."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ktconv import native
-from ktconv.conversion.tasks import Advance, ExpertTask, write_tensor
+from ktconv.conversion.tasks import Advance, ExpertTask, write_tensor, written
 from ktconv.errors import CheckpointError
 from ktconv.formats.decode import f32_to_bf16
 from ktconv.quantize.encoded.deviation import Deviation
@@ -95,13 +96,14 @@ class EncodeTask(ExpertTask):
                 whole[chunk.start : chunk.stop] = codes.reshape(len(chunk), -1)
             else:
                 staging.write(codes_of.name, codes.data, done)
-                if self.verify:
-                    written = buffers.readback[: codes.nbytes]
-                    staging.read(codes_of.name, written.data, done)
-                    codes = written
-                digest.update(codes.data)
             zeros = None if encoder.zeros is None else encoder.zeros[chunk.start : chunk.stop]
-            deviation.add(view, codes, scales, zeros)
+            found: AbstractContextManager[U8] = nullcontext(codes)
+            if whole is None and self.verify:
+                found = written(staging, codes_of.name, buffers.readback[: codes.nbytes], done)
+            with found as here:
+                if whole is None:
+                    digest.update(here.data)
+                deviation.add(view, here, scales, zeros)
             done += codes.nbytes
             remaining -= count
             advance(count)
@@ -163,13 +165,16 @@ class _Encoder:
         with self.source.open() as fd:
             factors = self.source.load_scales()
             for chunk in chunks(matrix, matrix.rows):
-                count = self.source.read(fd, chunk, buffers.source, buffers.bounce)
-                view = self.source.view(chunk, factors, buffers.source, 0, matrix.cols)
-                rows = slice(chunk.start // block, -(-chunk.stop // block))
-                codes = self._codes(chunk, view, buffers, self.scales[rows])
-                yield chunk, view, codes, self.scales[rows], count
+                with self.source.loaded(fd, chunk, buffers.source, buffers.bounce) as data:
+                    view = self.source.view(chunk, factors, data, 0, matrix.cols)
+                    scales = self.scales[chunk.start // block : -(-chunk.stop // block)]
+                    codes = self._codes(chunk, view, data, scales, buffers)
+                    yield chunk, view, codes, scales, matrix.nbytes(len(chunk))
 
-    def _codes(self, chunk: range, view: native.Matrix, buffers: Buffers, scales: Array) -> U8:
+    def _codes(
+        self, chunk: range, view: native.Matrix, data: U8, scales: Array, buffers: Buffers
+    ) -> U8:
+        """Codes of a chunk, which `data` has, and its `scales`."""
         raise NotImplementedError
 
 
@@ -185,7 +190,9 @@ class _Rounded(_Encoder):
             self.factor = second_scale(task.scheme, _largest(task))
         self._tensor_scale = tensor_scale(task.scheme, self.factor)
 
-    def _codes(self, chunk: range, view: native.Matrix, buffers: Buffers, scales: Array) -> U8:
+    def _codes(
+        self, chunk: range, view: native.Matrix, data: U8, scales: Array, buffers: Buffers
+    ) -> U8:
         codes = buffers.packed[: self._sizes.row_bytes * len(chunk)]
         try:
             native.encode(self._encoding, view, self._tensor_scale, codes, scales, buffers.scratch)
@@ -223,8 +230,10 @@ class _KeptAwq(_Encoder):
         self.scales = found.scale.astype("<f2").view(np.uint16)
         self.zeros = found.zero_point.astype(np.uint8)
 
-    def _codes(self, chunk: range, view: native.Matrix, buffers: Buffers, scales: Array) -> U8:
-        return awq_codes(self.source, chunk, buffers.source, scales.shape[1])
+    def _codes(
+        self, chunk: range, view: native.Matrix, data: U8, scales: Array, buffers: Buffers
+    ) -> U8:
+        return awq_codes(self.source, chunk, data, scales.shape[1])
 
 
 class _Kept(_Encoder):
@@ -238,8 +247,10 @@ class _Kept(_Encoder):
         self.scales, self.factor = kept_scales(task.scheme, self.source, is_half)
         self.scales = self.scales.reshape(sizes.scale_shape)
 
-    def _codes(self, chunk: range, view: native.Matrix, buffers: Buffers, scales: Array) -> U8:
-        stored = buffers.source[: self._task.matrix.nbytes(len(chunk))]
+    def _codes(
+        self, chunk: range, view: native.Matrix, data: U8, scales: Array, buffers: Buffers
+    ) -> U8:
+        stored = data[: self._task.matrix.nbytes(len(chunk))]
         codes = kept_codes(self._task.scheme, self._task.matrix, stored)
         if self._task.matrix.element.name == "F8_E4M3" and (codes & 0x7F == 0x7F).any():
             row, col = divmod(int(np.flatnonzero(codes & 0x7F == 0x7F)[0]), self._sizes.cols)

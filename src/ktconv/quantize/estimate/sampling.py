@@ -124,6 +124,8 @@ class OutOfTimeError(Exception):
 class TimedReader(SourceReader):
     """Reads until a deadline, and counts bytes. Threads may share one."""
 
+    maps = False
+
     def __init__(self, checkpoint: Checkpoint, seconds: float) -> None:
         super().__init__(checkpoint.files, checkpoint.sources)
         self._deadline = time.monotonic() + seconds

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktconv import native
-from ktconv.conversion.tasks import ExpertTask, four_digits, write_tensor
+from ktconv.conversion.tasks import ExpertTask, four_digits, refuse_other, write_tensor, written
 from ktconv.errors import VerificationError
 from ktconv.formats import FORMATS, Kind, Matrix, Slice, TensorId, split, tensor_name
 from ktconv.native import Layout
@@ -37,6 +37,7 @@ class Part:
     ) -> None:
         self.index, self.owned, self.layout, self.check = index, owned, layout, check
         self.cols, self.choice = shape[1], choice
+        self.names = check.weight_name, check.scale_name
         self.digest = Checksum()
         self.scale = native.aligned_bytes(layout.scale_size(*shape))
         self.rows_done = 0
@@ -80,23 +81,28 @@ class PackingTask(ExpertTask):
         done = part.rows_done, part.rows_done + view.rows
         start, stop = (part.layout.scale_size(rows, part.cols) for rows in done)
         scale = part.scale[start:stop]
-        self._pack(part, view, packed, scale, buffers)
-        name = self._name(part, "weight")
+        audit = self._pack(part, view, packed, scale, buffers)
+        # Before it is written: caches have it.
+        part.check.judge(audit, view, part.rows_done, Packed(packed, scale, view.rows))
+        name = part.names[0]
         staging.write(name, packed.data, part.bytes_done)
         if self.verify:
-            written = buffers.readback[: packed.nbytes]
-            staging.read(name, written.data, part.bytes_done)
-            packed = written
-        part.digest.update(packed.data)
-        part.check.compare(view, part.rows_done, Packed(packed, scale, view.rows))
+            target = buffers.readback[: packed.nbytes]
+            with written(staging, name, target, part.bytes_done) as found:
+                refuse_other(name, found, packed)
+                part.digest.update(found.data)
+        else:
+            part.digest.update(packed.data)
         part.rows_done += view.rows
         part.bytes_done += packed.nbytes
 
     def _pack(
         self, part: Part, view: native.Matrix, packed: U8, scale: U8, buffers: Buffers
-    ) -> None:
-        """The next rows of a part into `packed` and `scale`. NonFiniteError for a NaN or Inf."""
-        native.quantize_pack(part.layout, view, packed, scale, buffers.scratch, part.choice)
+    ) -> native.Audit:
+        """The next rows of a part into `packed` and `scale`, and their audit by the choice of the
+        part's check. NonFiniteError for a NaN or Inf."""
+        scratch = buffers.scratch
+        return native.quantize_audit(part.layout, view, packed, scale, scratch, part.choice)
 
     def _facts(self, part: Part) -> dict[str, Any]:
         """Facts of a part's weights in the manifest besides checksum and errors."""
@@ -106,10 +112,10 @@ class PackingTask(ExpertTask):
         """Writes the scales; returns the manifest's record of each tensor."""
         records: dict[str, Record] = {}
         for part in parts:
-            name = self._name(part, "scale")
+            weight, name = part.names
             scale = write_tensor(name, [part.scale], staging, self.verify)
             errors = part.check.finish().as_dict()
-            records[self._name(part, "weight")] = {
+            records[weight] = {
                 **part.digest.record(),
                 "relative_rms_error": four_digits(errors["relative_rms_error"]),
                 "max_error_steps": four_digits(errors["max_error_steps"]),

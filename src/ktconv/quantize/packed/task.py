@@ -23,7 +23,7 @@ from ktconv.source.reading.matrices import (
     chunk_rows,
     chunks,
 )
-from ktconv.system.arrays import F32, I8
+from ktconv.system.arrays import F32, I8, U8
 from ktconv.targets.packed.proof import Proof
 from ktconv.writer.staging import Staging
 
@@ -59,13 +59,15 @@ class QuantizeTask(PackingTask):
         with source.open() as fd:
             scales = source.load_scales()
             for chunk in chunks(self.matrix, parts[0].owned.shape[0]):
-                count = source.read(fd, chunk, buffers.source, buffers.bounce)
-                for part in parts:
-                    if part.owned.row_start <= chunk.start < part.owned.row_stop:
-                        self._convert(source, chunk, scales, part, staging, buffers)
+                with source.loaded(fd, chunk, buffers.source, buffers.bounce) as data:
+                    for part in parts:
+                        if part.owned.row_start <= chunk.start < part.owned.row_stop:
+                            self._convert(source, chunk, scales, part, staging, buffers, data)
+                count = self.matrix.nbytes(len(chunk))
                 remaining -= count
                 advance(count)
-        advance(remaining)  # block scales, biases
+        if remaining:  # block scales, biases
+            advance(remaining)
         return self._finish(parts, staging) | self._write_biases(parts, source.load_bias(), staging)
 
     def _source(self) -> MatrixReader:
@@ -80,8 +82,11 @@ class QuantizeTask(PackingTask):
 
     def _part(self, index: int) -> Part:
         owned = self._owned(index)
-        choice = native.Choice(self.options.rule, self._importance())
-        choice = choice.columns(owned.col_start, owned.col_stop)
+        importance, rule = self._importance(), self.options.rule
+        if importance is None:
+            choice = native.Choice.plain(rule)
+        else:
+            choice = native.Choice(rule, importance).columns(owned.col_start, owned.col_stop)
         return self._new_part(index, owned.shape, choice, self._proof(choice))
 
     def _importance(self) -> F32 | None:
@@ -98,10 +103,11 @@ class QuantizeTask(PackingTask):
         part: Part,
         staging: Staging,
         buffers: Buffers,
+        data: U8,
     ) -> None:
-        """Quantize and pack the columns of a chunk that a part owns."""
+        """Quantize and pack the columns of a chunk, which `data` has, that a part owns."""
         first_col, cols = part.owned.col_start, part.owned.shape[1]
-        view = source.view(chunk, scales, buffers.source, first_col, cols)
+        view = source.view(chunk, scales, data, first_col, cols)
         try:
             self._write_rows(view, part, staging, buffers)
         except native.NonFiniteError as error:

@@ -16,7 +16,7 @@ from ktconv.families.activations import NAMES
 from ktconv.families.config import USUAL_TOP_K
 from ktconv.families.family import ExpertActivation
 from ktconv.families.names import post_norm_tensors
-from ktconv.formats import Kind, Projection, TensorId, kinds_of, scales
+from ktconv.formats import Kind, Projection, TensorId, kinds_of, parse_tensor_name, scales
 from ktconv.formats.decode import bf16_to_f32
 from ktconv.native import Activation, Expert, PackedMatrix
 from ktconv.native.arrays import aligned_to
@@ -30,6 +30,7 @@ from ktconv.source.config import CONFIG_NAME
 from ktconv.source.settings import ModelSettings
 from ktconv.system.arrays import F32, Array
 from ktconv.system.regular_files import opened_regular
+from ktconv.system.units import listed
 from ktconv.targets.packed.weights import (
     Geometry,
     PackedWeights,
@@ -40,6 +41,9 @@ from ktconv.targets.packed.weights import (
 )
 from ktconv.targets.renaming import output_name
 from ktconv.writer.manifest import Manifest, read_run
+from ktconv.writer.metadata import read_index
+
+_AGAIN = "restore it, or convert again"
 
 # Puts the tensors of some experts of a layer into memory. Without one they are mapped.
 Hold = Callable[[PackedWeights, int, Collection[int]], Held]
@@ -186,6 +190,25 @@ class ConvertedModel:
     def layers(self) -> list[int]:
         """Numbers of layers with packed experts."""
         return list(self.packed.layers)
+
+    def expect_whole(self) -> None:
+        """CheckpointError where a shard that the index names, or a layer that the manifest names,
+        is not there."""
+        lost: dict[str, set[int]] = {}
+        for name, file in ((read_index(self.directory) or {}).get("weight_map") or {}).items():
+            tensor = parse_tensor_name(name)
+            if tensor is not None and not (self.directory / str(file)).exists():
+                lost.setdefault(str(file), set()).add(tensor.layer)
+        for file, layers in sorted(lost.items()):
+            raise CheckpointError(
+                f"{self.directory} lacks {file}, with experts of {listed('layer', layers)}", _AGAIN
+            )
+        if missing := set(self.manifest.layers if self.manifest else ()) - set(self.layers):
+            raise CheckpointError(
+                f"{self.directory} lacks the experts of {listed('layer', missing)}, which its "
+                "manifest names",
+                _AGAIN,
+            )
 
     def activation(self, layer: int) -> ExpertActivation:
         """Activation by the manifest, since a map of names may have given it; where that does not

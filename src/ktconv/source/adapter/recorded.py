@@ -47,10 +47,11 @@ def chosen(texts: Iterable[str]) -> list[Choice]:
 
 def names_of(texts: Iterable[str]) -> list[str]:
     """NAME:WEIGHT of DIR:WEIGHT, for manifests."""
-    return [f"{_name(one.directory)}:{one.weight!r}" for one in chosen(texts)]
+    return [f"{name_of(one.directory)}:{one.weight!r}" for one in chosen(texts)]
 
 
-def _name(directory: Path) -> str:
+def name_of(directory: Path) -> str:
+    """The name of an adapter's directory, without where it lies."""
     name = directory.name
     return directory.resolve().name or "adapter" if name in ("", "..") else name
 

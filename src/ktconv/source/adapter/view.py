@@ -29,11 +29,12 @@ from ktconv.source.adapter.names import (
     renamed_modules,
     usual_module,
 )
-from ktconv.source.adapter.recorded import files_of
+from ktconv.source.adapter.recorded import files_of, name_of
 from ktconv.source.elements import F32
 from ktconv.source.encodings.base import Parts
 from ktconv.source.encodings.unquantized import UNQUANTIZED
 from ktconv.source.others import OtherWeights
+from ktconv.source.reading.encoded_sums import EncodedSums, encoded_sums
 from ktconv.source.reading.matrices import MatrixReader, buffer_bytes, chunk_rows
 from ktconv.source.reading.merged import MergedFiles
 from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
@@ -104,6 +105,7 @@ class _View:
         self._experts: dict[tuple[int, Projection], list[tuple[Adapter, float]]] = {}
         self._others: dict[str, list[OtherPart]] = {}
         self._matrices: dict[str, ExpertMatrix] = {}  # of others, by their tensors' names
+        self._encoded: dict[str, EncodedSums] = {}  # of those, where numbers have scales
         self._modules = _Modules(checkpoint)
         self._choices: list[Choice] = []
         self._sources: list[SourceFile] = []
@@ -128,7 +130,7 @@ class _View:
         words = [f"{counted(experts, 'matrix')} of experts"] if experts else []
         what = " and ".join(words + ([counted(others, "other matrix")] if others else []))
         times = "" if choice.weight == 1 else f", times {choice.weight:g}"
-        self._notes.append(f"the adapter {directory} is added to {what}{times}")
+        self._notes.append(f"the adapter {name_of(directory)} is added to {what}{times}")
 
     def _add_experts(self, adapter: Adapter, weight: float) -> int:
         count = 0
@@ -173,11 +175,14 @@ class _View:
                 )
             parts.append(part)
             self._matrices[name] = matrix
+            if name not in self._encoded and (encoded := encoded_sums(matrix)) is not None:
+                self._encoded[name] = encoded
         return len(modules)
 
     def checkpoint(self) -> Checkpoint:
         """The checkpoint with what was added."""
         base, files = self._base, MergedFiles(self._base, [str(one) for one in self._choices])
+        self._scaled = {one.scale.name: name for name, one in self._encoded.items()}
         layers = [self._layer(layer, files) for layer in base.layers]
         others = [self._other(tensor, files) for tensor in base.other_tensors]
         merged = {one.directory for one in self._choices}
@@ -216,10 +221,12 @@ class _View:
         return replace(layer, experts=tuple(experts), encoding="+".join(encodings))
 
     def _other(self, tensor: TensorRef, files: MergedFiles) -> TensorRef:
-        parts = self._others.get(tensor.name)
+        name = self._scaled.get(tensor.name, tensor.name)
+        parts, encoded = self._others.get(name), self._encoded.get(name)
         if parts is None:
             return tensor
-        return files.add(tensor, self._matrices[tensor.name], parts, tensor.dtype, tensor.shape)
+        matrix = self._matrices[name]
+        return files.add(tensor, matrix, parts, tensor.dtype, tensor.shape, encoded)
 
 
 def _merged(matrix: ExpertMatrix, parts: Sequence[ExpertPart], files: MergedFiles) -> ExpertMatrix:
@@ -279,10 +286,12 @@ class _Modules:
             one = self._weights.matrix(found)
         except CheckpointError as error:
             raise CheckpointError(f"{where}: {error}", error.hint) from None
-        if one.encoding not in UNQUANTIZED or len(weight.shape) != 2:
+        plain = one.encoding in UNQUANTIZED or encoded_sums(one.matrix) is not None
+        if not plain or len(weight.shape) != 2:
             raise CheckpointError(
-                f"{where} is of {weight.name}, which the model has as {one.encoding}: to numbers "
-                "with scales that are no expert's nothing is added",
+                f"{where} is of {weight.name}, which the model has as {one.encoding}: of "
+                "weights that are no expert's only FP8 is encoded again, as other codes were "
+                "chosen on data that is not here",
                 "give the model in bf16, or an adapter without this module",
             )
         return weight.name, one.matrix

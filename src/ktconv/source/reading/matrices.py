@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +62,9 @@ class Factors:
         if projection == "up":
             return Factors(rows=factors(exponents))
         return Factors(cols=factors(-exponents.astype(np.int64)))
+
+
+_ONES = Factors()
 
 
 def chunks(matrix: ExpertMatrix, part_rows: int) -> Iterator[range]:
@@ -343,6 +346,28 @@ class MatrixReader:
             self.read(fd, rows, data, np.empty(BOUNCE_BYTES, np.uint8))
         return data, scales
 
+    @contextmanager
+    def loaded(self, fd: Opened, chunk: range, target: U8, bounce: U8) -> Iterator[U8]:
+        """The rows of `chunk` as `read` leaves them, inside the block: mapped where they lie so in
+        a file of this machine, else read into `target`."""
+        matrix, unit = self.matrix, self.matrix.element
+        dense = matrix.col_stride == 1 and matrix.row_stride * unit.unit_cols == matrix.cols
+        mapped, start = None, 0
+        if dense and not unit.by_package:
+            start = (matrix.start + chunk.start // unit.unit_rows * matrix.row_stride) * (
+                unit.unit_bytes
+            )
+            nbytes = matrix.nbytes(len(chunk))
+            mapped = self.reader.mapped(fd, matrix.tensor, nbytes, start)
+        if mapped is None:
+            self.read(fd, chunk, target, bounce)
+            yield target
+            return
+        try:
+            yield mapped.data
+        finally:  # also where something failed: that can be the doing of what was lost
+            self.reader.refuse_lost(fd, matrix.tensor, start, mapped)
+
     def _read_stored(self, fd: Opened, chunk: range, data: memoryview, bounce: U8) -> int:
         matrix, unit = self.matrix, self.matrix.element
         rows, cols = len(chunk) // unit.unit_rows, matrix.cols // unit.unit_cols
@@ -390,8 +415,8 @@ class MatrixReader:
         with self.open() as fd:
             scales = self.load_scales()
             for chunk in chunks(self.matrix, self.matrix.rows):
-                self.read(fd, chunk, buffer, bounce)
-                yield chunk, self.view(chunk, scales, buffer, 0, self.matrix.cols)
+                with self.loaded(fd, chunk, buffer, bounce) as data:
+                    yield chunk, self.view(chunk, scales, data, 0, self.matrix.cols)
 
     def _kept(self, scales: Scales | None, chunk: range) -> F32 | None:
         if scales is None or scales.row_scale is None or not self.keep_integers or self.factors:
@@ -401,7 +426,7 @@ class MatrixReader:
     def view(
         self, chunk: range, scales: Scales | None, data: U8, first_col: int, cols: int
     ) -> native.Matrix:
-        """Columns from `first_col` on of the chunk that `read` left in `data`."""
+        """Columns from `first_col` on of the chunk that `read` or `loaded` left in `data`."""
         matrix, unit, rows = self.matrix, self.matrix.element, len(chunk)
         if unit.by_package:  # `read` has decoded them
             unit = ELEMENT_F32
@@ -409,7 +434,7 @@ class MatrixReader:
         if matrix.col_stride != 1:
             row_stride, col_stride = 1, rows // unit.unit_rows
         scale, groups = matrix.scale, scales.group_of_col if scales else None
-        own = self.factors or Factors()
+        own = self.factors or _ONES
         return native.Matrix(
             data,
             unit.name,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from ktconv import native
 from ktconv.errors import CheckpointError
 from ktconv.formats.decode import f32_to_bf16
+from ktconv.source.reading.encoded_sums import EncodedSums
 from ktconv.source.reading.matrices import MatrixReader, Scales, buffer_bytes, spans_of
 from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.source.types import Checkpoint, ExpertMatrix, TensorRef
@@ -36,7 +37,7 @@ F64 = NDArray[np.float64]
 
 _ROWS = 128  # pieces begin with whole row blocks of every encoding
 _PIECE_BYTES = 8 << 20  # of float64 sums
-_SIZES = {"F32": 4, "BF16": 2, "F16": 2}
+_SIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
 
 
 class Part(Protocol):
@@ -53,6 +54,8 @@ class _Made:
     tensor: TensorRef  # there
     matrix: ExpertMatrix  # in the source
     parts: Sequence[Part]
+    encoded: EncodedSums | None = None
+    scales: bool = False  # the tensor has the scales of these
 
 
 @dataclass(slots=True)
@@ -83,18 +86,21 @@ class MergedFiles(FileStore):
         parts: Sequence[Part],
         dtype: str,
         shape: tuple[int, ...],
+        encoded: EncodedSums | None = None,
     ) -> TensorRef:
-        """A tensor of `shape` with the sums of `matrix`, which is in `tensor`, in its own file."""
+        """A tensor of `shape` with the sums of `matrix`, which is in `tensor`, in its own file;
+        with `encoded` its codes, or, for the tensor of its scales, those."""
         path = self._paths.get(tensor.file)
         if path is None:
             path = MadePath(tensor.file, f"{tensor.file} with {self._with}", self)
             self._paths[tensor.file] = path
             self._files[path] = _Tensors(tensor.file)
         own = self._files[path]
-        nbytes = matrix.rows * matrix.cols * _SIZES[dtype]
+        scales = encoded is not None and tensor.name == encoded.scale.name
+        nbytes = tensor.nbytes if scales else matrix.rows * matrix.cols * _SIZES[dtype]
         found = TensorRef(tensor.name, path, dtype, shape, own.nbytes, nbytes)
         own.starts.append(own.nbytes)
-        own.made.append(_Made(found, matrix, parts))
+        own.made.append(_Made(found, matrix, parts, encoded, scales))
         own.nbytes += nbytes
         self._rows = max(self._rows, matrix.cols)
         return found
@@ -137,17 +143,37 @@ class MergedFiles(FileStore):
 
     def _fill(self, made: _Made, target: U8, start: int) -> None:
         """Bytes of a matrix from `start` on."""
+        if made.scales:
+            target[:] = self._scales(made)[0][start : start + len(target)]
+            return
         row_bytes = made.matrix.cols * _SIZES[made.tensor.dtype]
         step = max(1, _PIECE_BYTES // (8 * made.matrix.cols) // _ROWS) * _ROWS
         first = start // row_bytes // _ROWS * _ROWS
         stop = -(-(start + len(target)) // row_bytes)
         for row in range(first, stop, step):
             rows = range(row, min(row + step, -(-stop // _ROWS) * _ROWS, made.matrix.rows))
-            stored = _stored(made.tensor, self._sums(made, rows)).reshape(-1).view(np.uint8)
+            sums = self._sums(made, rows)
+            if made.encoded is None:
+                stored = _stored(made.tensor, sums).reshape(-1).view(np.uint8)
+            else:
+                scales = self._scales(made)[1]
+                stored = made.encoded.codes(rows, _finite(made.tensor, sums), scales).reshape(-1)
             low = max(start, rows.start * row_bytes)
             high = min(start + len(target), rows.stop * row_bytes)
             piece = stored[low - rows.start * row_bytes : high - rows.start * row_bytes]
             target[low - start : high - start] = piece
+
+    def _scales(self, made: _Made) -> tuple[U8, F32]:
+        """Scales of a matrix with FP8 codes, as `EncodedSums.scales` returns them."""
+        step = max(1, _PIECE_BYTES // (8 * made.matrix.cols) // _ROWS) * _ROWS
+
+        def pieces() -> Iterator[tuple[range, F32]]:
+            for row in range(0, made.matrix.rows, step):
+                rows = range(row, min(row + step, made.matrix.rows))
+                yield rows, _finite(made.tensor, self._sums(made, rows))
+
+        assert made.encoded is not None
+        return made.encoded.scales(pieces)
 
     def _sums(self, made: _Made, rows: range) -> F32:
         """Rows of W + s B A, rounded once to float32."""
@@ -217,11 +243,21 @@ def _stored(tensor: TensorRef, values: F32) -> Any:
             stored = values.astype("<f2" if tensor.dtype == "F16" else "<f4")
         finite = np.isfinite(stored).all()
     if not finite:
-        raise CheckpointError(
-            f"{tensor.name} in {tensor.file} is beyond {tensor.dtype}",
-            "give a smaller weight with the adapter, or check that it is of this model",
-        )
+        raise _beyond(tensor)
     return stored
+
+
+def _finite(tensor: TensorRef, sums: F32) -> F32:
+    if not np.isfinite(sums).all():
+        raise _beyond(tensor)
+    return sums
+
+
+def _beyond(tensor: TensorRef) -> CheckpointError:
+    return CheckpointError(
+        f"{tensor.name} in {tensor.file} is beyond {tensor.dtype}",
+        "give a smaller weight with the adapter, or check that it is of this model",
+    )
 
 
 class MergedFile(Opened):

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
+from ktconv import native
 from ktconv.errors import ResourceError, SourceChangedError
 from ktconv.source import BlockGrid, SourceFile, TensorRef
-from ktconv.system.files import io_error
+from ktconv.system.files import FileTooShortError, io_error
 from ktconv.system.opened import Opened, State, open_source
 from ktconv.system.opened import advise as advise
 from ktconv.system.regular_files import MissingFileError
@@ -20,6 +22,7 @@ from ktconv.system.stores import Span as Span
 from ktconv.system.text import path_text
 
 BOUNCE_BYTES = 1 << 20
+MAPPED_ALIGNMENT = 8  # of bytes in a file: elements of every dtype are aligned then
 KEPT_FILES = 32  # per unit of commit, of which few are under way
 
 
@@ -35,6 +38,8 @@ class Runs:
 
 class SourceReader:
     """Reads spans of source files; refuses a file that changed since it was opened."""
+
+    maps: ClassVar[bool] = True  # files of this machine, rather than read them
 
     def __init__(self, files: Sequence[Path], sources: Sequence[SourceFile]) -> None:
         known = {
@@ -80,6 +85,24 @@ class SourceReader:
             fd.read(target, tensor.offset + offset)
         except OSError as error:
             raise io_error(f"read tensor {tensor.name} from", tensor.file, error) from error
+
+    def mapped(
+        self, fd: Opened, tensor: TensorRef, nbytes: int, offset: int
+    ) -> native.Mapped | None:
+        """`nbytes` from `offset` on of a tensor, as memory; None: they must be read. After their
+        use, `refuse_lost` tells whether they were the file's."""
+        start = tensor.offset + offset
+        if fd.descriptor is None or not self.maps or start % MAPPED_ALIGNMENT:
+            return None
+        return native.map_file(fd.descriptor, nbytes, start)
+
+    def refuse_lost(
+        self, fd: Opened, tensor: TensorRef, offset: int, mapped: native.Mapped
+    ) -> None:
+        """Raise what reading raises, if bytes of `mapped` could not be read when they were used."""
+        if mapped.lost:
+            self.read(fd, tensor, memoryview(bytearray(mapped.data.nbytes)), offset)
+            raise io_error(f"read tensor {tensor.name} from", tensor.file, FileTooShortError())
 
     def read_runs(
         self, fd: Opened, tensor: TensorRef, target: memoryview, runs: Runs, bounce: memoryview

@@ -104,7 +104,7 @@ class RemoteDirectory(RemoteStore):
 
     def read(self, file: RemoteFile, target: memoryview, offset: int) -> None:
         if offset + len(target) > file.nbytes:
-            raise FileTooShortError("the file ends too early")
+            raise FileTooShortError
         self._ahead.read(file.name, target, offset)
         with self._lock:  # afterwards: a `confirm` in between may have asked before these bytes
             self._unconfirmed.add(file.name)

@@ -103,7 +103,7 @@ class MatrixCheck:
         self._proof = proof
         self._fmt, self._id, self._rows, self._cols = fmt, weight, rows, cols
         self._report = report
-        self._weight_name, self._scale_name = (
+        self.weight_name, self.scale_name = (
             tensor_name(weight.layer, weight.proj, weight.expert, weight.part, kind)
             for kind in KINDS
         )
@@ -126,16 +126,14 @@ class MatrixCheck:
 
     def compare(self, source: native.Matrix, start: int, packed: Packed) -> None:
         """Rows from `start` on of this part, whose source is `source`."""
+        layout, choice = self._fmt.layout, self._proof.choice
+        weight, scale = packed.weight, packed.scale
+        found = native.audit(layout, source, packed.rows, 0, weight, scale, choice)
+        self.judge(found, source, start, packed)
+
+    def judge(self, found: native.Audit, source: native.Matrix, start: int, packed: Packed) -> None:
+        """Compare as `compare`, given what an audit of these rows by the proof's choice found."""
         fmt = self._fmt
-        found = native.audit(
-            fmt.layout,
-            source,
-            packed.rows,
-            0,
-            packed.weight,
-            packed.scale,
-            self._proof.choice,
-        )
         allowed = allowed_scales(fmt, found, source, self._proof)
         self.kept_rows += allowed.kept
         scale = scales.values(fmt, scales.ordered(fmt, packed.scale, packed.rows, self._cols))
@@ -146,18 +144,21 @@ class MatrixCheck:
             self._name_level(start, scale, packed)
         if not math.isfinite(found.squared_source):
             self._name_source(source, start)
-        if self._proof.row_error is None:
+        if self._proof.row_error is None and not self._is_within(found, scale):
             outside = self._outside(found.row_error.reshape(scale.shape), scale)
             if outside is not None:
                 self._name_elements(source, start, np.flatnonzero(outside.any(axis=1)), packed)
 
+    def _is_within(self, found: native.Audit, scale: F32) -> bool:
+        """Whether sums tell that no element is farther off than rounding allows, as they do of
+        sound rows; the GIL is held here, for every matrix of a model. A NaN is in the sum."""
+        bound = self._fmt.error_steps(self._proof.rule) + BINARY32_SLACK
+        sound = found.max_steps < bound and math.isfinite(found.squared_error)
+        return sound and bool(scale.min() > 0)  # of others there are no steps
+
     def _outside(self, error: F32, scale: F32) -> Bools | None:
         """Scales under which an element is farther off than rounding allows; None: none are."""
         fmt, rule = self._fmt, self._proof.rule
-        # Of sound rows one comparison tells; the GIL is held here, for every matrix of a model.
-        within = (error <= scales.step_bound(fmt, scale, BINARY32_SLACK, rule)).all()
-        if within and math.isfinite(error.max()):
-            return None
         outside: Bools = ~(error <= scales.error_bound(fmt, scale, BINARY32_SLACK, rule))
         outside |= ~np.isfinite(error)
         return outside if outside.any() else None
@@ -191,12 +192,12 @@ class MatrixCheck:
         self._report(
             Violation(
                 "element",
-                f"{self._weight_name}: layer {key.layer}, expert {key.expert}, {key.proj} "
+                f"{self.weight_name}: layer {key.layer}, expert {key.expert}, {key.proj} "
                 f"[{row}, {column}] is {float(source):.9g} in the source, but "
                 f"{float(value):.9g} here, {steps:.4g} steps off where "
                 f"{self._fmt.error_steps(self._proof.rule):.4g} are allowed under --scale "
                 f"{self._proof.scale}.",
-                self._weight_name,
+                self.weight_name,
                 row,
                 column,
                 float(source),
@@ -214,11 +215,11 @@ class MatrixCheck:
         self._report(
             Violation(
                 "level",
-                f"{self._weight_name} contains level {codes[row, column]} at [{at[0]}, "
+                f"{self.weight_name} contains level {codes[row, column]} at [{at[0]}, "
                 f"{at[1]}] of its matrix: levels are -{top} to "
                 f"{top}, and 0 where the scale is 0 ({int(beyond.sum())} "
                 "codes are beyond).",
-                self._weight_name,
+                self.weight_name,
                 *at,
                 value=float(codes[row, column]),
             )
@@ -231,9 +232,9 @@ class MatrixCheck:
         self._report(
             Violation(
                 "source",
-                f"the source of {self._weight_name} contains {values[row, column]} at "
+                f"the source of {self.weight_name} contains {values[row, column]} at "
                 f"[{at[0]}, {at[1]}].",
-                self._weight_name,
+                self.weight_name,
                 *at,
             )
         )
@@ -289,11 +290,11 @@ class MatrixCheck:
         row = int(np.nan_to_num(errors, nan=np.inf).argmax())
         count = int((~(errors <= bound)).sum())
         words = (
-            f"{self._weight_name}: row {row} has a relative RMS error of {errors[row]:.6g}, where "
+            f"{self.weight_name}: row {row} has a relative RMS error of {errors[row]:.6g}, where "
             f"{bound:.6g} is recorded as the largest ({count} of {len(errors)} rows exceed it)."
         )
         whole = self._whole(row, 0)[0]
-        self._report(Violation("error", words, self._weight_name, whole, value=float(errors[row])))
+        self._report(Violation("error", words, self.weight_name, whole, value=float(errors[row])))
 
     def _place(self, at: tuple[int, int]) -> str:
         return f"row {at[0]}" + (f", group {at[1]}" if self._fmt.group else "")
@@ -301,7 +302,7 @@ class MatrixCheck:
     def _wrong_scale(
         self, at: tuple[int, int], scale: F32, words: str, expected: float | None = None
     ) -> None:
-        name, value = self._scale_name, float(scale[at])
+        name, value = self.scale_name, float(scale[at])
         self._report(Violation("scale", f"{name} {words}", name, at[0], None, expected, value))
 
 

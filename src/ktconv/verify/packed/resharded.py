@@ -14,9 +14,8 @@ import numpy as np
 
 from ktconv import native
 from ktconv.formats import FORMATS
-from ktconv.source.reading.buffers import Buffers
 from ktconv.source.reading.matrices import MatrixReader, Scales
-from ktconv.system.arrays import F32
+from ktconv.system.arrays import F32, U8
 from ktconv.targets.packed.proof import Proof
 from ktconv.targets.packed.scale_rules import Allowed, scales_of
 from ktconv.verify.packed.output import PackedOutput
@@ -71,13 +70,11 @@ class PartsBefore:
         self.count = self._counts[0] if len(self._counts) > 1 else 0  # of parts, if there are any
         self._allowed: list[list[Allowed]] = [[] for _ in range(self.count)]
 
-    def compare(
-        self, source: MatrixReader, grid: Scales | None, chunk: range, buffers: Buffers
-    ) -> None:
-        """The rows of a chunk that was read."""
+    def compare(self, source: MatrixReader, grid: Scales | None, chunk: range, data: U8) -> None:
+        """The rows of a chunk, which `data` has."""
         for part in range(self.count):
             first, cols = part * self._cols, self._cols
-            self.put(part, source.view(chunk, grid, buffers.source, first, cols))
+            self.put(part, source.view(chunk, grid, data, first, cols))
 
     def put(self, part: int, view: native.Matrix) -> None:
         """The next rows of a part."""

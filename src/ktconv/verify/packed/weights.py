@@ -106,16 +106,16 @@ class ExpertMatrixCheck(ExpertCheck):
             grid = source.load_scales()
             reading = self._reading(grid)
             for number, chunk in enumerate(chunks(matrix, rows)):
-                source.read(fd, chunk, buffers.source, buffers.bounce)
                 touched = parts if self.proj == "down" else [parts[chunk.start // rows]]
-                if wider:
-                    wider.compare(source, grid, chunk, buffers)
-                for part in touched:
-                    first_col = part.index * part.cols if self.proj == "down" else 0
-                    view = source.view(chunk, grid, buffers.source, first_col, part.cols)
-                    part.compare(view, chunk.start % rows, buffers)
-                    if reading and part is touched[number % len(touched)]:
-                        reading.view(plain, grid, chunk, buffers.source, first_col, part.cols)
+                with source.loaded(fd, chunk, buffers.source, buffers.bounce) as data:
+                    if wider:
+                        wider.compare(source, grid, chunk, data)
+                    for part in touched:
+                        first_col = part.index * part.cols if self.proj == "down" else 0
+                        view = source.view(chunk, grid, data, first_col, part.cols)
+                        part.compare(view, chunk.start % rows, buffers)
+                        if reading and part is touched[number % len(touched)]:
+                            reading.view(plain, grid, chunk, data, first_col, part.cols)
         return wider.scales() if wider else [None] * len(parts)
 
     def _compare_biases(self, source: MatrixReader | None, parts: Sequence[PartCheck]) -> None:

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ktconv.families import table
 from ktconv.source import Checkpoint, MoELayer, Projection, TensorRef
 from ktconv.source.reading.reader import SourceReader
@@ -25,6 +28,8 @@ from ktconv.verify.second_reader.encodings import (
 from ktconv.verify.second_reader.naming_map import MappedNames
 
 Parts = dict[str, TensorRef]
+
+_SCALES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")  # of FP8
 
 
 class UnknownWeightError(Exception):
@@ -91,6 +96,25 @@ class SecondReader:
         """`_module` with what adapters add to it."""
         pairs = [pair for one in self._adapters for pair in one.of_module(tensor)]
         return _adapted(self._module(tensor, rows, cols), pairs)
+
+    def scale_of(self, tensor: str) -> str | None:
+        """The tensor of the scales of the FP8 weight `tensor`, or itself if it is one."""
+        module, _, part = tensor.rpartition(".")
+        found = next((one for one in _SCALES if one in self._modules().get(module, {})), None)
+        return f"{module}.{found}" if part in ("weight", found) and found else None
+
+    def new_scales(self, tensor: str) -> tuple[NDArray[np.float64], int]:
+        """Numbers of a tensor of scales as the converter reads it, with adapters, and the bytes of
+        one."""
+        found = next(one for one in self._checkpoint.other_tensors if one.name == tensor)
+        data = self._read(found, 0, found.nbytes)
+        if found.dtype in ("F8_E8M0", "U8"):
+            return np.ldexp(1.0, np.frombuffer(data, np.uint8).astype(np.int64) - 127), 1
+        if found.dtype == "BF16":
+            wide = np.frombuffer(data, "<u2").astype("<u4") << np.uint32(16)
+            return wide.view("<f4").astype(np.float64), 2
+        kind = np.dtype("<f2" if found.dtype == "F16" else "<f4")
+        return np.frombuffer(data, kind).astype(np.float64), kind.itemsize
 
     def _module(self, tensor: str, rows: int, cols: int) -> Weight:
         """The weight [rows, cols] whose primary tensor is `tensor`, of a module that is no

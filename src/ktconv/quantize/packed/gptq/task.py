@@ -144,16 +144,16 @@ class CalibratedMatrix(QuantizeTask):
 
     def _pack(
         self, part: Part, view: native.Matrix, packed: U8, scale: U8, buffers: Buffers
-    ) -> None:
+    ) -> native.Audit:
         if self.codes is None or self.scales is None:
-            super()._pack(part, view, packed, scale, buffers)
-            return
+            return super()._pack(part, view, packed, scale, buffers)
         owned, layout = part.owned, part.layout
         first = owned.row_start + part.rows_done
         rows = slice(first, first + view.rows)
         codes = layout.plain_codes(self.codes[rows, owned.col_start : owned.col_stop])
         own = self._own_scales(part)[rows].reshape(layout.scale_shape(view.rows, view.cols))
         scale[:] = native.pack_weight(layout, view.rows, view.cols, codes, own, packed)
+        return native.audit(layout, view, view.rows, 0, packed, scale, part.choice)
 
     def _own_scales(self, part: Part) -> F32:
         """The columns of `scales` that a part has."""

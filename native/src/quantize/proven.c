@@ -1,0 +1,63 @@
+/* Quantizing, packing and auditing together, as many rows at a time as a second cache holds. */
+#include "../source/matrix.h"
+
+#include <string.h>
+
+enum { ROWS = 128 }; /* whole row blocks of every format: packed rows follow one another */
+
+/* Rows first .. first + rows of a matrix. */
+static kt_matrix rows_of(const kt_matrix *m, kt_stored_unit unit, int64_t first, int64_t rows) {
+  kt_matrix piece = *m;
+  piece.data = (const uint8_t *)m->data + first / unit.rows * m->row_stride * unit.bytes;
+  piece.rows = rows;
+  piece.row_origin += first;
+  if (m->row_scale) piece.row_scale += first;
+  if (m->row_factor) piece.row_factor += first;
+  return piece;
+}
+
+static void add(kt_audit *total, const kt_audit *part, const double *squared, int64_t rows) {
+  for (int64_t n = 0; n < rows; n++) {
+    total->squared_error += squared[n];
+    total->squared_source += squared[rows + n];
+  }
+  total->squared_value += part->squared_value;
+  if (part->max_steps > total->max_steps) total->max_steps = part->max_steps;
+  total->zeros += part->zeros;
+  total->invalid += part->invalid;
+}
+
+kt_status kt_quantize_audit(const kt_layout *layout, const kt_matrix *matrix,
+                            const kt_choice *choice, void *packed, void *packed_scale, float *error,
+                            float *amax, float *rule, double *squared, kt_audit *audit,
+                            void *scratch, size_t scratch_size, kt_position *bad) {
+  kt_stored_unit unit;
+  if (!layout || !audit || !packed || !packed_scale || !error || !amax || !rule)
+    return KT_ERR_ARGUMENT;
+  kt_status status = kt_matrix_check(matrix);
+  if (!status) status = kt_dtype_unit(matrix->dtype, &unit);
+  if (status) return status;
+  const int64_t rows = matrix->rows, cols = matrix->cols;
+  if (!kt_packed_size(layout, rows, cols)) return KT_ERR_SHAPE;
+  const int64_t groups = layout->group ? cols / layout->group : 1;
+  *audit = (kt_audit){0};
+  for (int64_t first = 0; first < rows; first += ROWS) {
+    const int64_t count = rows - first < ROWS ? rows - first : ROWS, at = first * groups;
+    const kt_matrix piece = rows_of(matrix, unit, first, count);
+    uint8_t *const codes = (uint8_t *)packed + kt_packed_size(layout, first, cols);
+    uint8_t *const scale = (uint8_t *)packed_scale + kt_scale_size(layout, first, cols);
+    double squares[2 * ROWS];
+    kt_audit part;
+    status = kt_quantize_pack(layout, &piece, choice, codes, scale, scratch, scratch_size, bad);
+    if (status == KT_ERR_NONFINITE && bad) bad->row += first;
+    if (!status)
+      status = kt_audit_run(layout, &piece, choice, count, 0, codes, scale, error + at, amax + at,
+                            rule + at, squares, &part, scratch, scratch_size);
+    if (status) return status;
+    add(audit, &part, squares, count);
+    if (!squared) continue;
+    memcpy(squared + first, squares, (size_t)count * sizeof *squared);
+    memcpy(squared + rows + first, squares + count, (size_t)count * sizeof *squared);
+  }
+  return KT_OK;
+}
