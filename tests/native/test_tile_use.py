@@ -62,10 +62,10 @@ def forward(
         pair = dict.fromkeys(("down_a", "down_b"), matrix.ctypes.data)
         training = Training(layer, Lora(rank, pair, "fp32", 1.0) if rank else None, pool)
         memory = aligned_bytes(training.scratch_size(tokens, EXPERTS))
-        places = (array.ctypes.data for array in (rows, ids, weights))
         bf16 = VALUE_DTYPES["bf16"]
+        at, chosen, by = (array.ctypes.data for array in (rows, ids, weights))
         trained = Call(
-            *ids.shape, *places, 0, 0, y.ctypes.data, id_size=8, x_dtype=bf16, y_dtype=bf16
+            *ids.shape, at, chosen, by, 0, 0, y.ctypes.data, id_size=8, x_dtype=bf16, y_dtype=bf16
         )
         emulator.reset()
         with emulator.stepping(gap):

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from ktconv.bench.rows import LOCAL, Row
 from ktconv.bench.run import AnyRow, Report, told_of_nodes
+from ktconv.system.text import table_lines
 
 FORMATS = ("table", "markdown", "json", "jsonl", "csv")
 
@@ -114,8 +115,8 @@ def render_rows(
         return "\n".join(map(json.dumps, facts))
     if form == "csv":
         return _csv([_flat(row) for row in facts])
-    lines, left = [names, *cells], [name in words for name in names]
-    return _markdown(lines, left) if form == "markdown" else _table(lines, left)
+    lines, left = [names, *cells], [number for number, name in enumerate(names) if name in words]
+    return _markdown(lines, left) if form == "markdown" else "\n".join(table_lines(lines, left))
 
 
 def _wanted(report: Report[Row]) -> list[str]:
@@ -139,21 +140,9 @@ def _flat(facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _table(lines: Sequence[Sequence[str]], words: Sequence[bool]) -> str:
-    """Aligned columns; `words` says which are not numbers."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            text.ljust(width) if word else text.rjust(width)
-            for text, width, word in zip(line, widths, words, strict=True)
-        ).rstrip()
-        for line in lines
-    )
-
-
-def _markdown(lines: Sequence[Sequence[str]], words: Sequence[bool]) -> str:
+def _markdown(lines: Sequence[Sequence[str]], left: Sequence[int]) -> str:
     head, *rest = lines
-    rule = ["---" if word else "---:" for word in words]
+    rule = ["---" if number in left else "---:" for number in range(len(head))]
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *rest))
 
 

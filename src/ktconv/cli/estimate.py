@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ktconv.cli.exits import NOTHING_WRITTEN, interruptible
+from ktconv.system.text import table_lines
 from ktconv.system.units import counted, format_ranges, format_size
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ Facts = Mapping[str, Any]
 FEW_LAYERS = 16  # have a line each
 ALIKE = 0.03  # of an error: neighbouring layers of a deep model that differ by less share a line,
 MOST_LINES = 24  # or by more, if there would be more lines than these
+_COLUMNS = range(12)  # at most; all are aligned to the left
 BETTER = 0.98  # times an error: what is worth naming
 
 
@@ -43,9 +45,9 @@ def estimate_lines(facts: Facts) -> Iterator[str]:
     for sentence in facts["not_estimated"]:
         yield f"Not estimated: {sentence}."
     yield "Relative RMS error of the weights, mean over the layers (> as this command says):"
-    yield from _table(_candidate_rows(facts))
+    yield from table_lines(_candidate_rows(facts), left=_COLUMNS)
     yield f"{_name(chosen)}, by layer:"
-    yield from _table(_layer_rows(chosen))
+    yield from table_lines(_layer_rows(chosen), left=_COLUMNS)
     yield facts["advice"]
 
 
@@ -69,14 +71,6 @@ def _between(ends: Sequence[int], word: str = "") -> str:
 
 
 # ---- tables ----------------------------------------------------------------------------
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Aligned columns; the first row is the heading."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        yield "  ".join(cells).rstrip()
 
 
 def _candidate_rows(facts: Facts) -> list[list[str]]:

@@ -16,6 +16,7 @@ from ktconv.cli.output import notify, print_result, sentence
 from ktconv.cli.parsing import WORDS
 from ktconv.cli.process import INTERRUPTED
 from ktconv.errors import UsageError
+from ktconv.system.text import table_lines
 from ktconv.system.units import counted, format_duration, format_rate
 from ktconv.system.waiting import Wait
 
@@ -126,9 +127,6 @@ def _table(runs: Sequence[Any]) -> Iterator[str]:
         )
         for run in runs
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        yield "  ".join([*cells, row[4]])
+    yield from table_lines(rows, left=range(5))
     done = sum(run.state == "done" for run in runs)
     yield f"{done} of {len(runs)} done."

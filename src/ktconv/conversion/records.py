@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ktconv import __version__
-from ktconv.conversion.plan import LayerUnit, Plan
+from ktconv.conversion.plan import Plan
 from ktconv.conversion.target import Target
 from ktconv.families.family import ExpertActivation, Projection
 from ktconv.source import Checkpoint, MoELayer, source_identity
@@ -68,16 +68,11 @@ def geometry(checkpoint: Checkpoint, plan: Plan[Target]) -> Record:
                 "source": unit.layer.source,
             }
             | ({} if unit.layer.gated else {"gated": False})
-            | _chosen_experts(unit)
+            | ({"expert_ids": format_ranges(list(unit.experts))} if unit.omitted else {})
             | _own_activation(unit.layer, most)
             for unit in plan.layers
         },
     }
-
-
-def _chosen_experts(unit: LayerUnit) -> Record:
-    """The experts that are present, if not all are."""
-    return {"expert_ids": format_ranges(list(unit.experts))} if unit.omitted else {}
 
 
 def _own_activation(layer: MoELayer, most: ExpertActivation) -> Record:

@@ -47,6 +47,7 @@ from ktconv.system import machine
 from ktconv.system.files import remove, remove_empty, sync, translated, write_durably
 from ktconv.system.opened import store_of
 from ktconv.system.stores import is_remote
+from ktconv.system.text import first_few
 from ktconv.system.units import counted, format_size, listed
 from ktconv.writer.journal import (
     OTHERS_BYTE,
@@ -374,9 +375,9 @@ class Conversion(ABC):
     def _refuse_others(self, there: Record) -> None:
         """OutputError unless the run that left this record is continued by this one."""
         if found := changed(run_record(self.plan), there):
-            shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if found[3:] else "")
             raise OutputError(
-                f"{self.output} was begun with other settings or another source: {shown}",
+                f"{self.output} was begun with other settings or another source: "
+                f"{first_few(found, between='; ')}",
                 "use the same settings and source to continue (a copy of the source must have its "
                 "modification times: cp -p), or --overwrite to start again",
             )

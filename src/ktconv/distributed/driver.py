@@ -11,6 +11,7 @@ from typing import Any
 
 from ktconv.distributed.jobs import Failure, Job, Message
 from ktconv.errors import KtconvError
+from ktconv.system.text import first_few
 from ktconv.system.units import counted
 from ktconv.writer.journal import Record
 
@@ -191,8 +192,7 @@ def raise_failures(failures: Sequence[Failure], total: int, again: str = KEPT) -
     first = min(failures, key=lambda failure: failure.key)
     where = f" on {first.node}" if first.node else ""
     others = sorted(failure.key for failure in failures if failure is not first)
-    more = f"; also {', '.join(others[:5])}" if others else ""
-    more += f" and {len(others) - 5} more" if len(others) > 5 else ""
+    more = f"; also {first_few(others, 5)}" if others else ""
     error = JobsFailedError(
         f"{len(failures)} of {counted(total, 'unit')} failed: {first.key}{where}: "
         f"{first.message}{more}",

@@ -31,8 +31,8 @@ from ktconv.source.fused import fused_name
 from ktconv.source.gguf.as_hub import hub_names_of
 from ktconv.source.gguf.file import float32_bytes
 from ktconv.source.others import OtherWeights, primary
-from ktconv.source.reading.matrices import MatrixReader, buffer_bytes, chunk_rows, source_bytes
-from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
+from ktconv.source.reading.matrices import MatrixReader, source_bytes
+from ktconv.source.reading.reader import SourceReader
 from ktconv.source.settings import ModelSettings
 from ktconv.system.arrays import U8
 from ktconv.system.opened import LOCAL, store_of
@@ -135,7 +135,7 @@ class SourceWeights:
     @property
     def nbytes(self) -> int:
         """Bytes in memory, with two or four for a decoded number as config.json says."""
-        size = _float_bytes(self._checkpoint)
+        size = _FLOAT_BYTES.get(str(self._checkpoint.config.dtype or ""), 2)
         return sum(
             one.stored.nbytes if one.stored is not None else size * prod(one.shape)
             for one in self.weights.values()
@@ -252,12 +252,9 @@ class _Lazy:
         import torch
 
         source = MatrixReader(self._owner.reader, matrix)
-        buffer = np.empty(buffer_bytes(matrix, min(chunk_rows(matrix), matrix.rows)), np.uint8)
-        for chunk, values in source.decoded(buffer, np.empty(BOUNCE_BYTES, np.uint8)):
-            if not np.isfinite(values).all():
-                row, col = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
-                raise source.not_finite(chunk.start + row, col)
-            target[chunk.start : chunk.stop] = torch.from_numpy(values)
+        for chunk, values in source.decoded():
+            found = source.finite(values, chunk.start)
+            target[chunk.start : chunk.stop] = torch.from_numpy(found)
 
 
 def _torch_dtype(tensor: TensorRef) -> torch.dtype:
@@ -325,10 +322,6 @@ def _says_quantized(directory: Path) -> bool:
         return ModelSettings.beside(directory).is_quantized
     except CheckpointError:
         return False
-
-
-def _float_bytes(checkpoint: Checkpoint) -> int:
-    return _FLOAT_BYTES.get(str(checkpoint.config.dtype or ""), 2)
 
 
 # ---- experts ---------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +97,10 @@ def _without_experts(
 def check_gguf(file: Path, config_directory: Path | None) -> Path:
     """The directory of a GGUF model's config.json and tokenizer.
 
-    Raises UsageError where that or a package is missing, CheckpointError for a file that
+    Raises UsageError where that is missing, CheckpointError for a file that
     transformers does not read.
     """
     directory = directory_of(file, config_directory)
-    if find_spec("gguf") is None:
-        raise UsageError(
-            "transformers reads GGUF files with the package gguf, which is not installed",
-            "install it with: pip install gguf",
-        )
     if len(all_parts(file)) > 1:
         raise CheckpointError(
             f"{file} is part of a split, which transformers cannot load",

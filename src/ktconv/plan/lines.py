@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from ktconv.plan.placement.balance import evenness
 from ktconv.plan.planned import Planned
 from ktconv.plan.split import hot_share
+from ktconv.system.text import table_lines
 from ktconv.system.units import counted, format_ranges, format_size
 
 
@@ -23,7 +24,7 @@ def lines_of(planned: Planned) -> Iterator[str]:
     yield f"load: {planned.load.words}"
     yield _placement(planned)
     yield ""
-    yield from _table(_rank_rows(planned))
+    yield from table_lines(_rank_rows(planned))
     yield ""
     if request.ep > 1:
         yield from _balance(planned)
@@ -92,10 +93,3 @@ def _sizes(parts: Sequence[int]) -> str:
         return format_size(parts[0])
     each = ", ".join(map(format_size, parts)) if len(set(parts)) > 1 else format_size(parts[0])
     return f"{each} on each node" if len(set(parts)) == 1 else f"{each} on the nodes"
-
-
-def _table(rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
-    table = list(rows)
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    for row in table:
-        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))

@@ -11,6 +11,7 @@ from ktconv import __version__
 from ktconv.errors import UsageError
 from ktconv.push.content import Content, Progression, content_of
 from ktconv.push.hub import MAIN, Sent, check_repository, check_revision, send
+from ktconv.system.text import first_few
 from ktconv.system.units import counted, format_size
 from ktconv.verify.run import unwatched
 from ktconv.writer.manifest import MANIFEST
@@ -74,8 +75,7 @@ class Pushed:
 def not_sent(content: Content) -> Iterator[str]:
     """A line that names what lies in the output and stays there; none where nothing does."""
     if names := content.not_sent:
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        yield f"Not sent, since {MANIFEST} does not name them: {', '.join(names[:_NAMED])}{more}."
+        yield f"Not sent, since {MANIFEST} does not name them: {first_few(names, _NAMED)}."
 
 
 def push(

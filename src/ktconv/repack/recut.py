@@ -94,11 +94,6 @@ def lost_share(records: Sequence[Record], codes: I8) -> Record:
     return {"zero_share": four_digits(float(np.mean(codes == 0)))} if lost else {}
 
 
-def _zero_rows(codes: I8) -> Bools:
-    zero: Bools = np.all(codes == 0, axis=1)
-    return zero
-
-
 @dataclass(frozen=True, slots=True)
 class OldPart:
     """Codes [rows, cols] and scales [rows, 1], or [rows, groups], of a part that was read."""
@@ -212,7 +207,7 @@ class RecutTask:
         if len(of_rows) == 1:
             return of_rows[0]
         try:
-            return joined_scales(of_rows, [_zero_rows(piece) for piece in codes])
+            return joined_scales(of_rows, [np.all(piece == 0, axis=1) for piece in codes])
         except UnequalScales as error:
             name = name_of(self._tensor(found[0].part, "scale"))
             raise UnequalScales(f"{name}: {error}", "give --source MODEL") from error

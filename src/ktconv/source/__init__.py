@@ -83,7 +83,8 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
     headers = shards.headers
     if selection.gguf:
         refuse_unread(headers)
-        _refuse_map(naming)
+        if naming is not None:
+            raise UsageError("--map is not for GGUF models, whose names are known", "omit --map")
     if file is None:
         file = config_of_metadata(headers[0])
     content = file.content if naming is None else naming.applied(file.content)
@@ -197,11 +198,6 @@ def _indexed(index: Index | None, shards: Shards) -> Iterator[None]:
                 f"ignored: without this file they are read. {error.hint or ''}".rstrip()
             )
         raise
-
-
-def _refuse_map(naming: NamingMap | None) -> None:
-    if naming is not None:
-        raise UsageError("--map is not for GGUF models, whose names are known", "omit --map")
 
 
 @contextmanager

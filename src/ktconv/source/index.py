@@ -19,7 +19,7 @@ from ktconv.source.safetensors_file import Header, Unused, read_header
 from ktconv.source.strict_json import read_object
 from ktconv.source.types import SourceFile, TensorRef
 from ktconv.system.regular_files import MAX_SMALL_BYTES
-from ktconv.system.text import path_of, path_text
+from ktconv.system.text import first_few, path_of, path_text
 from ktconv.system.units import counted, format_size
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -60,7 +60,7 @@ def read_index(directory: Path, names: Sequence[str]) -> Index | None:
     if DEFAULT_INDEX not in candidates and len(candidates) > 1:
         raise CheckpointError(
             f"{directory} contains several indexes and none is {DEFAULT_INDEX}: "
-            f"{listed(candidates, limit=10)}",
+            f"{first_few(candidates, 10)}",
             "Keep only one of them in the directory.",
         )
     path = directory / (DEFAULT_INDEX if DEFAULT_INDEX in candidates else candidates[0])
@@ -147,7 +147,7 @@ def _in_words(unused: Sequence[tuple[str, Unused]]) -> tuple[str, str] | None:
     there = [(name, one) for name, one in unused if one.tensors]
     count, nbytes = (sum(one[at] for _, one in there) for at in (0, 1))
     tensors = counted(count, "tensor")
-    where = f"{format_size(nbytes)} in {listed([name for name, _ in there])}"
+    where = f"{format_size(nbytes)} in {first_few([name for name, _ in there])}"
     return (tensors, where) if there else None
 
 
@@ -158,7 +158,7 @@ def _missing_tensors(index: Index, headers: Sequence[Header]) -> CheckpointError
     first = missing[0]
     others = (*headers, *read_files(index.path.parent, _unnamed(index)))
     there = [one.file.name for one in others if any(first == key.name for key in one.tensors)]
-    where = f" ({listed(there)} has it)" if there else ""
+    where = f" ({first_few(there)} has it)" if there else ""
     count = f"; {counted(len(missing), 'tensor', 'are')} missing in all" if len(missing) > 1 else ""
     return CheckpointError(
         f"{index.path} says that {weight_map[first]} contains {first!r}, but it does not"
@@ -197,7 +197,7 @@ def substitute(
     found = {one.file.name: {tensor.name for tensor in one.tensors} for one in headers}
     if single in found and index.weight_map.keys() <= found[single]:
         note = (
-            f"{name} names {count} not there: {listed(missing)}; {single}, which has all "
+            f"{name} names {count} not there: {first_few(missing)}; {single}, which has all "
             f"of its {counted(len(index.weight_map), 'tensor')}, is read instead"
         )
         return Substitute([single], None, note)
@@ -209,8 +209,8 @@ def substitute(
         here = {tensor: file for file in holders for tensor in found[file] & wanted}
         weight_map = {tensor: here.get(tensor, shard) for tensor, shard in index.weight_map.items()}
         note = (
-            f"{name} names {count} not there: {listed(missing)}; their tensors are in "
-            f"{listed(holders)}, which are read instead"
+            f"{name} names {count} not there: {first_few(missing)}; their tensors are in "
+            f"{first_few(holders)}, which are read instead"
         )
         renamed = replace(index, weight_map=weight_map)
         return Substitute(renamed.shards, renamed, note)
@@ -218,7 +218,7 @@ def substitute(
         return ""
     double = ", some of them twice" if any(number > 1 for number in owners.values()) else ""
     tensors = counted(len(wanted), "tensor")
-    return f"; {len(owners)} of their {tensors} are in {listed(holders)}{double}"
+    return f"; {len(owners)} of their {tensors} are in {first_few(holders)}{double}"
 
 
 def _unnamed(index: Index) -> list[str]:
@@ -238,9 +238,3 @@ def read_files(directory: Path, names: Iterable[str]) -> list[Header]:
         except CheckpointError:
             continue
     return found
-
-
-def listed(names: Sequence[str], limit: int = 3) -> str:
-    """The first of some names, for messages."""
-    more = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
@@ -15,6 +15,7 @@ from ktconv.source.gguf.parts import is_gguf, model_files
 from ktconv.source.index import INDEX_SUFFIX
 from ktconv.source.shards import file_names
 from ktconv.system.regular_files import broken_link
+from ktconv.system.text import first_few
 
 _HUB_ID = re.compile(
     r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
@@ -121,7 +122,7 @@ def _in_directory(directory: Path, model: str, wanted: str | None = None) -> Pat
         return directory  # whose weights, if any, are of another kind
     if len(found) > 1:
         raise CheckpointError(
-            f"{directory} contains {len(found)} GGUF models: {_listed(list(found))}",
+            f"{directory} contains {len(found)} GGUF models: {first_few([*found], 20)}",
             "Give the file of one of them"
             + (f", or its name after a colon: {model}:NAME." if not Path(model).exists() else "."),
         )
@@ -153,16 +154,11 @@ def _chosen(found: Mapping[str, Path], directory: Path, model: str, wanted: str)
     chosen = whole or {name: file for name, file in found.items() if word.search(name)}
     if chosen:
         return chosen
-    there = f"; there are {_listed(list(found))}" if found else ""
+    there = f"; there are {first_few([*found], 20)}" if found else ""
     raise CheckpointError(
         f"{model}: {directory} contains no GGUF model called {wanted}{there}",
         "Give the name of a file that is there, or download it.",
     )
-
-
-def _listed(names: Sequence[str], limit: int = 20) -> str:
-    more = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
 # ---- the hub's cache -------------------------------------------------------------------

@@ -16,7 +16,6 @@ from ktconv.source.index import (
     DEFAULT_INDEX,
     Index,
     as_indexed,
-    listed,
     read_index,
     substitute,
 )
@@ -24,6 +23,7 @@ from ktconv.source.safetensors_file import Header, read_header
 from ktconv.source.types import SourceFile, TensorRef
 from ktconv.system.opened import advise
 from ktconv.system.stores import Span, is_remote
+from ktconv.system.text import first_few
 from ktconv.system.units import counted
 
 SINGLE_FILE = "model.safetensors"
@@ -161,7 +161,7 @@ def _no_safetensors(directory: Path, names: Sequence[str]) -> CheckpointError:
     pickles = [name for name in names if name.endswith(_PICKLE_SUFFIXES)]
     if pickles:
         return CheckpointError(
-            f"{directory} contains only pickle weights ({listed(pickles)}), which "
+            f"{directory} contains only pickle weights ({first_few(pickles)}), which "
             "are not read because unpickling can execute code",
             "Use a safetensors version of the checkpoint; if you trust this one, "
             "load it with transformers and call save_pretrained.",
@@ -232,7 +232,7 @@ def _check_numbering(directory: Path, names: Iterable[str]) -> None:
             raise CheckpointError(
                 f"{len(missing)} of the {counted(len(expected), 'shard')} in {directory} are "
                 "missing: "
-                f"{listed(missing)}",
+                f"{first_few(missing)}",
                 _SHARD_HINT,
             )
 
@@ -254,4 +254,4 @@ def _check_unique(headers: Sequence[Header]) -> None:
 
 def _ignored_note(names: Iterable[str], reason: str) -> list[str]:
     ignored = sorted(names)
-    return [f"not read, because {reason}: {listed(ignored, limit=10)}"] if ignored else []
+    return [f"not read, because {reason}: {first_few(ignored, 10)}"] if ignored else []

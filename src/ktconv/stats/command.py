@@ -27,7 +27,7 @@ from ktconv.stats.importance import importance_file
 from ktconv.stats.record import Recorder, Recording, Wanted
 from ktconv.stats.scores import scores_file
 from ktconv.system.arrays import I32
-from ktconv.system.text import Notify, silent
+from ktconv.system.text import Notify, first_few, silent, table_lines
 from ktconv.system.units import counted
 from ktconv.targets.expert_sets import expert_set_file, write_expert_set
 from ktconv.writer.option_files import WrittenFile, check_written, check_written_directory
@@ -231,10 +231,7 @@ def _check_choice(experts: dict[int, int], request: StatsRequest) -> None:
 
 def _lines(statistics: Statistics, facts: dict[str, Any], request: StatsRequest) -> Iterator[str]:
     head = ("layer", "tokens", "most used", "least used", "hot", "take", "balance", "never used")
-    rows = [head, *(_row(about) for about in facts["layers"])]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    for row in rows:
-        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield from table_lines([head, *(_row(about) for about in facts["layers"])])
     yield (
         f"{_choice(request)}: {facts['hot_experts']} of {counted(facts['experts'], 'expert')} take "
         f"{100 * facts['hot_share']:.1f} % of the routed tokens"
@@ -252,8 +249,6 @@ def _row(about: dict[str, Any]) -> tuple[str, ...]:
         for one in (about["most_used"], about["least_used"])
     )
     never = about["never_used"]
-    names = ", ".join(map(str, never[:SHOWN_NEVER]))
-    more = f" and {len(never) - SHOWN_NEVER} more" if len(never) > SHOWN_NEVER else ""
     return (
         str(about["layer"]),
         str(about["tokens"]),
@@ -262,7 +257,7 @@ def _row(about: dict[str, Any]) -> tuple[str, ...]:
         f"{len(about['hot'])} of {about['experts']}",
         f"{100 * about['hot_share']:.1f} %",
         f"{about['balance']:.3f}",
-        names + more if never else "none",
+        first_few(never, SHOWN_NEVER) or "none",
     )
 
 

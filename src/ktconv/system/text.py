@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,26 @@ def valid_unicode(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {valid_unicode(name): valid_unicode(inner) for name, inner in value.items()}
     return [valid_unicode(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def first_few(items: Sequence[object], most: int = 3, between: str = ", ") -> str:
+    """The first items and how many more there are: "a, b, c and 4 more"."""
+    more = len(items) - most
+    last = f"{between.rstrip(', ')} and {more} more" if more > 0 else ""
+    return between.join(map(str, items[:most])) + last
+
+
+def table_lines(rows: Iterable[Sequence[str]], left: Container[int] = ()) -> Iterator[str]:
+    """Rows of as many cells each as lines: columns as wide as their widest cell, two spaces apart.
+    Columns with a number in `left` are aligned to the left, others to the right."""
+    table = list(rows)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        cells = (
+            cell.ljust(width) if number in left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join(cells).rstrip()
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -100,8 +100,9 @@ def _is_ranges(layer: str, text: object) -> bool:
 
 def others(chosen: ExpertSet, experts: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
     """Ids that are not chosen, by layer; `experts` is the number of experts by layer."""
+    ids = {layer: frozenset(chosen.of(layer)) for layer in experts}
     return {
-        layer: tuple(number for number in range(count) if number not in set(chosen.of(layer)))
+        layer: tuple(number for number in range(count) if number not in ids[layer])
         for layer, count in experts.items()
     }
 

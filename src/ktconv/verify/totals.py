@@ -9,6 +9,7 @@ from typing import Any
 
 from ktconv.conversion.records import is_lost
 from ktconv.formats import BACKWARD
+from ktconv.system.text import first_few
 from ktconv.system.units import counted
 from ktconv.targets.packed.matrix_check import ErrorStats
 
@@ -81,9 +82,8 @@ class Totals:
             (self.uncompared, "compared with a cosine that is not a number"),
         ):
             if names:
-                more = f"; and {len(names) - WARNED} more" if len(names) > WARNED else ""
                 count = counted(len(names), "matrix", "are")
-                yield f"{count} {words}: {'; '.join(names[:WARNED])}{more}"
+                yield f"{count} {words}: {first_few(names, WARNED, '; ')}"
 
     def _keep_worst(self) -> None:
         self.worst.sort(key=lambda one: (-one["relative_rms_error"], one["layer"], one["expert"]))

@@ -170,7 +170,7 @@ class FolderStaging:
             raise
 
     def _path(self, name: str) -> Path:
-        return self._staged / _below_folder(self._files[name][0])
+        return self._staged / self._files[name][0].split("/", 1)[1]
 
     def files(self) -> list[Path]:
         """Staged files, below the staging directory."""
@@ -208,10 +208,6 @@ class FolderStaging:
     def abandon(self) -> None:
         remove(self._staged)
         remove(self._staging / f"{self._folder}.old.part")
-
-
-def _below_folder(path: str) -> str:
-    return path.split("/", 1)[1]
 
 
 def publish_folder(folder: str, staging: Path, output: Path, attempt: str = "") -> None:

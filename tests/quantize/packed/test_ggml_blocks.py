@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,12 @@ import numpy as np
 import pytest
 
 from ktconv import native
-from ktconv.errors import CheckpointError, UsageError
+from ktconv.errors import CheckpointError
 from ktconv.families.config import Config
 from ktconv.source.config import interpret_config
 from ktconv.source.elements import BLOCKS, GRID_BLOCKS
 from ktconv.source.encodings import candidates, stored_matrix
 from ktconv.source.encodings.gguf import GGUF
-from ktconv.source.reading import grid_blocks
 from ktconv.source.reading.matrices import MatrixReader, buffer_bytes, chunk_rows
 from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.source.types import ExpertMatrix, TensorRef
@@ -179,19 +177,6 @@ def test_a_factor_beside_floats_is_of_gguf_only(tmp_path: Path) -> None:
     }
     with pytest.raises(CheckpointError, match="is F32 and needs none"):
         candidates(parts)
-
-
-def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only types with tables need it, and they say so before anything is read."""
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    grid_blocks._package.cache_clear()
-    matrix = Stack.__new__(Stack)
-    weight = TensorRef("up", tmp_path / "x.gguf", "IQ2_XXS", (3, ROWS, COLS), 0, 3 * ROWS * 3 * 66)
-    matrix.parts = {"weight": weight}
-    with pytest.raises(UsageError, match="type IQ2_XXS need the package gguf") as caught:
-        chunk_rows(matrix.matrix(0)[1])
-    assert caught.value.hint == "install it with: pip install 'ktconv[gguf]'"
-    grid_blocks._package.cache_clear()
 
 
 def test_all_types_from_a_file_to_packed_experts(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from ktconv.errors import OutputError, SourceChangedError, UsageError
 from ktconv.formats import FORMATS, reference, split, tensor_name
 from ktconv.formats.search import Choice
 from ktconv.quantize.packed.importance.channel_weights import SHRINKAGE, channel_weights
-from ktconv.quantize.packed.importance.coverage import coverage_facts, coverage_lines
 from ktconv.quantize.packed.importance.load import ExpertWeights, open_weights
+from ktconv.quantize.packed.importance.way import coverage_facts, coverage_lines
 from ktconv.quantize.packed.run import Request, prepare
 from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.stats.importance_file import LayerImportance

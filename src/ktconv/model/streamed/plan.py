@@ -21,7 +21,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ktconv.errors import DiskSpaceError, MemoryLimitError, MemoryShortError
@@ -29,8 +28,8 @@ from ktconv.families.config import USUAL_TOP_K
 from ktconv.model.streamed.experts import ROWS_AT_ONCE, expert_memory
 from ktconv.model.streamed.packed import TOKENS_AT_ONCE
 from ktconv.source import Checkpoint, ExpertMatrix, MoELayer
-from ktconv.source.reading.matrices import MatrixReader, buffer_bytes, chunk_rows, experts_bytes
-from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
+from ktconv.source.reading.matrices import MatrixReader, experts_bytes
+from ktconv.source.reading.reader import SourceReader
 from ktconv.system import machine
 from ktconv.system.text import path_text
 from ktconv.system.units import counted, format_duration, format_size
@@ -454,11 +453,8 @@ def _decode_speed(parted: PartedModel, matrix: ExpertMatrix) -> float:
     """Bytes of source per second that all threads decode."""
     checkpoint = parted.checkpoint
     source = MatrixReader(SourceReader(checkpoint.files, checkpoint.sources), matrix)
-    rows = min(chunk_rows(matrix), matrix.rows)
-    buffer = np.empty(buffer_bytes(matrix, rows), np.uint8)
-    bounce = np.empty(BOUNCE_BYTES, np.uint8)
     started, done = time.perf_counter(), 0
-    for chunk, _ in source.decoded(buffer, bounce):
+    for chunk, _ in source.decoded():
         done += matrix.nbytes(len(chunk))
         if time.perf_counter() - started > _SECONDS:
             break

@@ -136,12 +136,7 @@ def _choose_experts(request: Request, checkpoint: Checkpoint) -> tuple[Options, 
     assert path is not None
     excluded = read_expert_set(path, "--exclude-experts")
     check_expert_set(excluded, counts, path)
-    remaining = others(excluded, {layer: counts[layer] for layer in excluded.layers})
-    selection = {
-        index: remaining[index] if index in remaining else tuple(range(count))
-        for index, count in counts.items()
-    }
-    return replace(options, exclude_experts=excluded), selection
+    return replace(options, exclude_experts=excluded), others(excluded, counts)
 
 
 def _left_out(plan: Plan) -> list[str]:

@@ -26,8 +26,7 @@ from ktconv.quantize.estimate.predictions import F64, Candidate, Estimate
 from ktconv.quantize.estimate.sampling import Limits, OutOfTimeError, Sample, TimedReader, draw
 from ktconv.quantize.packed.run import Preflight
 from ktconv.source import Projection
-from ktconv.source.reading.matrices import MatrixReader, buffer_bytes
-from ktconv.source.reading.reader import BOUNCE_BYTES
+from ktconv.source.reading.matrices import MatrixReader
 from ktconv.system.arrays import F32
 from ktconv.targets.packed.target import Options, ScaleRule
 
@@ -132,11 +131,7 @@ class Estimation:
     def _errors_of(self, sample: Sample, reader: TimedReader) -> F64:
         """[candidates, 2]."""
         matrix, rows = sample.matrix, sample.rows
-        data = np.empty(buffer_bytes(matrix, len(rows)), np.uint8)
-        source = MatrixReader(reader, matrix)
-        with source.open() as fd:
-            scales = source.load_scales()
-            source.read(fd, rows, data, np.empty(BOUNCE_BYTES, np.uint8))
+        data, scales = MatrixReader(reader, matrix).read_alone(rows)
         importance = None
         if self._weights is not None:
             importance = self._weights(sample.layer.index, sample.expert, sample.proj)

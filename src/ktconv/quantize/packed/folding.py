@@ -210,16 +210,8 @@ def _read_sample(task: QuantizeTask, buffers: Buffers) -> F32:
         for chunk in _sampled(matrix.rows):
             source.read(fd, chunk, buffers.source, buffers.bounce)
             view = source.view(chunk, scales, buffers.source, 0, matrix.cols)
-            pieces.append(_decoded(source, view, chunk))
+            pieces.append(source.finite(native.decode(view), chunk.start))
     return np.concatenate(pieces)
-
-
-def _decoded(source: MatrixReader, view: native.Matrix, chunk: range) -> F32:
-    values: F32 = native.decode(view)
-    if not np.isfinite(values).all():
-        row, col = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
-        raise source.not_finite(chunk.start + row, col)
-    return values
 
 
 class Folding(Way):

@@ -15,8 +15,7 @@ from ktconv.conversion.plan import LayerUnit
 from ktconv.quantize.encoded.stored import second_scale, stored_matrix, tensor_scale
 from ktconv.quantize.estimate.sampling import Limits, Sample, TimedReader, draw
 from ktconv.source import Checkpoint, Projection
-from ktconv.source.reading.matrices import MatrixReader, buffer_bytes
-from ktconv.source.reading.reader import BOUNCE_BYTES
+from ktconv.source.reading.matrices import MatrixReader
 from ktconv.system.arrays import F32
 from ktconv.targets.encoded.kept import is_kept
 from ktconv.targets.encoded.recipe import Method
@@ -105,11 +104,8 @@ class Measurement:
     def _measure(self, sample: Sample, reader: TimedReader) -> list[tuple[float, float]]:
         """Sums of squared errors and of squared weights, by method."""
         matrix, rows = sample.matrix, sample.rows
-        data = np.empty(buffer_bytes(matrix, len(rows)), np.uint8)
         source = MatrixReader(reader, matrix)
-        with source.open() as fd:
-            scales = source.load_scales()
-            source.read(fd, rows, data, np.empty(BOUNCE_BYTES, np.uint8))
+        data, scales = source.read_alone(rows)
         view = source.view(rows, scales, data, 0, matrix.cols)
         try:
             largest = native.largest(view)

@@ -19,8 +19,6 @@ from ktconv.runtime.layers.native_load import layer_of, norm_of
 from ktconv.runtime.layers.online import pack_online
 from ktconv.runtime.layers.slots import Slots
 from ktconv.source import Checkpoint, ExpertMatrix, Projection
-from ktconv.source.reading.buffers import Buffers
-from ktconv.source.reading.decoded import source_buffer
 from ktconv.source.reading.matrices import MatrixReader
 from ktconv.source.reading.reader import SourceReader
 from ktconv.system.arrays import F32
@@ -89,11 +87,7 @@ class _Decoded:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> F32:
         values = np.empty(self.shape, np.float32)
-        buffers = Buffers(source_buffer(self.matrix))
         source = MatrixReader(self.reader, self.matrix)
-        for chunk, rows in source.decoded(buffers.source, buffers.bounce):
-            if not np.isfinite(rows).all():
-                row, col = (int(i) for i in np.argwhere(~np.isfinite(rows))[0])
-                raise source.not_finite(chunk.start + row, col)
-            values[chunk.start : chunk.stop] = rows
+        for chunk, rows in source.decoded():
+            values[chunk.start : chunk.stop] = source.finite(rows, chunk.start)
         return values

@@ -39,14 +39,6 @@ class Number:
         return -(-rows // self.rows) * self.words
 
 
-def _bf16(bits: NDArray[np.uint32]) -> Any:
-    return (bits << 16).view("f4")
-
-
-def _f16(bits: NDArray[np.uint32]) -> Any:
-    return bits.astype("u2").view("f2").astype("f4")
-
-
 def _e8m0(bits: NDArray[np.uint32]) -> Any:
     """Code s is 2^(s-127): float32 with exponent field s and no mantissa. Code 0 is a float32
     subnormal with one mantissa bit, code 255 is NaN."""
@@ -85,8 +77,8 @@ def _rows_in_words(bits: int, order: Sequence[int] = (), add: int = 0) -> Number
 
 NUMBERS = {
     "F32": Number(4, lambda bits: bits.view("f4"), beyond=0x7F800000),
-    "BF16": Number(2, _bf16, beyond=0x7F80),
-    "F16": Number(2, _f16, beyond=0x7C00),
+    "BF16": Number(2, lambda bits: (bits << 16).view("f4"), beyond=0x7F80),
+    "F16": Number(2, lambda bits: bits.astype("u2").view("f2").astype("f4"), beyond=0x7C00),
     "E4M3": Number(1, _e4m3, beyond=0x7F),
     "E8M0": Number(1, _e8m0, beyond=0xFF),
     "I8": Number(1, lambda bits: bits.astype("i1").astype("f4")),

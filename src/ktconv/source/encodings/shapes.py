@@ -38,7 +38,7 @@ def grid_with_blocks(
         return None
     row_stride, col_stride = (1, rows) if view.transposed else (cols, 1)
     row, col = (view.col, view.row) if view.transposed else (view.row, view.col)
-    start = view.expert * rows * cols if _of_each_expert(tensor, view) else 0
+    start = view.expert * rows * cols if view.experts is not None and _elements(tensor) > 1 else 0
     block_rows, block_cols = block
     if view.step > 1:
         if block_rows == 1 and unit.rows == 1:
@@ -133,10 +133,6 @@ def _has_shape(tensor: TensorRef, view: StoredView, grid: tuple[int, int]) -> bo
     if view.experts is not None and own:
         return shape == [*([view.experts] if view.experts != 1 else []), *own]
     return shape == own or (view.experts is not None and shape == [view.experts])
-
-
-def _of_each_expert(tensor: TensorRef, view: StoredView) -> bool:
-    return view.experts is not None and _elements(tensor) > 1
 
 
 def _elements(tensor: TensorRef) -> int:

@@ -32,9 +32,7 @@ def decoded_rows(
     """
     source = MatrixReader(reader, matrix, round_to_bf16=not half)
     for chunk, values in source.decoded(buffers.source, buffers.bounce):
-        if not np.isfinite(values).all():
-            row, col = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
-            raise source.not_finite(chunk.start + row, col)
+        source.finite(values, chunk.start)
         yield chunk.start, _half(values) if half else _bf16(values)
         advance(matrix.nbytes(chunk.stop - chunk.start))
 

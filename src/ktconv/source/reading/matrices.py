@@ -26,7 +26,6 @@ from ktconv.source.encodings.grids import (
     scale_span,
     scan_block_scale,
 )
-from ktconv.source.reading.grid_blocks import decode_blocks, require_package
 from ktconv.source.reading.reader import BOUNCE_BYTES, Runs, SourceReader, Span
 from ktconv.source.types import DeclaredShape, OuterScale
 from ktconv.system.arrays import F32, I8, I32, U8
@@ -84,11 +83,8 @@ def chunk_rows(matrix: ExpertMatrix) -> int:
 
 def buffer_bytes(matrix: ExpertMatrix, rows: int) -> int:
     """Bytes of `rows` as `MatrixReader.read` leaves them: as in the source, but float32 where
-    the package gguf decodes them. UsageError if it is needed and not installed."""
-    if not matrix.element.by_package:
-        return matrix.nbytes(rows)
-    require_package(matrix.element.name)
-    return rows * matrix.cols * 4
+    the package gguf decodes them."""
+    return rows * matrix.cols * 4 if matrix.element.by_package else matrix.nbytes(rows)
 
 
 def experts_bytes(layer: MoELayer, experts: Sequence[int] | None = None) -> int:
@@ -267,6 +263,13 @@ class MatrixReader:
             self.reader.read(fd, tensor, memoryview(data), offset)
         return data
 
+    def finite(self, values: F32, first: int) -> F32:
+        """`values`, whose rows begin with `first`. CheckpointError for a NaN or an infinity."""
+        if not np.isfinite(values).all():
+            row, col = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
+            raise self.not_finite(first + row, col)
+        return values
+
     def not_finite(self, row: int, col: int) -> CheckpointError:
         """Error for the value at (row, col), a NaN or an infinity, with the reason."""
         tensor, matrix = self.matrix.tensor, self.matrix
@@ -335,6 +338,14 @@ class MatrixReader:
             return count
         return self._read_stored(fd, chunk, target.data[: matrix.nbytes(len(chunk))], bounce)
 
+    def read_alone(self, rows: range) -> tuple[U8, Scales | None]:
+        """Some rows as `read` leaves them, in a buffer of their own, and the scales."""
+        data = np.empty(buffer_bytes(self.matrix, len(rows)), np.uint8)
+        with self.open() as fd:
+            scales = self.load_scales()
+            self.read(fd, rows, data, np.empty(BOUNCE_BYTES, np.uint8))
+        return data, scales
+
     @contextmanager
     def loaded(self, fd: Opened, chunk: range, target: U8, bounce: U8) -> Iterator[U8]:
         """The rows of `chunk` as `read` leaves them, inside the block: mapped where they lie so in
@@ -387,8 +398,15 @@ class MatrixReader:
         self.reader.read_runs(fd, matrix.tensor, data, where, bounce.data)
         return len(data)
 
-    def decoded(self, buffer: U8, bounce: U8) -> Iterator[tuple[range, F32]]:
-        """All rows as float32, a chunk at a time; `buffer` is large enough for any of them."""
+    def decoded(
+        self, buffer: U8 | None = None, bounce: U8 | None = None
+    ) -> Iterator[tuple[range, F32]]:
+        """All rows as float32, a chunk at a time. `buffer` is large enough for any of them; without
+        it and `bounce` there are buffers for this matrix alone."""
+        if buffer is None or bounce is None:
+            rows = min(chunk_rows(self.matrix), self.matrix.rows)
+            buffer = np.empty(buffer_bytes(self.matrix, rows), np.uint8)
+            bounce = np.empty(BOUNCE_BYTES, np.uint8)
         for chunk, view in self.views(buffer, bounce):
             yield chunk, native.decode(view)
 
@@ -459,3 +477,13 @@ def _origin(scale: BlockGrid | None, row: int, col: int) -> tuple[int, int]:
     if scale is None:
         return 0, 0
     return scale.row_origin % scale.block_rows + row, scale.col_origin % scale.block_cols + col
+
+
+def decode_blocks(name: str, blocks: U8) -> F32:
+    """Rows of blocks [rows, bytes] of ggml's type `name` as float32 [rows, cols], by the package
+    gguf, which has the tables of types with tables."""
+    import gguf
+
+    with np.errstate(all="ignore"):  # what is not finite will be found
+        values: F32 = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name])
+    return np.ascontiguousarray(values, np.float32)

@@ -215,11 +215,7 @@ class _Loaded:
         with source.open() as fd:
             source.read(fd, rows, self._buffer, np.empty(BOUNCE_BYTES, np.uint8))
         view = source.view(rows, self._scales, self._buffer, 0, matrix.cols)
-        values: F32 = native.decode(view)
-        if not np.isfinite(values).all():
-            row, col = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
-            raise source.not_finite(rows.start + row, col)
-        return values
+        return source.finite(native.decode(view), rows.start)
 
 
 def exact(a: F32, b: F32, scale: float) -> tuple[F64, F64, float]:

@@ -10,8 +10,8 @@ from ktconv.errors import CheckpointError
 from ktconv.formats.decode import bf16_to_f32
 from ktconv.source import Checkpoint, ExpertMatrix, MoELayer, TensorRef
 from ktconv.source.others import OtherWeights
-from ktconv.source.reading.matrices import MatrixReader, buffer_bytes, chunk_rows
-from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
+from ktconv.source.reading.matrices import MatrixReader
+from ktconv.source.reading.reader import SourceReader
 from ktconv.source.reading.streamed import Piece, Streamed, Streams
 from ktconv.system.arrays import F32, Array
 
@@ -84,8 +84,5 @@ class SourceTensors:
 
     def _pieces(self, matrix: ExpertMatrix) -> Iterator[Piece]:
         source = MatrixReader(self._reader, matrix)
-        rows = min(chunk_rows(matrix), matrix.rows)
-        buffer = np.empty(buffer_bytes(matrix, rows), np.uint8)
-        bounce = np.empty(BOUNCE_BYTES, np.uint8)
-        for chunk, values in source.decoded(buffer, bounce):
+        for chunk, values in source.decoded():
             yield Piece(slice(chunk.start, chunk.stop), slice(0, matrix.cols), values)

@@ -319,6 +319,12 @@ def _first(where: Bools) -> tuple[int, int]:
     return int(row), int(column)
 
 
+def sum_of_squares(values: F32) -> float:
+    """Sum in double precision: squares of weights near 1e-20 or 1e20 are no float32."""
+    wide = values.astype(np.float64).reshape(-1)
+    return float(np.vdot(wide, wide))
+
+
 def _denormal(values: F32) -> Bools:
     tiny: Bools = (values != 0) & (np.abs(values) < np.finfo(np.float32).tiny)
     return tiny

@@ -21,7 +21,7 @@ from ktconv.system.arrays import F32, U8, Bools
 from ktconv.targets.encoded.kept import is_kept
 from ktconv.targets.encoded.scheme import Scheme
 from ktconv.targets.encoded.target import weight_dtype
-from ktconv.targets.packed.matrix_check import ErrorStats, Violation
+from ktconv.targets.packed.matrix_check import ErrorStats, Violation, sum_of_squares
 from ktconv.verify.encoded import nearest
 from ktconv.verify.encoded.module_check import ModuleCheck
 from ktconv.verify.encoded.quantization import Group
@@ -290,11 +290,6 @@ def _largest(scheme: Scheme, weights: F32) -> F32:
 
 
 def _sums(weights: F32, values: F32) -> ErrorStats:
-    def squares(array: F32) -> float:
-        wide = array.astype(np.float64)
-        return float(np.vdot(wide, wide))
-
+    of_source, of_error, of_values = map(sum_of_squares, (weights, weights - values, values))
     zeros = int(np.count_nonzero(values == 0))
-    return ErrorStats(
-        squares(weights), squares(weights - values), squares(values), 0.0, zeros, weights.size
-    )
+    return ErrorStats(of_source, of_error, of_values, 0.0, zeros, weights.size)

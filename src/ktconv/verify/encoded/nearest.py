@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ktconv.system.arrays import F32, U8, Array, Bools
-from ktconv.targets.packed.matrix_check import ErrorStats
+from ktconv.targets.packed.matrix_check import ErrorStats, sum_of_squares
 from ktconv.verify.second_reader.numbers import E4M3
 
 
@@ -89,14 +89,8 @@ def compare(kind: str, source: F32, data: U8, divisor: F32) -> Compared:
         value = np.where(negative, -magnitude, magnitude) * divisor
         error = source - value
     wrong = ~known | (place != wanted) | ((negative != np.signbit(source)) & (source != 0))
-    sums = ErrorStats(
-        _squares(source), _squares(error), _squares(value), 0.0,
-        int(np.count_nonzero(place == 0)), source.size,
-    )  # fmt: skip
+    of_source, of_error, of_value = map(sum_of_squares, (source, error, value))
+    zeros = int(np.count_nonzero(place == 0))
+    sums = ErrorStats(of_source, of_error, of_value, 0.0, zeros, source.size)
     nearest = np.where(np.signbit(source), -1, 1) * levels.values[wanted]
     return Compared(sums, wrong, nearest.astype(np.float32))
-
-
-def _squares(values: F32) -> float:
-    wide = values.astype(np.float64)
-    return float(np.vdot(wide, wide))

@@ -366,11 +366,7 @@ def _plan(checkpoint: Checkpoint, manifest: Manifest | None, scheme: Scheme | No
         selection = {index: chosen.of(index) for index in counts}
     elif options.get("exclude_experts"):
         excluded = set_of_record(options["exclude_experts"], MANIFEST)
-        remaining = left(excluded, {index: counts.get(index, 0) for index in excluded.layers})
-        selection = {
-            index: remaining[index] if index in remaining else tuple(range(count))
-            for index, count in counts.items()
-        }
+        selection = left(excluded, counts)
     known = scheme or Scheme("W4A16", CHANNEL)
     if known.row is not MIXED and CHANNEL in known.row.groups:
         # Any size will do, and this one fits; a search changes no name or shape.

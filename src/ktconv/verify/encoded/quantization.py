@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktconv.errors import CheckpointError
+from ktconv.system.text import first_few
 from ktconv.targets.encoded.names import LINEAR
 from ktconv.targets.encoded.sections import IGNORED_KEYS
 from ktconv.verify.side_content import QUANTIZATION_KEYS, differences, flat, shown
@@ -118,8 +119,7 @@ def _ignored_otherwise(key: str, here: Any, there: Sequence[str]) -> list[str]:
     more, fewer = sorted(set(here) - set(there)), sorted(set(there) - set(here))
     found = [f"{key} names {shown(name)}, which is not a non-expert module" for name in more]
     if fewer:
-        others = f" and {len(fewer) - 1} more" if fewer[1:] else ""
-        found.append(f"{key} does not name {fewer[0]}{others}")
+        found.append(f"{key} does not name {first_few(fewer, 1)}")
     return found
 
 

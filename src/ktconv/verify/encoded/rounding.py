@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from ktconv import native
 from ktconv.formats.decode import round_to_bf16
 from ktconv.system.arrays import F32, I8, Bools
-from ktconv.targets.packed.matrix_check import ErrorStats, Violation
+from ktconv.targets.packed.matrix_check import ErrorStats, Violation, sum_of_squares
 from ktconv.verify.encoded.quantization import Group
 from ktconv.verify.encoded.unpack import values
 
@@ -107,9 +107,8 @@ class RoundingCheck:
         value = values(level, scale)
         error = source - value
         zeros = int(level.size - np.count_nonzero(level))
-        self.sums.add(
-            ErrorStats(_squares(source), _squares(error), _squares(value), 0.0, zeros, level.size)
-        )
+        of_source, of_error, of_value = map(sum_of_squares, (source, error, value))
+        self.sums.add(ErrorStats(of_source, of_error, of_value, 0.0, zeros, level.size))
         steps = np.abs(error, out=error).reshape(*scale.shape, -1)
         steps /= scale[:, :, None]
         steps[~sound] = 0
@@ -117,7 +116,7 @@ class RoundingCheck:
         normal = scale >= SMALLEST_NORMAL[self.dtype]
         largest = float(steps.max(axis=2)[normal].max(initial=0))
         self.sums.max_steps = max(self.sums.max_steps, largest)
-        self.squared_steps += _squares(flat)
+        self.squared_steps += sum_of_squares(flat)
         if not np.isfinite(source).all():
             self._name_source(source, first)
         elif self.rules.elements:
@@ -233,9 +232,3 @@ class RoundingCheck:
         name = f"{self.module}.{self.scales if check == 'scale' else self.codes}"
         message = f"{name} ({self.where}) {words}"
         self.report(Violation(check, message, name, row, column, **values))
-
-
-def _squares(values: F32) -> float:
-    """Sum of squares in double precision: those of weights near 1e-20 or 1e20 are no float32."""
-    wide = values.astype(np.float64).reshape(-1)
-    return float(np.vdot(wide, wide))

@@ -11,6 +11,7 @@ from ktconv.source import ExpertMatrix, TensorRef
 from ktconv.source.config import CONFIG_NAME
 from ktconv.source.encodings.base import BIAS
 from ktconv.source.settings import ModelSettings
+from ktconv.system.text import first_few
 from ktconv.targets.encoded.config import quantization_section
 from ktconv.targets.encoded.ignored import names_in_transformers
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
@@ -293,10 +294,9 @@ class EncodedStructureCheck(StructureCheck):
             elif linear:
                 unnamed.append(module)
         if unnamed and self._output.why_not is None:
-            more = f" and {len(unnamed) - 1} more" if len(unnamed) > 1 else ""
             self._wrong_config(
-                f"{CONFIG_NAME} neither quantizes nor ignores {unnamed[0]}{more}: SGLang, and vLLM "
-                "before 0.24, refuse to load such a checkpoint."
+                f"{CONFIG_NAME} neither quantizes nor ignores {first_few(unnamed, 1)}: SGLang, and "
+                "vLLM before 0.24, refuse to load such a checkpoint."
             )
 
 

@@ -126,7 +126,7 @@ class PackedVerifier(OutputVerifier):
             f"its source {there[0]} of {there[1]} and {there[2]}."
         )
         if there == here:
-            words = [_gates(one.gated) for one in (geometry, source)]
+            words = ["with gates" if one.gated else "without gates" for one in (geometry, source)]
             message = f"layer {layer} has experts {words[0]}, its source {words[1]}."
         self.findings.fail("structure", "dimensions", message, layer=layer)
         return None
@@ -138,7 +138,3 @@ class PackedVerifier(OutputVerifier):
         if options.calibrate is None:
             bound = FORMATS[options.method].error_steps(options.scale)
         return totals.as_dict(bound, counts) | self._proofs.as_dict()
-
-
-def _gates(gated: bool) -> str:
-    return "with gates" if gated else "without gates"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from ktconv.source import TensorRef
 from ktconv.system.arrays import F32, I64, Array
 from ktconv.verify.second_reader import numbers
-from ktconv.verify.second_reader.ggml import TYPES
+from ktconv.verify.second_reader.ggml import TYPES, block_numbers, block_size
 from ktconv.verify.second_reader.numbers import ITEMS
 
 Read = Callable[[TensorRef, int, int], bytes]  # so many bytes from an offset on of a tensor
@@ -212,8 +213,8 @@ def _plain(source: Source) -> Weight | None:
     dtype = source.parts["weight"].dtype
     units = Units(lambda items: numbers.floats(items, dtype))
     if dtype in TYPES:
-        nbytes, count, decode = TYPES[dtype]
-        units = Units(decode, ins=count, items=nbytes)
+        count, nbytes = block_size(dtype)
+        units = Units(partial(block_numbers, dtype), ins=count, items=nbytes)
     if "scale" not in source.parts:
         return Weight(source, "weight", units)
     place, factor = source.place, source.items("scale").astype(np.float32)

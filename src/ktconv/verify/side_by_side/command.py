@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.source.model_source import ModelSource
-from ktconv.system.text import Notify, printable
+from ktconv.system.text import Notify, printable, table_lines
 from ktconv.system.units import counted, format_size
 from ktconv.verify.command import in_json, report_file
 from ktconv.verify.findings import Progression
@@ -54,7 +54,7 @@ def lines_of(facts: Facts) -> Iterator[str]:
     head = ["", "method", "size", "bits", "weights", "outputs", "KL", "perplexity", "top-1"]
     head += [f"tok/s at {n}" for n in tokens]
     table = [head, *(_cells(row, tokens) for row in rows)]
-    yield from _aligned(table)
+    yield from table_lines(table, left=range(2))
     for row in rows:
         if row["not_measured"] and tokens:
             yield f"{_name(row)}: speed not measured: {row['not_measured']}"
@@ -82,17 +82,6 @@ def _cells(row: Facts, tokens: Sequence[str]) -> list[str]:
         cells.append(form.format(value) if isinstance(value, (int, float)) else _NOTHING)
     rates = row["tokens_per_s"]
     return cells + [f"{rates[n]:.1f}" if n in rates else _NOTHING for n in tokens]
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The first two columns to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (
-            f"{cell:<{width}}" if number < 2 else f"{cell:>{width}}"
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join(cells).rstrip()
 
 
 # ---- the picture of --plot -------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ktconv.system.arrays import I64
+from ktconv.system.text import first_few
 
 # Experts with fewer than this fraction of an equal share of tokens are listed.
 SELDOM = 0.1
@@ -97,14 +98,9 @@ def coverage_lines(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
     for index, layer in found:
         if layer.seldom:
             lines.append(
-                f"layer {index}: {_listed(layer.seldom)} got fewer than {layer.threshold:.0f} "
-                "routed tokens"
+                f"layer {index}: {first_few(layer.seldom, 12)} got fewer than "
+                f"{layer.threshold:.0f} routed tokens"
             )
         if layer.fell_back:
-            lines.append(f"layer {index}: {_listed(layer.fell_back)} rounded to nearest")
+            lines.append(f"layer {index}: {first_few(layer.fell_back, 12)} rounded to nearest")
     return lines
-
-
-def _listed(items: Sequence[object], shown: int = 12) -> str:
-    words = ", ".join(map(str, items[:shown]))
-    return words + (f" and {len(items) - shown} more" if len(items) > shown else "")

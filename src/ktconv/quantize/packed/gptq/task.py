@@ -120,10 +120,7 @@ class CalibratedMatrix(QuantizeTask):
         source = self._source()
         weights = np.empty((self.matrix.rows, self.matrix.cols), np.float32)
         for chunk, values in source.decoded(buffers.source, buffers.bounce):
-            if not np.isfinite(values).all():
-                row, col = (int(at) for at in np.argwhere(~np.isfinite(values))[0])
-                raise source.not_finite(chunk.start + row, col)
-            weights[chunk.start : chunk.stop] = values
+            weights[chunk.start : chunk.stop] = source.finite(values, chunk.start)
         return weights
 
     def _searched(self, weights: F32) -> F32:
@@ -154,7 +151,7 @@ class CalibratedMatrix(QuantizeTask):
         first = owned.row_start + part.rows_done
         rows = slice(first, first + view.rows)
         codes = layout.plain_codes(self.codes[rows, owned.col_start : owned.col_stop])
-        own = self._own_scales(part)[rows].reshape(layout.scale_shape(*_shape(view)))
+        own = self._own_scales(part)[rows].reshape(layout.scale_shape(view.rows, view.cols))
         scale[:] = native.pack_weight(layout, view.rows, view.cols, codes, own, packed)
         return native.audit(layout, view, view.rows, 0, packed, scale, part.choice)
 
@@ -176,10 +173,6 @@ class CalibratedMatrix(QuantizeTask):
         if self.codes is not None:
             facts[ROW_ERROR_BOUND] = bound_of(relative_errors(part.check.squares))
         return facts | super()._facts(part)
-
-
-def _shape(view: native.Matrix) -> tuple[int, int]:
-    return view.rows, view.cols
 
 
 def bound_of(errors: F64) -> float:

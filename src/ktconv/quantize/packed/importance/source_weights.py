@@ -22,18 +22,19 @@ from typing import Any
 
 import numpy as np
 
+from ktconv import native
 from ktconv.conversion.tasks import Advance
 from ktconv.errors import CheckpointError
 from ktconv.quantize.packed.folding import FoldTask
 from ktconv.quantize.packed.importance.channel_weights import normalised
-from ktconv.quantize.packed.importance.row_squares import row_squares, squares_memory
 from ktconv.quantize.packed.task import QuantizeTask
-from ktconv.source import Checkpoint, MoELayer, Projection
+from ktconv.source import Checkpoint, ExpertMatrix, MoELayer, Projection
 from ktconv.source.reading.buffers import Buffers
+from ktconv.source.reading.matrices import ROWS_STEP, MatrixReader, Scales, buffer_bytes, chunk_rows
 from ktconv.source.reading.norms import find_norm, norm_scale
-from ktconv.source.reading.reader import SourceReader, Span
+from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader, Span
 from ktconv.source.reading.tensors import SourceTensors
-from ktconv.system.arrays import F32, F64, I64
+from ktconv.system.arrays import F32, F64, I64, U8, Array
 from ktconv.system.units import listed
 from ktconv.targets.packed.target import BY_WEIGHTS
 from ktconv.writer.staging import Staging
@@ -65,7 +66,10 @@ class SourceWeights:
         self._reader = SourceReader(checkpoint.files, checkpoint.sources)
         self._norms = _norms(checkpoint, layers)
         self.notes = _notes([layer.index for layer in layers if layer.index not in self._norms])
-        self._gate_up = {index: normalised(_squared(norm)) for index, norm in self._norms.items()}
+        self._gate_up = {
+            index: normalised(np.square(norm, dtype=np.float64))
+            for index, norm in self._norms.items()
+        }
         self._down = lru_cache(_KEPT)(self._compute_down)
         self._places = threading.BoundedSemaphore(_TOGETHER)
 
@@ -122,11 +126,6 @@ def _norms(checkpoint: Checkpoint, layers: Sequence[MoELayer]) -> dict[int, F32]
     return found
 
 
-def _squared(norm: F32) -> F64:
-    wide = norm.astype(np.float64)
-    return wide * wide
-
-
 def _notes(without: list[int]) -> list[str]:
     if not without:
         return []
@@ -159,3 +158,81 @@ class WeighedTask:
     def _weighed(self, down: QuantizeTask) -> QuantizeTask:
         found = self.weights.of(down.layer.index, down.expert, "down")
         return replace(down, importance=found)
+
+
+# ---- squares of rows -----------------------------------------------------------------------
+
+
+_LANES = 512  # columns that are added up apart; whole units of every encoding
+_SMALLEST, _LARGEST = 2.0**-60, 2.0**60  # of sums in binary32; others are added up in binary64
+
+
+def row_squares(reader: SourceReader, matrix: ExpertMatrix, factors: F32) -> F64:
+    """Sums over c of (w[i, c] factors[c])^2, [rows]; `factors`: [cols]. CheckpointError for a NaN
+    or an infinity.
+
+    A sum is that of every 512th column from the first on, and then of the two halves of these 512
+    sums, of their halves, and so on. Each of those additions is of whole arrays: NumPy has no order
+    of its own to choose.
+    """
+    source = MatrixReader(reader, matrix)
+    data = np.empty(buffer_bytes(matrix, _rows(matrix)), np.uint8)
+    bounce = np.empty(BOUNCE_BYTES, np.uint8)
+    sums = np.empty(matrix.rows, np.float64)
+    with source.open() as fd:
+        scales = source.load_scales()
+        for start in range(0, matrix.rows, _rows(matrix)):
+            chunk = range(start, min(start + _rows(matrix), matrix.rows))
+            source.read(fd, chunk, data, bounce)
+            sums[chunk.start : chunk.stop] = _of_chunk(source, scales, chunk, data, factors)
+    return sums
+
+
+def squares_memory(matrix: ExpertMatrix) -> int:
+    """Bytes that `row_squares` needs."""
+    rows = _rows(matrix)
+    return buffer_bytes(matrix, rows) + BOUNCE_BYTES + 8 * 4 * rows * _LANES + 16 * matrix.rows
+
+
+def _rows(matrix: ExpertMatrix) -> int:
+    """Rows of a chunk: few, so that lanes stay in the cache, but for a matrix that is gathered from
+    many short runs."""
+    return min(ROWS_STEP if matrix.col_stride == 1 else chunk_rows(matrix), matrix.rows)
+
+
+def _of_chunk(
+    source: MatrixReader, scales: Scales | None, chunk: range, data: U8, factors: F32
+) -> F64:
+    """[rows of the chunk]"""
+    with np.errstate(over="ignore", under="ignore"):
+        sums = _added(source, scales, chunk, data, factors)
+        if ((sums >= _SMALLEST) & (sums <= _LARGEST)).all():
+            return sums.astype(np.float64)
+    sums = _added(source, scales, chunk, data, factors.astype(np.float64))
+    if not np.isfinite(sums).all():
+        _refuse(source, scales, chunk, data)
+    return sums.astype(np.float64)
+
+
+def _added(
+    source: MatrixReader, scales: Scales | None, chunk: range, data: U8, factors: Array
+) -> Array:
+    """Sums in the precision of `factors`."""
+    lanes = np.zeros((len(chunk), _LANES), factors.dtype)
+    for first in range(0, len(factors), _LANES):
+        cols = min(_LANES, len(factors) - first)
+        view = source.view(chunk, scales, data, first, cols)
+        terms: Array = native.decode(view).astype(factors.dtype, copy=False)
+        terms *= factors[first : first + cols]
+        terms *= terms
+        lanes[:, :cols] += terms
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0]
+
+
+def _refuse(source: MatrixReader, scales: Scales | None, chunk: range, data: U8) -> None:
+    """CheckpointError for the first value that is not finite."""
+    view = source.view(chunk, scales, data, 0, source.matrix.cols)
+    source.finite(native.decode(view), chunk.start)

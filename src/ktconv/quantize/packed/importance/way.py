@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ktconv.conversion.pipeline import Task
 from ktconv.errors import UsageError
+from ktconv.quantize.packed.coverage import Row, facts_of, table
+from ktconv.quantize.packed.importance.channel_weights import SHRINKAGE
 from ktconv.quantize.packed.importance.load import ExpertWeights, LayerWeights, open_weights
 from ktconv.quantize.packed.importance.source_weights import NormWeights, SourceWeights, WeighedTask
 from ktconv.quantize.packed.ways import (
@@ -18,6 +20,8 @@ from ktconv.quantize.packed.ways import (
     Expert,
     Way,
 )
+from ktconv.system.arrays import I64
+from ktconv.system.units import counted
 from ktconv.targets.packed.target import BY_WEIGHTS, Options, Plan
 
 
@@ -87,8 +91,6 @@ class Importance(Way):
         return list(self.found.notes)
 
     def about(self) -> tuple[dict[str, Any], list[str]]:
-        from ktconv.quantize.packed.importance.coverage import coverage_facts, coverage_lines
-
         record, found = self.found.record.as_dict(), self.found.coverage
         if not found:  # without a text
             return {"importance": record}, []
@@ -106,3 +108,34 @@ class Importance(Way):
             return tasks
         last: Any = tasks[-1]
         return [*tasks[:-1], WeighedTask(last, self.found)]
+
+
+# ---- tokens of the experts, as a table -----------------------------------------------------
+
+
+_WITHOUT = "experts_without_tokens"  # their weights are those of the layer
+_SELDOM = "experts_mostly_of_layer"  # so few tokens that the layer counts more than they do
+
+
+def coverage_facts(layers: Mapping[int, I64]) -> dict[str, Any]:
+    """Facts for JSON, of tokens [E] by layer: totals and every layer."""
+    few = {
+        _WITHOUT: lambda counts: int((counts == 0).sum()),
+        _SELDOM: lambda counts: int(((counts > 0) & (counts < SHRINKAGE)).sum()),
+    }
+    return facts_of(layers, few)
+
+
+def coverage_lines(layers: Mapping[int, I64]) -> list[str]:
+    """Lines for people: the layers whose experts saw least, and the totals."""
+    facts = coverage_facts(layers)
+    heads = {_WITHOUT: "none", _SELDOM: f"below {SHRINKAGE}"}
+    return [
+        *table("tokens of each expert in the file of importance", facts["layers"], heads, _order),
+        f"of {counted(facts['experts'], 'expert')} {facts[_WITHOUT]} got no token and "
+        f"{facts[_SELDOM]} fewer than {SHRINKAGE}: their weights are mostly those of their layer",
+    ]
+
+
+def _order(row: Row) -> tuple[int, int, int]:
+    return -row[_WITHOUT], -row[_WITHOUT] - row[_SELDOM], row["tokens_median"]
