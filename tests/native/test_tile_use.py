@@ -65,7 +65,17 @@ def forward(
         bf16 = VALUE_DTYPES["bf16"]
         at, chosen, by = (array.ctypes.data for array in (rows, ids, weights))
         trained = Call(
-            *ids.shape, at, chosen, by, 0, 0, y.ctypes.data, id_size=8, x_dtype=bf16, y_dtype=bf16
+            len(ids),
+            ids.shape[1],
+            at,
+            chosen,
+            by,
+            0,
+            0,
+            y.ctypes.data,
+            id_size=8,
+            x_dtype=bf16,
+            y_dtype=bf16,
         )
         emulator.reset()
         with emulator.stepping(gap):
