@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -121,17 +122,33 @@ def test_a_command_without_a_program_is_refused(given: list[str], message: str) 
     assert caught.value.hint == USAGE
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kt_kernel/__init__.py", "kt_kernel.py", "kt_kernel_ext.py",
+        f"kt_kernel_ext{EXTENSION_SUFFIXES[0]}",  # as a build in the sources of kt_kernel leaves it
+    ],
+)  # fmt: skip
 def test_another_kt_kernel_in_the_way_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    (tmp_path / "kt_kernel").mkdir()
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
     done = launched("-c", "import kt_kernel", directory=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"Error: {tmp_path / 'kt_kernel'} would be imported instead")
-    with pytest.raises(UsageError, match="would be imported instead"):
-        command([str(tmp_path / "program.py")])
+    assert done.stderr.startswith(f"Error: {tmp_path / name} would be imported instead")
+    for program in (tmp_path, tmp_path / "program.py"):
+        with pytest.raises(UsageError, match="would be imported instead"):
+            command([str(program)])
     monkeypatch.chdir("/")
     assert command(["-m", "program"])[-2:] == ["-m", "program"]
+
+
+def test_a_directory_without_modules_is_not_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "kt_kernel").mkdir()
+    code = "import kt_kernel; print(kt_kernel.KTMoEWrapper.__module__)"
+    done = launched("-c", code, directory=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "ktconv.compat.kt.wrapper\n"), done.stderr
 
 
 def test_install_works_here_and_for_children(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -158,7 +158,7 @@ def test_the_record_of_a_conversion(model: Path) -> None:
     }  # fmt: skip
     assert geometry["layers"]["7"] == seventh
     assert geometry["layers"]["2"]["expert_ids"] == "0,2-3"
-    named: Any = SimpleNamespace(mapped=None, tower="vision")
+    named: Any = SimpleNamespace(mapped=None, tower="vision", pruning=None)
     assert chosen_record(named) == {"tower": "vision"}
 
 

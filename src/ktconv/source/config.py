@@ -98,6 +98,7 @@ class ModelConfig:
     dense_layers: DenseLayers | None  # None: no known key says which layers are dense
     quant_method: str | None
     fp8_format: str | None  # quantization_config.fmt
+    power_scales: bool  # scales are powers of two, in whatever dtype (scale_fmt: ue8m0)
     block_size: tuple[int, int] | None  # quantization_config.weight_block_size: rows, columns
     packing: str  # quantization_config's name of how integers are packed, in lower case
     packed_bits: int | None  # num_bits of compressed-tensors' groups, if all have the same
@@ -246,6 +247,7 @@ def interpret_config(
         dense_layers=_dense_layers(text, num_layers, num_mtp),
         quant_method=quantization.get("quant_method"),
         fp8_format=quantization.get("fmt"),
+        power_scales=quantization.get("scale_fmt") == "ue8m0",
         block_size=_block_size(quantization),
         packing=_packing(quantization),
         packed_bits=_packed_bits(quantization),

@@ -229,6 +229,7 @@ class EncodedSumsCheck:
     weight: Adapted
     scales: NDArray[np.float64]  # of all blocks
     scale_bytes: int  # of one of them
+    powers: bool  # they must be powers of two
 
     def run(self, stored: Callable[[range], U8], step: int) -> None:
         """Compare scales, then codes; `stored`: codes of some rows. Reports one difference."""
@@ -256,11 +257,12 @@ class EncodedSumsCheck:
         two by the factor 2."""
         with np.errstate(divide="ignore"):
             power = np.log2(scales) == np.rint(np.log2(scales))
-        wide = {4: 2.0**-20, 2: 2.0**-7, 1: 1.0}[self.scale_bytes]
+        wide = 1.0 if self.powers else {4: 2.0**-20, 2: 2.0**-7}[self.scale_bytes]
         most = np.maximum(high, 1e-30) / 448 * (1 + wide) + (2.0**-24 if wide == 2.0**-7 else 0)
         least = np.maximum(low, 1e-30) / 448 * (1 - 2.0**-20)
         if wide == 1.0:
-            most, least = np.maximum(most, 2.0**-126), np.where(power, least, np.inf)
+            smallest = 2.0**-24 if self.scale_bytes == 2 else 2.0**-126
+            most, least = np.maximum(most, smallest), np.where(power, least, np.inf)
         differs = np.argwhere(~((scales >= least) & (scales <= most)))
         if len(differs):
             row, col = differs[0]
@@ -297,7 +299,9 @@ def encoded_sums_check(
     with _unknown_reported(findings, {}):
         weight, scale = second.module(tensor.name, *tensor.shape), second.scale_of(tensor.name)
         assert isinstance(weight, Adapted) and scale is not None
-        return EncodedSumsCheck(findings, tensor, weight, *second.new_scales(scale))
+        scales, size = second.new_scales(scale)
+        powers = size == 1 or second.scales_are_powers
+        return EncodedSumsCheck(findings, tensor, weight, scales, size, powers)
     return None
 
 

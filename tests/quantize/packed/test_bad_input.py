@@ -38,8 +38,10 @@ from helpers.families import (
     write_checkpoint,
     write_safetensors,
 )
+from typer.testing import CliRunner
 
 from ktconv import native
+from ktconv.cli.app import app
 from ktconv.conversion.pipeline import Observer
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.quantize.packed.run import Request, quantize_cpu
@@ -637,6 +639,26 @@ def test_source_that_is_cut_while_it_is_mapped(
     monkeypatch.setattr(native, "map_file", map_file)
     refused(run(wide, output, "--threads=1"), 2, "changed while it was read")
     assert any(one is not None and one.lost for one in maps) and not output.exists()
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4", "bf16"])
+@pytest.mark.parametrize("left", [0, 300_000])
+def test_source_that_is_cut_while_it_is_encoded(
+    wide: Path, output: Path, monkeypatch: pytest.MonkeyPatch, method: str, left: int
+) -> None:
+    """Between rounding and comparing: not what was written is wrong."""
+    own = native.encode
+
+    def cut(*arguments: Any) -> Any:
+        found = own(*arguments)
+        for shard in wide.glob("*.safetensors"):
+            os.truncate(shard, left)
+        return found
+
+    monkeypatch.setattr(native, "encode", cut)
+    words = ["quantize-cpu", str(wide), str(output), "--threads=1", f"--method={method}"]
+    refused(CliRunner().invoke(app, words), 2, "changed while it was read")
+    assert not output.exists()
 
 
 def test_source_that_cannot_be_read_any_more_where_it_is_mapped(

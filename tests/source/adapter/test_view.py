@@ -24,6 +24,7 @@ from safetensors.numpy import load_file, save_file
 
 import ktconv as library
 from ktconv.errors import CheckpointError, OutputError
+from ktconv.formats.decode import E4M3FN_VALUES, bf16_to_f32
 from ktconv.quantize.packed import Request, quantize_cpu
 from ktconv.source import ModelSource, open_checkpoint, source_identity
 from ktconv.source.others import OtherWeights
@@ -187,6 +188,31 @@ def test_fp8_beside_the_experts_is_encoded_again(kind: str, tmp_path: Path) -> N
     library.quantize_cpu(model, tmp_path / "out", adapter=adapter)
     report = library.verify(tmp_path / "out", source=model, adapter=adapter, level="weights")
     assert report["passed"], report["failures"]
+
+
+@pytest.mark.parametrize("kind", ["fp8 block", "fp8 block, Qwen", "fp8 group"])
+def test_scales_that_config_says_are_powers_of_two_stay_so(kind: str, tmp_path: Path) -> None:
+    """Kernels read the exponents alone of such scales (scale_fmt ue8m0), in whatever dtype."""
+    model, adapter, _, _ = encoded_query(kind, tmp_path)
+    said = read_json(model / "config.json")
+    said.setdefault("quantization_config", {"quant_method": "fp8"})["scale_fmt"] = "ue8m0"
+    (model / "config.json").write_text(json.dumps(said))
+    library.quantize_cpu(model, tmp_path / "out", adapter=adapter)
+    report = library.verify(tmp_path / "out", source=model, adapter=adapter, level="weights")
+    assert report["passed"], report["failures"]
+    stored = read_model(tmp_path / "out")
+    weight = QUERY.replace("model.layers", "blk") + ".weight"
+    (scale,) = (name for name in stored if name.startswith(f"{weight}_"))
+    codes, scales = stored[weight], stored[scale]
+    kinds = {"F32": lambda data: np.frombuffer(data, "<f4"),
+             "F16": lambda data: np.frombuffer(data, "<f2").astype(np.float32),
+             "BF16": lambda data: bf16_to_f32(np.frombuffer(data, "<u2"))}  # fmt: skip
+    assert (np.frexp(kinds[scales.dtype](scales.data))[0] == 0.5).all()
+    sizes = np.abs(E4M3FN_VALUES[np.frombuffer(codes.data, np.uint8)]).reshape(codes.shape)
+    blocks = zip(codes.shape, scales.shape, strict=True)
+    at = [np.arange(0, size, size // count) for size, count in blocks]
+    largest = np.maximum.reduceat(np.maximum.reduceat(sizes, at[0], axis=0), at[1], axis=1)
+    assert ((largest >= 224) & (largest <= 448)).all()  # no scale could be half as large
 
 
 @pytest.mark.parametrize("what", ["codes", "scales"])

@@ -12,9 +12,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
-from ktconv.compat.kt.alias import prepare
+from ktconv.compat.kt.alias import NAMES, prepare
 from ktconv.errors import KtconvError, UsageError
 
 USAGE = "usage: python -m ktconv.compat.kt (-m MODULE | -c CODE | SCRIPT) [ARGUMENT ...]"
@@ -31,18 +32,25 @@ def command(arguments: list[str]) -> list[str]:
             "Python ignores its environment (-E or -I), through which the program gets kt_kernel",
             "leave the option out",
         )
-    script = arguments[0] not in ("-m", "-c")
-    first = Path(arguments[0]).resolve().parent if script else Path.cwd()
     safe = getattr(sys.flags, "safe_path", False)  # Python 3.11
-    for name in () if safe else ("kt_kernel", "kt_kernel.py"):
-        if (first / name).exists():
+    for name in () if safe else NAMES:
+        found = PathFinder.find_spec(name, [str(_first_on_path(arguments[0]))])
+        if found is not None and found.origin is not None:  # else a directory without modules
             raise UsageError(
-                f"{first / name} would be imported instead of ktconv",
+                f"{found.origin} would be imported instead of ktconv",
                 "run the program from another directory, or with python -P",
             )
     # What multiprocessing, too, starts interpreters with.
     options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *options, *arguments]
+
+
+def _first_on_path(program: str) -> Path:
+    """The directory where Python looks for modules first."""
+    if program in ("-m", "-c"):
+        return Path.cwd()
+    found = Path(program).resolve()
+    return found if found.is_dir() else found.parent
 
 
 def main(arguments: list[str]) -> int:

@@ -4,7 +4,7 @@ or its codes copied, where the source has them already."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,10 +20,17 @@ from ktconv.quantize.encoded.passing import awq_codes, kept_codes, kept_scales
 from ktconv.quantize.encoded.stored import second_scale, tensor_scale
 from ktconv.source import ExpertMatrix, Projection
 from ktconv.source.reading.buffers import Buffers, BufferSizes
-from ktconv.source.reading.matrices import MatrixReader, buffer_bytes, chunk_rows, chunks
+from ktconv.source.reading.matrices import (
+    MatrixReader,
+    Scales,
+    buffer_bytes,
+    chunk_rows,
+    chunks,
+)
 from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.system.arrays import U8, Array
 from ktconv.system.checksums import Checksum
+from ktconv.system.opened import Opened
 from ktconv.targets.encoded.kept import is_kept
 from ktconv.targets.encoded.layouts.base import Sizes
 from ktconv.targets.encoded.layouts.words import AWQ
@@ -91,22 +98,27 @@ class EncodeTask(ExpertTask):
         deviation = Deviation(scheme, "rtn", codes_of.name, half, encoder.factor, encoder.keeps)
         digest, done, remaining = Checksum(), 0, self.source_bytes
         whole = None if layout.streamed else np.empty((sizes.rows, sizes.row_bytes), np.uint8)
-        for chunk, view, codes, scales, count in encoder.pieces(buffers):
-            if whole is not None:
-                whole[chunk.start : chunk.stop] = codes.reshape(len(chunk), -1)
-            else:
-                staging.write(codes_of.name, codes.data, done)
-            zeros = None if encoder.zeros is None else encoder.zeros[chunk.start : chunk.stop]
-            found: AbstractContextManager[U8] = nullcontext(codes)
-            if whole is None and self.verify:
-                found = written(staging, codes_of.name, buffers.readback[: codes.nbytes], done)
-            with found as here:
-                if whole is None:
-                    digest.update(here.data)
-                deviation.add(view, here, scales, zeros)
-            done += codes.nbytes
-            remaining -= count
-            advance(count)
+        with encoder.source.open() as fd:
+            factors = encoder.source.load_scales()
+            for chunk in chunks(matrix, matrix.rows):
+                with encoder.encoded(fd, chunk, factors, buffers) as (view, codes, scales):
+                    if whole is not None:
+                        whole[chunk.start : chunk.stop] = codes.reshape(len(chunk), -1)
+                    else:
+                        staging.write(codes_of.name, codes.data, done)
+                    zeros = encoder.zeros
+                    zeros = None if zeros is None else zeros[chunk.start : chunk.stop]
+                    found: AbstractContextManager[U8] = nullcontext(codes)
+                    if whole is None and self.verify:
+                        target = buffers.readback[: codes.nbytes]
+                        found = written(staging, codes_of.name, target, done)
+                    with found as here:
+                        if whole is None:
+                            digest.update(here.data)
+                        deviation.add(view, here, scales, zeros)
+                    done += codes.nbytes
+                remaining -= matrix.nbytes(len(chunk))
+                advance(matrix.nbytes(len(chunk)))
         advance(remaining)  # block scales
         record: dict[str, Any] = digest.record()
         if whole is not None:
@@ -141,10 +153,6 @@ def _bytes(array: Array) -> U8:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-# Rows of the matrix, their source, codes, the scales of these rows, and bytes that were read.
-Piece = tuple[range, native.Matrix, U8, Array, int]
-
-
 class _Encoder:
     """Codes and scales of one matrix, some rows at a time. `scales` are complete at the end."""
 
@@ -160,16 +168,17 @@ class _Encoder:
         rounded = scheme.row.is_int and not (half and scheme.is_half(half)) and not self.keeps
         self.source = MatrixReader(task.reader, matrix, round_to_bf16=rounded)
 
-    def pieces(self, buffers: Buffers) -> Iterator[Piece]:
-        matrix, block = self._task.matrix, self._task.scheme.row.block
-        with self.source.open() as fd:
-            factors = self.source.load_scales()
-            for chunk in chunks(matrix, matrix.rows):
-                with self.source.loaded(fd, chunk, buffers.source, buffers.bounce) as data:
-                    view = self.source.view(chunk, factors, data, 0, matrix.cols)
-                    scales = self.scales[chunk.start // block : -(-chunk.stop // block)]
-                    codes = self._codes(chunk, view, data, scales, buffers)
-                    yield chunk, view, codes, scales, matrix.nbytes(len(chunk))
+    @contextmanager
+    def encoded(
+        self, fd: Opened, chunk: range, factors: Scales | None, buffers: Buffers
+    ) -> Iterator[tuple[native.Matrix, U8, Array]]:
+        """The source of some rows, their codes and the scales of these rows, inside the block:
+        what fails there can be the doing of a source that changed."""
+        block = self._task.scheme.row.block
+        with self.source.loaded(fd, chunk, buffers.source, buffers.bounce) as data:
+            view = self.source.view(chunk, factors, data, 0, self._task.matrix.cols)
+            scales = self.scales[chunk.start // block : -(-chunk.stop // block)]
+            yield view, self._codes(chunk, view, data, scales, buffers), scales
 
     def _codes(
         self, chunk: range, view: native.Matrix, data: U8, scales: Array, buffers: Buffers

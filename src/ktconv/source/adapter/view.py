@@ -175,7 +175,8 @@ class _View:
                 )
             parts.append(part)
             self._matrices[name] = matrix
-            if name not in self._encoded and (encoded := encoded_sums(matrix)) is not None:
+            encoded = encoded_sums(matrix, self._base.config.checked.power_scales)
+            if name not in self._encoded and encoded is not None:
                 self._encoded[name] = encoded
         return len(modules)
 
@@ -286,7 +287,7 @@ class _Modules:
             one = self._weights.matrix(found)
         except CheckpointError as error:
             raise CheckpointError(f"{where}: {error}", error.hint) from None
-        plain = one.encoding in UNQUANTIZED or encoded_sums(one.matrix) is not None
+        plain = one.encoding in UNQUANTIZED or encoded_sums(one.matrix, powers=False) is not None
         if not plain or len(weight.shape) != 2:
             raise CheckpointError(
                 f"{where} is of {weight.name}, which the model has as {one.encoding}: of "

@@ -1,8 +1,10 @@
 """Sums in the encoding that the source has: FP8 codes, and scales that are chosen again.
 
 The scale of a block is by the rule of `kt_encode` (docs/formats.md, 10): its largest magnitude over
-448, or of powers of two the smallest with which no weight is beyond 448. Scales in bf16 and
-binary16 are rounded up, for the same reason. Codes are the nearest to weight / scale.
+448; of powers of two that of MXFP8, with which no weight is beyond 448, also where config.json
+says that scales in another dtype are powers of two: kernels then read their exponents alone.
+Scales in bf16 and binary16 are rounded up, for the same reason. Codes are the nearest to
+weight / scale.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ktconv.formats.decode import E8M0_VALUES, bf16_to_f32
 from ktconv.formats.fp8 import LARGEST, nearest
@@ -31,6 +34,7 @@ class EncodedSums:
     number: str  # what its numbers are
     block: tuple[int, int]
     shape: tuple[int, int]  # of the scales
+    powers: bool  # scales are powers of two
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _found: tuple[U8, F32] | None = None
 
@@ -42,6 +46,9 @@ class EncodedSums:
                 largest = np.zeros(self.shape, np.float32)
                 for rows, sums in pieces():
                     self._add(largest, rows, np.abs(sums))
+                if self.powers:
+                    least = np.maximum(largest, np.float32(1e-30))
+                    largest = np.ldexp(np.float32(LARGEST), _exponents(least))
                 self._found = _scales(self.number, largest)
             return self._found
 
@@ -63,8 +70,9 @@ class EncodedSums:
         return found
 
 
-def encoded_sums(matrix: ExpertMatrix) -> EncodedSums | None:
-    """None where codes of another kind, or in another order, would be wanted."""
+def encoded_sums(matrix: ExpertMatrix, powers: bool) -> EncodedSums | None:
+    """None where codes of another kind, or in another order, would be wanted. `powers`: whether
+    config.json says that scales are powers of two."""
     rule = matrix.quantization
     if matrix.element is not F8_E4M3 or rule is None:
         return None
@@ -83,14 +91,20 @@ def encoded_sums(matrix: ExpertMatrix) -> EncodedSums | None:
         and grid.number in _DTYPES
     )
     block = grid.block_rows, grid.block_cols
-    return EncodedSums(grid.tensor, grid.number, block, shape) if plain else None
+    return EncodedSums(grid.tensor, grid.number, block, shape, powers) if plain else None
+
+
+def _exponents(largest: F32) -> NDArray[np.int32]:
+    """Exponents of scales that are powers of two, of blocks with these magnitudes above 0."""
+    part, power = np.frexp(largest)
+    found: NDArray[np.int32] = power - 9 + (part >= 0.875)
+    return found
 
 
 def _scales(number: str, largest: F32) -> tuple[U8, F32]:
     """Scales of blocks with these largest magnitudes: bytes, and values in their shape."""
     if number == "E8M0":
-        part, power = np.frexp(largest)
-        exponent = np.where(largest > 0, power - 9 + (part >= 0.875), -127)
+        exponent = np.where(largest > 0, _exponents(largest), -127)
         codes = np.clip(exponent + 127, 0, 254).astype(np.uint8)
         return codes.reshape(-1), E8M0_VALUES[codes]
     scale = (np.maximum(largest, np.float32(1e-30)) / np.float32(LARGEST)).astype(np.float32)

@@ -152,6 +152,11 @@ class SecondReader:
         kind = np.dtype("<f2" if found.dtype == "F16" else "<f4")
         return np.frombuffer(data, kind).astype(np.float64), kind.itemsize
 
+    @property
+    def scales_are_powers(self) -> bool:
+        """Whether config.json says that FP8 scales are powers of two, in whatever dtype."""
+        return self._quantization.get("scale_fmt") == "ue8m0"
+
     def _module(self, tensor: str, rows: int, cols: int) -> Weight:
         """The weight [rows, cols] whose primary tensor is `tensor`, of a module that is no
         expert; a vector is a row."""

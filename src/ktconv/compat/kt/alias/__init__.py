@@ -15,6 +15,7 @@ from ktconv import __version__
 from ktconv.errors import UsageError
 
 DIRECTORY = Path(__file__).resolve().parent
+NAMES = ("kt_kernel", "kt_kernel_ext")
 _ANNOUNCED = "KTCONV_KT_ALIAS"  # in the environment: which directory was announced
 
 
@@ -22,7 +23,7 @@ def install() -> None:
     """Makes `import kt_kernel` and `import kt_kernel_ext` mean ktconv in this process and in those
     that it starts, and says so once on the standard error. UsageError where another kt_kernel is
     imported already."""
-    for name in ("kt_kernel", "kt_kernel_ext"):
+    for name in NAMES:
         module = sys.modules.get(name)
         file = getattr(module, "__file__", None) or ""
         if module is not None and DIRECTORY not in Path(file).parents:
