@@ -18,7 +18,8 @@ KT_INLINE __m512 kt_group_add(__m512 total, __m512i sum, __m512 scale, __m512 x_
 
 /* Of each four words, word d: byte first + step * d of the 16, a code as it is stored, times a
  * scale. A float 2^k takes the code in among its bits; the offset is 2^k and what is added to
- * codes, times the scale. */
+ * codes, times the scale. It is exact of scales in bf16; of those in binary32 it is rounded, so
+ * that all numbers of a group are off alike, by up to 0.00001 (4 bits) or 0.002 of the scale. */
 KT_INLINE __m512 kt_group_offset(const int bits, __m512 scale) {
   const float start = bits == 4 ? 128.0f : 32768.0f;
   return _mm512_mul_ps(scale, _mm512_set1_ps(start + (float)KT_GROUP_BIAS(bits)));

@@ -126,14 +126,14 @@ def refuse_other(name: str, found: U8, wanted: U8) -> int:
     those that were written."""
     total = 0
     for start in range(0, len(found), CACHED_BYTES):
-        pieces = [data[start : start + CACHED_BYTES] for data in (found, wanted)]
-        wide = np.uint64 if pieces[0].nbytes % 8 == 0 else np.uint8  # fewer comparisons
-        if not np.array_equal(*(piece.view(wide) for piece in pieces)):
+        here, there = (data[start : start + CACHED_BYTES] for data in (found, wanted))
+        wide = np.uint64 if here.nbytes % 8 == 0 else np.uint8  # fewer comparisons
+        if not np.array_equal(here.view(wide), there.view(wide)):
             raise VerificationError(
                 f"{name} read back differs from what was written",
                 "check this machine's disk, then run the same command again",
             )
-        total += native.byte_sum(pieces[0])
+        total += native.byte_sum(here)
     return total % 2**64
 
 
