@@ -127,9 +127,11 @@ def choose(checkpoint: Checkpoint, choice: Choice) -> Selection:
 
 def _check(choice: Choice) -> None:
     given = (choice.keep, choice.ratio, choice.target_size)
-    if sum(one is not None for one in given) != 1:
+    if (numbers := sum(one is not None for one in given)) != 1:
         raise UsageError(
-            "how many experts stay is not said, or twice",
+            "nothing says how many experts stay"
+            if not numbers
+            else f"{numbers} options say how many experts stay",
             "give one of --keep N, --ratio R and --target-size SIZE",
         )
     if choice.scores is None:
