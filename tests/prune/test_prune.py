@@ -320,16 +320,17 @@ def test_layers_of_different_sizes_run(tmp_path: Path) -> None:
     assert ktconv("verify", directory, "--source", EXAMPLE).exit_code == 0
 
 
-def grouped(directory: Path, **changes: Any) -> Path:
+def grouped(directory: Path, layers: int = 1) -> Path:
     """Eight experts in four groups, of which a token takes two."""
-    rng = np.random.default_rng(1)
-    source = "model.layers.0.mlp.experts"
-    tensors, _ = draw("N", source, (8, 128, 128), rng, _encoded)
-    tensors["model.layers.0.mlp.gate.weight"] = bf16(rng.standard_normal((8, 128)))
-    tensors["model.layers.0.mlp.gate.e_score_correction_bias"] = np.arange(8, dtype=np.float32)
+    rng, tensors = np.random.default_rng(1), {}
+    for layer in range(layers):
+        block = f"model.layers.{layer}.mlp"
+        tensors |= draw("N", f"{block}.experts", (8, 128, 128), rng, _encoded)[0]
+        tensors[f"{block}.gate.weight"] = bf16(rng.standard_normal((8, 128)))
+        tensors[f"{block}.gate.e_score_correction_bias"] = np.arange(8, dtype=np.float32)
     config = simple_config(
         model_type="deepseek_v3", num_experts=None, n_routed_experts=8, n_group=4, topk_group=2,
-        num_experts_per_tok=2, first_k_dense_replace=0, **changes,
+        num_experts_per_tok=2, first_k_dense_replace=0, num_hidden_layers=layers,
     )  # fmt: skip
     return write_checkpoint(directory, tensors, config)
 
@@ -354,6 +355,20 @@ def test_whole_groups(tmp_path: Path) -> None:
     assert "does not go with a router that chooses groups" in refused(
         ktconv(*words, "--keep=6", "--per-layer=ktconv")
     )
+
+
+def test_groups_of_layers_that_are_not_named(tmp_path: Path) -> None:
+    """They keep all groups, and config.json has one number."""
+    model = grouped(tmp_path / "model", layers=2)
+    kept = tmp_path / "kept.json"
+    layers = {"0": {"experts": 8, "kept": [0, 1, 4, 5, 6, 7]}}
+    kept.write_text(json.dumps({"kind": "kept experts", "schema": 1, "layers": layers}))
+    result = ktconv("prune", model, tmp_path / "out", "--prune", kept)
+    assert "different numbers of groups are kept in layers 0-1" in refused(result)
+    layers["1"] = layers["0"]
+    kept.write_text(json.dumps({"kind": "kept experts", "schema": 1, "layers": layers}))
+    ktconv_done("prune", model, tmp_path / "out", "--prune", kept)
+    assert read_json(tmp_path / "out" / "config.json")["n_group"] == 3
 
 
 # ---- bad input ---------------------------------------------------------------------------

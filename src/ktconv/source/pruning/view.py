@@ -172,8 +172,8 @@ class PrunedView:
         UsageError unless in each layer the same number of experts stays in all groups that stay.
         """
         found: dict[tuple[int, int], int] = {}
-        for index, kept in self.pruning.layers.items():
-            spec = self._routers.spec(self._layers[index])
+        for layer in self.layers:
+            index, kept, spec = layer.index, self.kept(layer), self._routers.spec(layer)
             if spec is None or spec.n_group < 2:
                 continue
             size = (kept.experts + spec.identity_experts) // spec.n_group
