@@ -235,8 +235,7 @@ def test_files_about_quantization_name_the_new_experts(kept: Path, tmp_path: Pat
     assert ktconv("verify", tmp_path / "out", "--source", model).exit_code == 0
     # Conversions write the same, with a checkpoint in between and without.
     for option in ("--method=int8", "--method=bf16"):
-        words = ("quantize-cpu", "--numa=1", option)
-        words = words if option == "--method=int8" else (words[0], option)
+        words = ["quantize-cpu", option, *(["--numa=1"] if option == "--method=int8" else [])]
         one, two = (tmp_path / f"{name}{option}" for name in ("one", "two"))
         ktconv_done(*words, model, one, "--prune", kept)
         ktconv_done(*words, tmp_path / "out", two)
@@ -322,7 +321,7 @@ def test_layers_of_different_sizes_run(tmp_path: Path) -> None:
 
 def grouped(directory: Path, layers: int = 1) -> Path:
     """Eight experts in four groups, of which a token takes two."""
-    rng, tensors = np.random.default_rng(1), {}
+    rng, tensors = np.random.default_rng(1), dict[str, Any]()
     for layer in range(layers):
         block = f"model.layers.{layer}.mlp"
         tensors |= draw("N", f"{block}.experts", (8, 128, 128), rng, _encoded)[0]
@@ -652,6 +651,26 @@ def test_compare(output: Path, kept: Path, tmp_path: Path) -> None:
     assert copied["method"] == "pruned"
     sizes = [row["bytes"] for row in (source, whole, copied, fewer)]
     assert sizes[3] < sizes[1] and sizes[2] < sizes[0]
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "layers"])
+def test_what_is_made_of_a_pruned_conversion(layout: str, kept: Path, tmp_path: Path) -> None:
+    """Its experts are still known: parts cut again, or layers merged, without the source."""
+    words = ("--method=int8", "--numa=1", f"--layout={layout}", "--prune", kept)
+    ktconv_done("quantize-cpu", EXAMPLE, tmp_path / "one", *words)
+    command = ("merge",) if layout == "layers" else ("reshard", "--numa=2")
+    ktconv_done(command[0], tmp_path / "one", tmp_path / "two", *command[1:])
+    record = read_json(tmp_path / "two" / "ktconv.json")["source"]
+    assert record["pruned"] == read_json(tmp_path / "one" / "ktconv.json")["source"]["pruned"]
+    assert verified(tmp_path / "two")["passed"]
+
+
+def test_inspect(output: Path) -> None:
+    """A pruned checkpoint is a checkpoint, with what was kept of it."""
+    found = json.loads(ktconv_done("inspect", output, "--json"))
+    assert (found["kind"], found["experts"], found["hidden_size"]) == ("checkpoint", [3], [128])
+    assert found["kept"] == "3 of 8 experts (layers 0-1)"
+    assert "3 of 8 experts (layers 0-1)" in ktconv_done("inspect", output)
 
 
 def test_level_model_of_compare(output: Path, tmp_path: Path, torch: Any) -> None:

@@ -300,11 +300,12 @@ class _Chooser:
                 f"use at most {count}",
             )
         if keep % step:
+            below = keep // step * step
+            numbers = {max(least, below), min(count, max(least, below + step))}
             raise UsageError(
                 f"--keep {keep} is no number of whole groups: the router of layer {layer.index} "
                 f"chooses groups of {counted(step, 'expert')}",
-                f"use --keep {max(least, keep // step * step)} or "
-                f"{min(count, keep // step * step + step)}",
+                f"use --keep {' or '.join(map(str, sorted(numbers)))}",
             )
         if keep < least:
             raise UsageError(f"--keep {keep}: {self._why(layer)}", f"use at least {least}")

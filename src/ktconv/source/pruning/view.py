@@ -204,7 +204,7 @@ class PrunedView:
         )
 
     def _renamed_files(self) -> dict[str, bytes]:
-        """JSON about quantization next to the weights, where it names experts that have new numbers:
+        """JSON about quantization next to the weights, where it names experts of new numbers:
         hf_quant_config.json, quantize_config.json, quant_model_description.json.
         """
         directory, made = self.base.side_directory, {}
