@@ -118,9 +118,10 @@ kt_status kt_decode(const kt_matrix *matrix, float *out);
  * Bytes of a file without a copy. Where a page of it cannot be read, since the file became shorter
  * or its disk fails, the system ends a process by SIGBUS. In bytes that kt_file_map has given, of
  * any thread, such a page and all behind it read as zeros instead, and kt_file_lost says so: what
- * was made of these bytes does not count then. For that, the first kt_file_map takes over the
- * process's handler of SIGBUS, and later ones take it again from who took it since; any other
- * SIGBUS goes to the handler that was there before. */
+ * was made of these bytes does not count then. (In the page with a file's new end, what is behind
+ * that becomes zeros, and no system tells: ask whether the file has changed.) For that, the first
+ * kt_file_map takes over the process's handler of SIGBUS, and later ones take it again from who
+ * took it since; any other SIGBUS goes to the handler that was there before. */
 
 enum { KT_MAPPED_MOST = 1024 }; /* at once in a process */
 
@@ -377,12 +378,19 @@ kt_status kt_audit_run(const kt_layout *layout, const kt_matrix *source, const k
 
 /* kt_quantize_pack, then kt_audit_run of what that has made, of some rows after the other: caches
  * still have the weights when they are compared. Results are those of the two calls, but for the
- * last bits of squared_value, which is added up in another order. INT8, INT4, GINT4 and GINT8.
- * Errors as of both; KT_ERR_NONFINITE leaves the audit's results undefined. */
+ * last bits of squared_value, which is added up in another order. `sums`: kt_byte_sum of packed and
+ * of packed_scale, of the bytes as they were when they had been compared: what has other sums later
+ * is not what was proven. INT8, INT4, GINT4 and GINT8. Errors as of both; KT_ERR_NONFINITE leaves
+ * the audit's results undefined. */
 kt_status kt_quantize_audit(const kt_layout *layout, const kt_matrix *matrix,
                             const kt_choice *choice, void *packed, void *packed_scale, float *error,
                             float *amax, float *rule, double *squared, kt_audit *audit,
-                            void *scratch, size_t scratch_size, kt_position *bad);
+                            uint64_t sums[2], void *scratch, size_t scratch_size, kt_position *bad);
+
+/* The sum, modulo 2^64, of `size` bytes taken as words of 64 bits in the order of this machine, the
+ * last one filled up with zeros. Bytes that one changed bit or word, or other contents, have made
+ * different have another sum; words in another order have the same. */
+uint64_t kt_byte_sum(const void *bytes, size_t size);
 
 /* kt_unpack by the audit's own path: codes int8 [rows, cols], row-major. */
 kt_status kt_audit_codes(const kt_layout *layout, const void *packed, int64_t rows, int64_t cols,

@@ -110,6 +110,7 @@ static void file_case(int number) {
   for (int64_t i = 0; i < size; i++) fputc((int)(1 + i % 251), file);
   fflush(file);
   REFUSED_CALL(CALLED(kt_file_map, descriptor, size, 4096 + count, mapped)); /* not all there */
+  REFUSED_CALL(CALLED(kt_file_map, descriptor, offset, (size_t)(size - offset) + 1, mapped));
   REFUSED_CALL(CALLED(kt_file_map, one_in(2) ? -1 : descriptor, -1, count, mapped));
   REFUSED_CALL(CALLED(kt_file_map, descriptor, offset, 0, one_in(2) ? NULL : mapped));
   if (CALLED(kt_file_map, descriptor, offset, count, mapped) == KT_OK) {

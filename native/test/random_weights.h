@@ -316,13 +316,16 @@ static inline void prove_weights(const weights_case *c, const truth *t, const kt
                                {room(size, 4), room(size, 4), room(size, 4)}};
   double *const squared[2] = {room(rows_size, 8), room(rows_size, 8)};
   kt_audit *const sums[2] = {room(sizeof **sums, 8), room(sizeof **sums, 8)};
+  uint64_t *const bytes = room(2 * sizeof *bytes, 8);
   const kt_status status = CALLED(kt_quantize_audit, &c->layout, &c->source.m, choice, again,
                                   scale_again, maxima[0][0], maxima[0][1], maxima[0][2], squared[0],
-                                  sums[0], scratch_of(c->cols), c->scratch_size, bad);
+                                  sums[0], bytes, scratch_of(c->cols), c->scratch_size, bad);
   expect_truth(t, "kt_quantize_audit", status, bad);
   if (status != KT_OK) return;
   if (memcmp(again, packed, c->packed_size) || memcmp(scale_again, scale, c->scale_size))
     FAILED("kt_quantize_audit packs other bytes than kt_quantize_pack");
+  counted(OF_kt_byte_sum, kt_byte_sum(packed, c->packed_size) == bytes[0]);
+  counted(OF_kt_byte_sum, kt_byte_sum(scale, c->scale_size) == bytes[1]);
   EXPECTED(KT_OK, CALLED(kt_audit_run, &c->layout, &c->source.m, choice, c->rows, 0, packed, scale,
                          maxima[1][0], maxima[1][1], maxima[1][2], squared[1], sums[1],
                          scratch_of(c->cols), c->scratch_size));

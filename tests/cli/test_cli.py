@@ -200,30 +200,31 @@ def test_a_part_says_what_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "said"),
+    "tensor",
     [
-        ("blk.1.ffn_up_exps.3.numa.0.weight", ": layer 1, expert 3, up ["),
-        ("blk.1.ffn_up_exps.3.numa.0.scale", " read back differs from what was written"),
-        ("embed_tokens.weight", " read back differs from what was written"),
+        "blk.1.ffn_up_exps.3.numa.0.weight",
+        "blk.1.ffn_up_exps.3.numa.0.scale",
+        "embed_tokens.weight",
     ],
 )
 def test_exit_code_1_when_a_check_fails(
-    tensor: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tensor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A byte that changes between writing and reading back."""
     from ktconv.writer.staging import ShardStaging
 
-    real = ShardStaging.read
+    real = ShardStaging.write
 
-    def flipped(self: ShardStaging, name: str, target: memoryview, offset: int) -> None:
-        real(self, name, target, offset)
+    def flipped(self: ShardStaging, name: str, data: memoryview, offset: int) -> None:
+        other = bytearray(data)
         if name == tensor:
-            target[7] ^= 0x70
+            other[7] ^= 0x70
+        real(self, name, memoryview(other), offset)
 
-    monkeypatch.setattr(ShardStaging, "read", flipped)
+    monkeypatch.setattr(ShardStaging, "write", flipped)
     result = quantize(tmp_path / "out", "--numa", 1, "--threads", 1)
     assert result.exit_code == 1
-    assert f"{tensor}{said}" in result.stderr
+    assert f"{tensor} read back differs from what was written" in result.stderr
     assert not (tmp_path / "out" / "ktconv.json").exists()
     monkeypatch.undo()
     assert quantize(tmp_path / "out", "--numa", 1).exit_code == 0

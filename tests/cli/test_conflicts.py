@@ -56,7 +56,7 @@ def value_of(option: Any, folder: Path) -> str:
 
     if choices := choices_of(option):
         return str(choices[0])
-    if getattr(option, "max", None) is not None or option.metavar in ("N", "K", "T", "F", "B"):
+    if getattr(option, "max", None) is not None or option.metavar in ("N", "K", "T", "F", "B", "R"):
         return "1"
     return {"SIZE": "1GB", "[ADDRESS]": "auto", "LIST": "1", "SHAPE": "1,1,1,1"}.get(
         option.metavar, str(folder / "given")
@@ -64,7 +64,7 @@ def value_of(option: Any, folder: Path) -> str:
 
 
 def test_commands_with_options_that_conflict() -> None:
-    assert TABLES.keys() == {"quantize-cpu", "quantize-gpu", "verify", "stats", "bench"}
+    assert TABLES.keys() == {"quantize-cpu", "quantize-gpu", "verify", "stats", "bench", "prune"}
     assert len(ROWS) > 100
 
 

@@ -177,8 +177,8 @@ def test_a_summary_is_one_line_that_begins_with_a_verb(name: str) -> None:
     row = COMMANDS[name]
     assert len(row.summary) <= 58 and not row.summary.endswith(".")
     assert row.summary.split()[0] in {
-        "Change", "Check", "Compare", "Convert", "Count", "Measure", "Merge", "Plan", "Print",
-        "Quantize", "Send", "Show",
+        "Change", "Check", "Compare", "Convert", "Count", "Drop", "Measure", "Merge", "Plan",
+        "Print", "Quantize", "Send", "Show",
     }  # fmt: skip
     first = (PARSED[name].help or "").split()[0]
     assert not OPENERS.match(first)

@@ -358,9 +358,11 @@ def test_packing_and_auditing_in_one_pass_are_the_two(
     scratch = native.new_scratch(cols)
     native.quantize_pack(layout, matrix, packed, scale, scratch, choice)
     expected = native.audit(layout, matrix, rows, 0, packed, scale, choice)
-    got = native.quantize_audit(layout, matrix, again, scale_again, scratch, choice)
+    got, sums = native.quantize_audit(layout, matrix, again, scale_again, scratch, choice)
     np.testing.assert_array_equal(again, packed)
     np.testing.assert_array_equal(scale_again, scale)
+    wanted = (int(array.view(np.uint64).sum()) for array in (packed, scale))
+    assert sums == tuple(wanted)
     for field in dataclasses.fields(native.Audit):
         first, second = getattr(got, field.name), getattr(expected, field.name)
         if field.name == "squared_value":  # added up in another order
@@ -380,3 +382,11 @@ def test_one_pass_names_the_first_number_that_is_not_finite() -> None:
         native.quantize_audit(
             layout, matrix, packed, scale, native.new_scratch(128), native.Choice("search")
         )
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 63, 64, 65, 200, 4099])
+@pytest.mark.parametrize("offset", [0, 3])
+def test_sum_of_bytes(size: int, offset: int) -> None:
+    data = np.random.default_rng(size).integers(0, 256, offset + size, np.uint8)[offset:]
+    words = np.frombuffer(data.tobytes() + bytes(-size % 8), np.uint64)
+    assert native.byte_sum(data) == int(words.sum(dtype=np.uint64))

@@ -63,6 +63,9 @@ def test_what_is_read_instead(file: Path, tmp_path: Path) -> None:
     assert mapped(file, MAPPED_FROM - 1) is None  # copied in less time
     assert mapped(file, MAPPED_FROM, SIZE) is None  # not there
     assert mapped(file, 2 * SIZE) is None
+    os.truncate(file, SIZE - 100)
+    assert mapped(file, SIZE) is None  # its last page is there, with zeros in it
+    assert mapped(file, SIZE - 100) is not None
     assert mapped(tmp_path, MAPPED_FROM) is None
     assert native.map_file(-1, MAPPED_FROM, 0) is None
     reader, writer = os.pipe()

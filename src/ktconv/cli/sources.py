@@ -80,10 +80,10 @@ class Reading:
         list[str] | None,
         option(
             "LoRA adapter to add to the model's weights.",
-            "DIR[:WEIGHT]",
+            "DIR[:W]",
             panel=SOURCE,
             detail="Adapters of PEFT, KTransformers and ktconv are read. May be repeated; each is "
-            "added WEIGHT times, so that weights are W + s B A: docs/fine-tuning.md. The default "
+            "added W times, so that weights get W s B A: docs/fine-tuning.md. The default "
             "is what a finished output records.",
         ),
     ] = None

@@ -26,7 +26,14 @@ from ktconv.native.arrays import (
     aligned_bytes,
     array_at,
 )
-from ktconv.native.auditing import Audit, audit, audit_codes, quantize_audit
+from ktconv.native.auditing import (
+    Audit,
+    ByteSums,
+    audit,
+    audit_codes,
+    byte_sum,
+    quantize_audit,
+)
 from ktconv.native.compensation import BLOCK_COLS, compensate
 from ktconv.native.encoding import (
     ENCODINGS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,19 @@ class Audit:
     row_scale: Array  # the same: what the rule makes of these weights
     row_squared_error: Array  # float64 [rows]: each row's part of squared_error
     row_squared_source: Array  # likewise
+
+
+class ByteSums(NamedTuple):
+    """`byte_sum` of packed codes and of packed scales."""
+
+    packed: int
+    scale: int
+
+
+def byte_sum(data: Array) -> int:
+    """Sum, modulo 2^64, of bytes taken as words of 64 bits. Contents of which a bit or a word has
+    changed have another sum; words in another order have the same."""
+    return int(lib.kt_byte_sum(byte_pointer(data), data.nbytes))
 
 
 _kept = threading.local()
@@ -122,14 +135,16 @@ def audit(
 
 def quantize_audit(
     layout: Layout, source: Matrix, packed: Array, scale: Array, scratch: Array, choice: Choice
-) -> Audit:
+) -> tuple[Audit, ByteSums]:
     """`quantize_pack` into `packed` and `scale` (aligned to its elements), and `audit` of the
-    result, in one pass. Raises NonFiniteError with the first NaN or Inf."""
+    result, in one pass; with the sums of the bytes as they were when they had been compared.
+    Raises NonFiniteError with the first NaN or Inf."""
     expect_bytes("packed", packed, packed_size(layout, source.rows, source.cols))
     expect_bytes("scale", scale, layout.scale_size(source.rows, source.cols))
     if address_of(scale) % layout.scale_array.itemsize:
         raise ValueError("scale must be aligned to its elements")
     found, bad = _Results(layout, source), ffi.new("kt_position *")
+    sums = ffi.new("uint64_t[2]")
     status = lib.kt_quantize_audit(
         layout.c(),
         source.c,
@@ -137,12 +152,13 @@ def quantize_audit(
         byte_pointer(packed, writable=True),
         ffi.from_buffer(scale, require_writable=True),
         *found.c(),
+        sums,
         ffi.from_buffer(scratch, require_writable=True),
         scratch.nbytes,
         bad,
     )
     check(status, bad)
-    return found.audit()
+    return found.audit(), ByteSums(*sums)
 
 
 def audit_codes(layout: Layout | str, packed: Array, rows: int, cols: int) -> Array:

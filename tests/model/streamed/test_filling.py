@@ -16,6 +16,7 @@ from helpers.ggml import HALVES, blocks_of
 from helpers.gpt_oss import SIZES, Blocks
 from helpers.streamed import experts_module, on_meta, site_of
 
+from ktconv import native
 from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.system import files
 
@@ -29,15 +30,24 @@ class Reads:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts: dict[str, np.ndarray[Any, Any]] = {}
-        own = files.read_exactly
+        own, own_map = files.read_exactly, native.map_file
 
-        def read_exactly(fd: int, target: memoryview, offset: int) -> None:
+        def count(fd: int, nbytes: int, offset: int) -> None:
             path = str(Path(f"/proc/self/fd/{fd}").readlink())
             counts = self.counts.setdefault(path, np.zeros(os.fstat(fd).st_size, np.int64))
-            counts[offset : offset + len(target)] += 1
+            counts[offset : offset + nbytes] += 1
+
+        def read_exactly(fd: int, target: memoryview, offset: int) -> None:
+            count(fd, len(target), offset)
             own(fd, target, offset)
 
+        def map_file(fd: int, nbytes: int, offset: int) -> Any:
+            if (mapped := own_map(fd, nbytes, offset)) is not None:
+                count(fd, nbytes, offset)
+            return mapped
+
         monkeypatch.setattr("ktconv.system.opened.read_exactly", read_exactly)
+        monkeypatch.setattr(native, "map_file", map_file)
 
     def of(self, checkpoint: Checkpoint, expert: int) -> set[int]:
         """How often bytes of an expert's matrices were read, their scales left out."""

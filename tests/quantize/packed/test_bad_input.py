@@ -45,6 +45,7 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.quantize.packed.run import Request, quantize_cpu
 from ktconv.source import open_checkpoint
 from ktconv.source.reading.reader import SourceReader
+from ktconv.targets.packed.matrix_check import MatrixCheck, Packed
 from ktconv.targets.packed.target import Options
 from ktconv.writer import staging
 
@@ -586,6 +587,22 @@ def test_bytes_that_come_back_wrong_are_a_failed_check(
     assert not output.exists()
 
 
+@pytest.mark.parametrize("kind", ["weight", "scale"])
+def test_bytes_that_change_in_memory_after_their_audit_are_a_failed_check(
+    model: Path, output: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """What is written and read back is the same then, but not what was compared."""
+    own = MatrixCheck.judge
+
+    def judge(self: MatrixCheck, found: Any, source: Any, start: int, packed: Packed) -> None:
+        own(self, found, source, start, packed)
+        getattr(packed, kind)[-1] ^= 1
+
+    monkeypatch.setattr(MatrixCheck, "judge", judge)
+    refused(run(model, output, "--threads=1"), 1, f".{kind} changed in memory between")
+    assert not output.exists()
+
+
 # ---- mapped files ------------------------------------------------------------------------
 
 
@@ -607,7 +624,7 @@ def test_source_that_is_cut_while_it_is_mapped(
 ) -> None:
     own, maps = native.quantize_audit, []
 
-    def cut(*arguments: Any) -> native.Audit:
+    def cut(*arguments: Any) -> tuple[native.Audit, native.ByteSums]:
         for shard in wide.glob("*.safetensors"):
             os.truncate(shard, left)
         return own(*arguments)

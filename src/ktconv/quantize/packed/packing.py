@@ -39,6 +39,7 @@ class Part:
         self.cols, self.choice = shape[1], choice
         self.names = check.weight_name, check.scale_name
         self.digest = Checksum()
+        self.scale_sum = 0  # of what was compared
         self.scale = native.aligned_bytes(layout.scale_size(*shape))
         self.rows_done = 0
         self.bytes_done = 0
@@ -81,26 +82,27 @@ class PackingTask(ExpertTask):
         done = part.rows_done, part.rows_done + view.rows
         start, stop = (part.layout.scale_size(rows, part.cols) for rows in done)
         scale = part.scale[start:stop]
-        audit = self._pack(part, view, packed, scale, buffers)
-        # Before it is written: caches have it.
+        audit, sums = self._pack(part, view, packed, scale, buffers)
+        # Before it is written: caches have it. The sums tell whether this is what was written.
         part.check.judge(audit, view, part.rows_done, Packed(packed, scale, view.rows))
         name = part.names[0]
         staging.write(name, packed.data, part.bytes_done)
         if self.verify:
             target = buffers.readback[: packed.nbytes]
             with written(staging, name, target, part.bytes_done) as found:
-                refuse_other(name, found, packed)
+                _refuse_changed(name, refuse_other(name, found, packed), sums.packed)
                 part.digest.update(found.data)
         else:
             part.digest.update(packed.data)
+        part.scale_sum = (part.scale_sum + sums.scale) % 2**64
         part.rows_done += view.rows
         part.bytes_done += packed.nbytes
 
     def _pack(
         self, part: Part, view: native.Matrix, packed: U8, scale: U8, buffers: Buffers
-    ) -> native.Audit:
-        """The next rows of a part into `packed` and `scale`, and their audit by the choice of the
-        part's check. NonFiniteError for a NaN or Inf."""
+    ) -> tuple[native.Audit, native.ByteSums]:
+        """The next rows of a part into `packed` and `scale`, their audit by the choice of the
+        part's check, and the sums of what it compared. NonFiniteError for a NaN or Inf."""
         scratch = buffers.scratch
         return native.quantize_audit(part.layout, view, packed, scale, scratch, part.choice)
 
@@ -114,6 +116,8 @@ class PackingTask(ExpertTask):
         for part in parts:
             weight, name = part.names
             scale = write_tensor(name, [part.scale], staging, self.verify)
+            if self.verify:  # what is read back was compared with these
+                _refuse_changed(name, native.byte_sum(part.scale), part.scale_sum)
             errors = part.check.finish().as_dict()
             records[weight] = {
                 **part.digest.record(),
@@ -124,6 +128,16 @@ class PackingTask(ExpertTask):
             }
             records[name] = scale
         return records
+
+
+def _refuse_changed(name: str, found: int, wanted: int) -> None:
+    """VerificationError unless the sum of bytes that were written is that of those that the audit
+    has compared."""
+    if found != wanted:
+        raise VerificationError(
+            f"{name} changed in memory between its comparison with the source and writing",
+            "check this machine's memory, then run the same command again",
+        )
 
 
 def _refuse(violation: Violation) -> None:

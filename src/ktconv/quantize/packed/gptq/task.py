@@ -144,7 +144,7 @@ class CalibratedMatrix(QuantizeTask):
 
     def _pack(
         self, part: Part, view: native.Matrix, packed: U8, scale: U8, buffers: Buffers
-    ) -> native.Audit:
+    ) -> tuple[native.Audit, native.ByteSums]:
         if self.codes is None or self.scales is None:
             return super()._pack(part, view, packed, scale, buffers)
         owned, layout = part.owned, part.layout
@@ -153,7 +153,8 @@ class CalibratedMatrix(QuantizeTask):
         codes = layout.plain_codes(self.codes[rows, owned.col_start : owned.col_stop])
         own = self._own_scales(part)[rows].reshape(layout.scale_shape(view.rows, view.cols))
         scale[:] = native.pack_weight(layout, view.rows, view.cols, codes, own, packed)
-        return native.audit(layout, view, view.rows, 0, packed, scale, part.choice)
+        found = native.audit(layout, view, view.rows, 0, packed, scale, part.choice)
+        return found, native.ByteSums(native.byte_sum(packed), native.byte_sum(scale))
 
     def _own_scales(self, part: Part) -> F32:
         """The columns of `scales` that a part has."""
