@@ -77,7 +77,7 @@ def _opened(source: ModelSource, explained: bool) -> dict[str, Any]:
 
 
 def _pruned(manifest: Manifest) -> dict[str, Any]:
-    """What the record of `ktconv prune` says of a checkpoint."""
+    """Facts about a pruned checkpoint: who made it, and how many experts stay."""
     pruning = recorded_pruning(manifest.record, str(manifest.path))
     kept = {} if pruning is None else {"kept": pruning.in_words}
     return {"made_by": f"ktconv {manifest.record.get('ktconv_version')}", **kept}
