@@ -204,6 +204,47 @@ def test_gguf(tmp_path: Path) -> None:
     assert "is a GGUF model, which is read and not written" in refused(result)
 
 
+def test_files_about_quantization_name_the_new_experts(kept: Path, tmp_path: Path) -> None:
+    """Beside config.json: as lists, as keys, and as a table of all tensors."""
+    model, source = shutil.copytree(EXAMPLE, tmp_path / "model"), "model.layers.0.mlp.experts"
+    names = [f"{source}.{expert}.down_proj" for expert in range(8)]
+    files = {
+        "hf_quant_config.json": {
+            "quantization": {
+                "exclude_modules": ["lm_head", *names],
+                "quantized_layers": {name: {"quant_algo": n} for n, name in enumerate(names)},
+            }
+        },
+        "quantize_config.json": {"bits": 4, "modules_to_not_convert": names},
+        "quant_model_description.json": {
+            "model_quant_type": "FLOAT", **{f"{name}.weight": "FLOAT" for name in names}
+        },
+    }  # fmt: skip
+    for name, content in files.items():
+        (model / name).write_text(json.dumps(content))
+    ktconv_done("prune", model, tmp_path / "out", "--prune", kept)
+    found = {name: read_json(tmp_path / "out" / name) for name in files}
+    new = names[: len(KEPT[0])]
+    quantization = found["hf_quant_config.json"]["quantization"]
+    assert quantization["exclude_modules"] == ["lm_head", *new]
+    numbers = [one["quant_algo"] for one in quantization["quantized_layers"].values()]
+    assert list(quantization["quantized_layers"]) == new and numbers == list(KEPT[0])
+    assert found["quantize_config.json"]["modules_to_not_convert"] == new
+    described = found["quant_model_description.json"]
+    assert list(described) == ["model_quant_type", *(f"{name}.weight" for name in new)]
+    assert ktconv("verify", tmp_path / "out", "--source", model).exit_code == 0
+    # Conversions write the same, with a checkpoint in between and without.
+    for option in ("--method=int8", "--method=bf16"):
+        words = ["quantize-cpu", option, *(["--numa=1"] if option == "--method=int8" else [])]
+        one, two = (tmp_path / f"{name}{option}" for name in ("one", "two"))
+        ktconv_done(*words, model, one, "--prune", kept)
+        ktconv_done(*words, tmp_path / "out", two)
+        for name in files:
+            assert (one / name).read_bytes() == (two / name).read_bytes()
+            assert (one / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+        assert ktconv("verify", one, "--source", model).exit_code == 0
+
+
 # ---- how many and which ------------------------------------------------------------------
 
 
@@ -278,16 +319,17 @@ def test_layers_of_different_sizes_run(tmp_path: Path) -> None:
     assert ktconv("verify", directory, "--source", EXAMPLE).exit_code == 0
 
 
-def grouped(directory: Path, **changes: Any) -> Path:
+def grouped(directory: Path, layers: int = 1) -> Path:
     """Eight experts in four groups, of which a token takes two."""
-    rng = np.random.default_rng(1)
-    source = "model.layers.0.mlp.experts"
-    tensors, _ = draw("N", source, (8, 128, 128), rng, _encoded)
-    tensors["model.layers.0.mlp.gate.weight"] = bf16(rng.standard_normal((8, 128)))
-    tensors["model.layers.0.mlp.gate.e_score_correction_bias"] = np.arange(8, dtype=np.float32)
+    rng, tensors = np.random.default_rng(1), dict[str, Any]()
+    for layer in range(layers):
+        block = f"model.layers.{layer}.mlp"
+        tensors |= draw("N", f"{block}.experts", (8, 128, 128), rng, _encoded)[0]
+        tensors[f"{block}.gate.weight"] = bf16(rng.standard_normal((8, 128)))
+        tensors[f"{block}.gate.e_score_correction_bias"] = np.arange(8, dtype=np.float32)
     config = simple_config(
         model_type="deepseek_v3", num_experts=None, n_routed_experts=8, n_group=4, topk_group=2,
-        num_experts_per_tok=2, first_k_dense_replace=0, **changes,
+        num_experts_per_tok=2, first_k_dense_replace=0, num_hidden_layers=layers,
     )  # fmt: skip
     return write_checkpoint(directory, tensors, config)
 
@@ -312,6 +354,20 @@ def test_whole_groups(tmp_path: Path) -> None:
     assert "does not go with a router that chooses groups" in refused(
         ktconv(*words, "--keep=6", "--per-layer=ktconv")
     )
+
+
+def test_groups_of_layers_that_are_not_named(tmp_path: Path) -> None:
+    """They keep all groups, and config.json has one number."""
+    model = grouped(tmp_path / "model", layers=2)
+    kept = tmp_path / "kept.json"
+    layers = {"0": {"experts": 8, "kept": [0, 1, 4, 5, 6, 7]}}
+    kept.write_text(json.dumps({"kind": "kept experts", "schema": 1, "layers": layers}))
+    result = ktconv("prune", model, tmp_path / "out", "--prune", kept)
+    assert "different numbers of groups are kept in layers 0-1" in refused(result)
+    layers["1"] = layers["0"]
+    kept.write_text(json.dumps({"kind": "kept experts", "schema": 1, "layers": layers}))
+    ktconv_done("prune", model, tmp_path / "out", "--prune", kept)
+    assert read_json(tmp_path / "out" / "config.json")["n_group"] == 3
 
 
 # ---- bad input ---------------------------------------------------------------------------
@@ -349,7 +405,7 @@ def test_few_tokens(tmp_path: Path) -> None:
         (("--ratio=1",), "--ratio 1 is not between 0 and 1"),
         (("--target-size=1kB",), "--target-size 1.0 kB is too small: with 2 experts"),
         (("--keep=4", "--ratio=0.5"), "cannot be combined"),
-        ((), "how many experts stay is not said"),
+        ((), "nothing says how many experts stay"),
         (("--keep=4", "--per-layer=vllm"), "layers have different numbers of experts"),
     ],
 )
@@ -407,6 +463,35 @@ def test_a_file_of_another_kind(tmp_path: Path, ranking: Path) -> None:
     assert "does not say which experts are kept" in refused(ktconv(*words, EXAMPLE / "config.json"))
     path = scored(tmp_path / "scores.json", 8)
     assert "does not say which experts are kept" in refused(ktconv(*words, path))
+
+
+def test_a_name_for_two_things(ranking: Path, tmp_path: Path) -> None:
+    """Nothing is written where the file of --write is OUTPUT."""
+    words = ("prune", EXAMPLE, tmp_path / "one", "--scores", ranking, "--keep", "3")
+    (tmp_path / "here").mkdir()
+    result = ktconv(*words, "--write", tmp_path / "here" / ".." / "one")
+    assert "is a name that the command itself writes to" in refused(result)
+    assert not (tmp_path / "one").exists()
+
+
+def test_no_file_where_the_run_is_refused(ranking: Path, output: Path, tmp_path: Path) -> None:
+    """OUTPUT was made with other experts: FILE of --write would not be of it."""
+    path, copy = tmp_path / "kept.json", shutil.copytree(output, tmp_path / "copy")
+    words = ("prune", EXAMPLE, copy, "--scores", ranking, "--write", path)
+    result = ktconv(*words, "--keep=4")
+    assert result.exit_code == 2 and "was begun with other settings" in result.stderr
+    assert not path.exists()
+    ktconv_done(*words, "--keep=3")
+    assert read_json(path)["layers"]["0"]["kept"] == list(KEPT[0])
+
+
+def test_no_expert_is_dropped(tmp_path: Path) -> None:
+    """Which is said, where a size is large enough for all."""
+    scores = scored(tmp_path / "scores.json", 8)
+    words = ("prune", EXAMPLE, tmp_path / "out", "--scores", scores)
+    for number in ("--target-size=1TB", "--keep=8", "--ratio=0.1"):
+        plan = ktconv_done(*words, number, "--dry-run")
+        assert "no expert is dropped: kept are 8 of 8 experts" in plan
 
 
 def test_nothing_to_write(ranking: Path) -> None:
@@ -566,6 +651,26 @@ def test_compare(output: Path, kept: Path, tmp_path: Path) -> None:
     assert copied["method"] == "pruned"
     sizes = [row["bytes"] for row in (source, whole, copied, fewer)]
     assert sizes[3] < sizes[1] and sizes[2] < sizes[0]
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "layers"])
+def test_what_is_made_of_a_pruned_conversion(layout: str, kept: Path, tmp_path: Path) -> None:
+    """Its experts are still known: parts cut again, or layers merged, without the source."""
+    words = ("--method=int8", "--numa=1", f"--layout={layout}", "--prune", kept)
+    ktconv_done("quantize-cpu", EXAMPLE, tmp_path / "one", *words)
+    command = ("merge",) if layout == "layers" else ("reshard", "--numa=2")
+    ktconv_done(command[0], tmp_path / "one", tmp_path / "two", *command[1:])
+    record = read_json(tmp_path / "two" / "ktconv.json")["source"]
+    assert record["pruned"] == read_json(tmp_path / "one" / "ktconv.json")["source"]["pruned"]
+    assert verified(tmp_path / "two")["passed"]
+
+
+def test_inspect(output: Path) -> None:
+    """A pruned checkpoint is a checkpoint, with what was kept of it."""
+    found = json.loads(ktconv_done("inspect", output, "--json"))
+    assert (found["kind"], found["experts"], found["hidden_size"]) == ("checkpoint", [3], [128])
+    assert found["kept"] == "3 of 8 experts (layers 0-1)"
+    assert "3 of 8 experts (layers 0-1)" in ktconv_done("inspect", output)
 
 
 def test_level_model_of_compare(output: Path, tmp_path: Path, torch: Any) -> None:

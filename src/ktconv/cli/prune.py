@@ -171,10 +171,6 @@ def prune_command(
             return
         preflight = prepare(request)
         chosen = preflight.selection
-        if write is not None and not dry_run:
-            assert preflight.plan.checkpoint.pruning is not None
-            write_kept(write, preflight.plan.checkpoint.pruning)
-            notify(f"wrote {write}")
         common.convert(
             request,
             preflight,
@@ -185,3 +181,7 @@ def prune_command(
             facts={} if chosen is None else chosen.facts(),
             lines=[] if chosen is None else list(chosen.lines()),
         )
+        if write is not None and not dry_run:
+            assert preflight.plan.checkpoint.pruning is not None
+            write_kept(write, preflight.plan.checkpoint.pruning)
+            notify(f"wrote {write}")

@@ -17,6 +17,7 @@ from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.source.activations import in_words, of_records
 from ktconv.source.config import CONFIG_NAME
 from ktconv.source.model_source import ModelSource
+from ktconv.source.pruning.kept import recorded_pruning
 from ktconv.source.settings import ModelSettings
 from ktconv.source.side_files import find_side_files
 from ktconv.system.stores import is_remote, transfer
@@ -34,6 +35,7 @@ from ktconv.targets.packed.weights import (
     name_of,
     open_packed,
 )
+from ktconv.targets.pruned import FORMAT as PRUNED
 from ktconv.writer.journal import Journal, file_is_intact
 from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
 
@@ -54,6 +56,8 @@ def inspect_path(model: ModelSource | str, explained: bool = False) -> dict[str,
         manifest = read_manifest(directory)
         if manifest is None and not may_hold_packed(directory):
             return _opened(source, explained)
+        if manifest is not None and manifest.options.get("format") == PRUNED:
+            return _opened(source, explained) | _pruned(manifest)
         found = open_packed(directory)
         if manifest is not None and manifest.options.get("format") in ENCODED:
             return _quantized(directory, found, manifest)
@@ -70,6 +74,13 @@ def _opened(source: ModelSource, explained: bool) -> dict[str, Any]:
             raise  # GGUF files are without maps
         return explain_unknown(source, error)
     return _source(checkpoint) | ({"explained": explain(checkpoint)} if explained else {})
+
+
+def _pruned(manifest: Manifest) -> dict[str, Any]:
+    """Facts about a pruned checkpoint: who made it, and how many experts stay."""
+    pruning = recorded_pruning(manifest.record, str(manifest.path))
+    kept = {} if pruning is None else {"kept": pruning.in_words}
+    return {"made_by": f"ktconv {manifest.record.get('ktconv_version')}", **kept}
 
 
 def _source(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -127,9 +127,11 @@ def choose(checkpoint: Checkpoint, choice: Choice) -> Selection:
 
 def _check(choice: Choice) -> None:
     given = (choice.keep, choice.ratio, choice.target_size)
-    if sum(one is not None for one in given) != 1:
+    if (numbers := sum(one is not None for one in given)) != 1:
         raise UsageError(
-            "how many experts stay is not said, or twice",
+            "nothing says how many experts stay"
+            if not numbers
+            else f"{numbers} options say how many experts stay",
             "give one of --keep N, --ratio R and --target-size SIZE",
         )
     if choice.scores is None:
@@ -298,11 +300,12 @@ class _Chooser:
                 f"use at most {count}",
             )
         if keep % step:
+            below = keep // step * step
+            numbers = {max(least, below), min(count, max(least, below + step))}
             raise UsageError(
                 f"--keep {keep} is no number of whole groups: the router of layer {layer.index} "
                 f"chooses groups of {counted(step, 'expert')}",
-                f"use --keep {max(least, keep // step * step)} or "
-                f"{min(count, keep // step * step + step)}",
+                f"use --keep {' or '.join(map(str, sorted(numbers)))}",
             )
         if keep < least:
             raise UsageError(f"--keep {keep}: {self._why(layer)}", f"use at least {least}")

@@ -27,6 +27,7 @@ from ktconv.source.activations import of_records
 from ktconv.source.config import CONFIG_NAME
 from ktconv.source.mapped import recorded_map
 from ktconv.source.model_source import ModelSource
+from ktconv.source.pruning.kept import recorded_pruning
 from ktconv.source.reading.buffers import Buffers, BufferSizes
 from ktconv.source.reading.reader import SourceReader
 from ktconv.source.settings import ModelSettings
@@ -196,6 +197,7 @@ def plan_alone(
         tower=tower,
         adapters=(manifest and manifest.adapters) or (),
         mapped=recorded_map(manifest.naming) if manifest else None,
+        pruning=recorded_pruning(manifest.record, str(manifest.path)) if manifest else None,
     )
     check_side_files(manifest, directory)
     side_files = find_side_files(directory)

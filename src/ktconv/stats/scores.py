@@ -15,7 +15,6 @@ norm. Rankings of other tools are read too, see `read_scores`.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +41,7 @@ _FORM = (
     "give a file of ktconv stats --scores, or a line of JSON for each layer: "
     '{"layer": 3, "scores": [0.5, 1.25, ...]} or {"layer": 3, "ids": [17, 4, ...]}, best first'
 )
+_MOST = 1 << 20  # layers, and experts of one, that a file may number
 _ORIGIN = ("model", "source_sha256", "text", "text_sha256", "run", "router")
 
 
@@ -174,7 +174,7 @@ def read_scores(path: str | Path) -> Scores:
     layers: dict[int, LayerScores] = {}
     for entry in entries:
         number = entry.get("layer") if isinstance(entry, dict) else None
-        if type(number) is not int or number < 0:
+        if type(number) is not int or not 0 <= number < _MOST:
             raise UsageError(f"{path}: {entry!r:.60} has no number of a layer", _FORM)
         if number in layers:
             raise UsageError(f"{path} has layer {number} twice", "leave one of them out")
@@ -188,10 +188,10 @@ def read_scores(path: str | Path) -> Scores:
 
 def _parsed(data: bytes, path: Path) -> tuple[Mapping[str, Any], Sequence[Any]]:
     """The head of a file, and its layers."""
-    lines = [line for line in data.splitlines() if line.strip()]
+    lines = [(n, line) for n, line in enumerate(data.split(b"\n"), 1) if line.strip()]
     try:
-        if lines and _is_line(lines[0]):
-            return {}, [parse_object(line, str(path), _FORM) for line in lines]
+        if lines and _is_line(lines[0][1]):
+            return {}, [parse_object(line, f"line {n} of {path}", _FORM) for n, line in lines]
         if data.lstrip()[:1] == b"[":
             data = b'{"layers": %s}' % data
         content = parse_object(data, str(path), _FORM)
@@ -243,8 +243,8 @@ def _ranked(path: Path, layer: int, entry: Mapping[str, Any]) -> LayerScores:
                 f"layer {layer} in {path} lists expert {number} twice", "list each expert once"
             )
         seen.add(number)
-    if max(ids) > 1 << 20:
-        raise UsageError(f"layer {layer} in {path} lists expert {max(ids)}", _FORM)
+    if max(ids) >= _MOST:
+        raise UsageError(f"layer {layer} in {path} lists expert {max(ids)!r:.20}", _FORM)
     values = np.zeros(max(ids) + 1)
     values[ids] = np.arange(len(ids), 0, -1)
     return LayerScores({"scores": values}, listed=len(ids))
@@ -254,9 +254,13 @@ def _numbers(values: object) -> F64 | None:
     """float64 [E]; None for anything but finite numbers."""
     if not isinstance(values, list):
         return None
-    if not all(type(one) in (int, float) and math.isfinite(one) for one in values):
+    if not all(type(one) in (int, float) for one in values):
         return None
-    return np.array(values, np.float64)
+    try:
+        found = np.array([float(one) for one in values])
+    except OverflowError:  # an integer beyond float64
+        return None
+    return found if np.isfinite(found).all() else None
 
 
 def _origin(path: Path, head: Mapping[str, Any]) -> Origin:

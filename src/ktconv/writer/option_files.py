@@ -84,10 +84,16 @@ class WrittenFile:
 def check_written(files: Sequence[WrittenFile | None], apart: Iterable[str | Path | None]) -> None:
     """`WrittenFile.check` of those that are given; UsageError if two of them are one file. `apart`:
     what the command reads and converts into; names of models that are not here are left out."""
-    given = [file for file in files if file is not None]
+    given, apart = [file for file in files if file is not None], list(apart)
     others = list(_here(apart))
     for number, file in enumerate(given):
         file.check(others)
+        for path in apart:
+            if path is not None and file.place == Path(os.path.realpath(path)):
+                raise UsageError(
+                    f"{file.option} {file.path} is a name that the command itself writes to",
+                    "give the name of a new file",
+                )
         for other in given[:number]:
             if file.place == other.place:
                 raise UsageError(

@@ -54,7 +54,8 @@ class Encode(Conversion):
         return DecodedCopy(reader, tensor, name, self.request.verify, weight)
 
     def made_files(self) -> Mapping[str, bytes]:
-        files = {CONFIG: config.config_json(self.plan, self._renamed)}
+        files = dict(super().made_files())
+        files[CONFIG] = config.config_json(self.plan, self._renamed)
         if RECIPE in self.plan.target.made_files:
             files[RECIPE] = config.recipe_yaml(self.plan)
         if RECIPE_TOML in self.plan.target.made_files:

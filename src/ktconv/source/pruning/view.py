@@ -10,21 +10,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 from ktconv.errors import UsageError
 from ktconv.families.config import Config
 from ktconv.families.names import mtp_prefix
 from ktconv.source.config import CONFIG_NAME
-from ktconv.source.pruning.config import pruned_content
+from ktconv.source.pruning.config import pruned_content, renamed
 from ktconv.source.pruning.kept import WRITE, Kept, Pruning
 from ktconv.source.pruning.routers import Routers
 from ktconv.source.reading.sliced import SlicedFiles
 from ktconv.source.settings import ModelSettings
+from ktconv.source.side_files import find_side_files
 from ktconv.source.types import Checkpoint, MoELayer, SourceFile, TensorRef
+from ktconv.system.regular_files import read_small
 from ktconv.system.units import counted, format_ranges
 
 SOURCE = "kept experts"  # the name of the pruning among the files of a source
+_ABOUT_QUANTIZATION = "*quant*"
 _AGAIN = f"make a file for this model: {WRITE}"
 
 
@@ -63,7 +68,7 @@ class PrunedView:
             for layer in self.layers
         ]
         content = self._content()
-        made = {**base.made_files, CONFIG_NAME: _written(content)}
+        made = {**base.made_files, **self._renamed_files(), CONFIG_NAME: _written(content)}
         data = pruning.data
         return replace(
             base,
@@ -167,8 +172,8 @@ class PrunedView:
         UsageError unless in each layer the same number of experts stays in all groups that stay.
         """
         found: dict[tuple[int, int], int] = {}
-        for index, kept in self.pruning.layers.items():
-            spec = self._routers.spec(self._layers[index])
+        for layer in self.layers:
+            index, kept, spec = layer.index, self.kept(layer), self._routers.spec(layer)
             if spec is None or spec.n_group < 2:
                 continue
             size = (kept.experts + spec.identity_experts) // spec.n_group
@@ -198,8 +203,28 @@ class PrunedView:
             config.content, config.checked, experts, self.groups, self.mtp_left_out, self.rename
         )
 
+    def _renamed_files(self) -> dict[str, bytes]:
+        """JSON about quantization next to the weights, where it names experts of new numbers:
+        hf_quant_config.json, quantize_config.json, quant_model_description.json.
+        """
+        directory, made = self.base.side_directory, {}
+        if directory is None:
+            return {}
+        for path in find_side_files(directory):
+            if not fnmatchcase(path.name, _ABOUT_QUANTIZATION) or path.suffix != ".json":
+                continue
+            # What is no JSON is copied as it is: no loader reads it.
+            with suppress(ValueError, RecursionError):
+                content = json.loads(read_small(directory, path))
+                new = renamed(content, self.rename)
+                if new != content:
+                    made[str(path)] = _written(new)
+        return made
+
     def _notes(self) -> list[str]:
-        notes = [f"experts are dropped: kept are {self.pruning.in_words}"]
+        drops = any(layer.dropped for layer in self.pruning.layers.values())
+        words = "experts are dropped" if drops else "no expert is dropped"
+        notes = [f"{words}: kept are {self.pruning.in_words}"]
         if left := self.pruning.left_out:
             notes.append(f"MTP layers {format_ranges(list(left))} are left out with their tensors")
         return notes
@@ -210,7 +235,7 @@ def with_pruning(checkpoint: Checkpoint, pruning: Pruning) -> Checkpoint:
     return PrunedView(checkpoint, pruning).checkpoint()
 
 
-def _written(content: Mapping[str, object]) -> bytes:
+def _written(content: object) -> bytes:
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
