@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,12 +27,13 @@ from ktconv import native
 from ktconv.errors import CheckpointError
 from ktconv.formats.decode import f32_to_bf16
 from ktconv.source.reading.encoded_sums import EncodedSums
+from ktconv.source.reading.made import MadeFile, MadeFiles
 from ktconv.source.reading.matrices import MatrixReader, Scales, buffer_bytes, spans_of
 from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.source.types import Checkpoint, ExpertMatrix, TensorRef
 from ktconv.system.arrays import F32, U8
-from ktconv.system.opened import Opened, State, advise
-from ktconv.system.stores import FileStore, MadePath, Span
+from ktconv.system.opened import advise
+from ktconv.system.stores import MadePath, Span
 
 F64 = NDArray[np.float64]
 
@@ -68,7 +70,7 @@ class _Tensors:
     nbytes: int = 0
 
 
-class MergedFiles(FileStore):
+class MergedFiles(MadeFiles):
     """The made files of a checkpoint: `add` puts matrices into them."""
 
     def __init__(self, checkpoint: Checkpoint, adapters: Sequence[str]) -> None:
@@ -110,18 +112,13 @@ class MergedFiles(FileStore):
         """Bytes that a thread needs: a piece of the source, its values, and sums in float64."""
         return 4 * max(_PIECE_BYTES, 8 * _ROWS * self._rows) + BOUNCE_BYTES
 
-    def open(self, path: Path) -> MergedFile:
-        return MergedFile(path, self._files[path], self)
+    def open(self, path: Path) -> MadeFile:
+        own = self._files[path]
+        return MadeFile(path, own.nbytes, partial(self.read, own))
 
     def advise(self, spans: Sequence[Span]) -> None:
         advise([one for span in spans for made in self._within(span)
                 for one in spans_of(made.matrix)])  # fmt: skip
-
-    def kept(self, spans: Iterable[Span]) -> int:
-        return sum(span.nbytes for span in spans)
-
-    def confirm(self) -> None:
-        pass
 
     def _within(self, span: Span) -> Sequence[_Made]:
         own = self._files[span.file]
@@ -258,20 +255,3 @@ def _beyond(tensor: TensorRef) -> CheckpointError:
         f"{tensor.name} in {tensor.file} is beyond {tensor.dtype}",
         "give a smaller weight with the adapter, or check that it is of this model",
     )
-
-
-class MergedFile(Opened):
-    """A made file."""
-
-    def __init__(self, path: Path, own: _Tensors, files: MergedFiles) -> None:
-        self.path, self._own, self._files = path, own, files
-
-    @property
-    def state(self) -> State:
-        return State(self._own.nbytes, None, None)
-
-    def read(self, target: memoryview, offset: int) -> None:
-        self._files.read(self._own, target.cast("B"), offset)
-
-    def close(self) -> None:
-        pass

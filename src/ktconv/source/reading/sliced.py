@@ -7,17 +7,19 @@ counts as [outer, count, inner bytes]: of the middle axis the kept indices stay.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
+from ktconv.source.reading.made import MadeFile, MadeFiles
 from ktconv.source.reading.reader import SourceReader
 from ktconv.source.types import Checkpoint, SourceFile, TensorRef
-from ktconv.system.opened import Opened, State, advise
-from ktconv.system.stores import FileStore, MadePath, Span
+from ktconv.system.opened import Opened, advise
+from ktconv.system.stores import MadePath, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class _Tensors:
     nbytes: int = 0
 
 
-class SlicedFiles(FileStore):
+class SlicedFiles(MadeFiles):
     """The made files of a checkpoint: `add` puts tensors into them."""
 
     memory = 0
@@ -103,17 +105,12 @@ class SlicedFiles(FileStore):
         own.nbytes += nbytes
         return found
 
-    def open(self, path: Path) -> SlicedFile:
-        return SlicedFile(path, self._files[path], self)
+    def open(self, path: Path) -> MadeFile:
+        own = self._files[path]
+        return MadeFile(path, own.nbytes, partial(self.read, own))
 
     def advise(self, spans: Sequence[Span]) -> None:
         advise([one for span in spans for one in self._origins(span)])
-
-    def kept(self, spans: Iterable[Span]) -> int:
-        return sum(span.nbytes for span in spans)
-
-    def confirm(self) -> None:
-        pass
 
     def _origins(self, span: Span) -> Iterator[Span]:
         own = self._files[span.file]
@@ -157,20 +154,3 @@ def _within(own: _Tensors, offset: int, nbytes: int) -> Iterator[tuple[_Cut, int
         size = min(cut.tensor.nbytes - start, nbytes - done)
         yield cut, start, size
         done, at = done + size, at + 1
-
-
-class SlicedFile(Opened):
-    """A made file."""
-
-    def __init__(self, path: Path, own: _Tensors, files: SlicedFiles) -> None:
-        self.path, self._own, self._files = path, own, files
-
-    @property
-    def state(self) -> State:
-        return State(self._own.nbytes, None, None)
-
-    def read(self, target: memoryview, offset: int) -> None:
-        self._files.read(self._own, target.cast("B"), offset)
-
-    def close(self) -> None:
-        pass
