@@ -14,6 +14,7 @@ configuration says: nothing can check that.
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,7 +81,7 @@ class MOEConfig:
     quant_config: QuantConfig = field(default_factory=QuantConfig)
 
 
-class MoE:
+class MoE(ABC):
     """A layer by addresses; classes below name the encoding of its weights."""
 
     method = ""  # of KTMoEWrapper
@@ -174,7 +175,7 @@ class MoE:
     ) -> None:
         tokens, hidden = int(_memory(batch, torch.int32, (1,))[0]), self._settings.hidden
         if tokens < 0:
-            raise UsageError(f"batch_size points to {tokens}, which is no number of tokens")
+            raise UsageError(f"batch_size points to {tokens}; a number of tokens is 0 or more")
         out, mask = _memory(y, torch.bfloat16, (tokens, hidden)), self._config.gpu_experts_mask
         self.layer(
             _memory(x, torch.bfloat16, (tokens, hidden)),
@@ -185,8 +186,9 @@ class MoE:
             out=out,
         )
 
+    @abstractmethod
     def _from_memory(self, slots: list[int] | None) -> MoELayer:
-        raise NotImplementedError
+        """A layer of the weights that the configuration has the addresses of."""
 
     def _stack(self, name: str, dtype: torch.dtype, shape: tuple[int, int]) -> list[Tensor]:
         """A matrix of each expert, or its scales, where the configuration says they are."""

@@ -1,7 +1,7 @@
 """The alias `kt_kernel`: a directory on the module path whose `kt_kernel` is ktconv.
 
-Child processes inherit it with PYTHONPATH, however they are started, unless Python is told to
-ignore the environment (-E, -I).
+Child processes inherit it through PYTHONPATH, however they are started, unless they run with
+`python -E` or `-I`, which ignore the environment.
 """
 
 from __future__ import annotations
