@@ -130,7 +130,7 @@ int main(int count, char **words) {
   for (int i = 1; i < count; i++) {
     const int threads = atoi(words[i]);
     if (threads < 1 || threads > MOST) {
-      printf("%s is no number of threads\n", words[i]);
+      printf("%s is not a number of threads\n", words[i]);
       return 2;
     }
     measure(threads, cpus);

@@ -160,7 +160,7 @@ _CODED: dict[tuple[object, ...], Any] = {}
 
 
 def _truth(fmt: Format, values: NDArray[np.float32], index: Any, choice: Choice) -> Truth:
-    """Of a part of a matrix."""
+    """The values of a part of a matrix."""
     piece = np.ascontiguousarray(values[index])
     key = _key(fmt, piece, choice)
     if key not in _MADE:

@@ -345,7 +345,7 @@ def test_erased_rows_show(isa: str, fmt: str) -> None:
 def test_packing_and_auditing_in_one_pass_are_the_two(
     fmt: str, rule: str, rows: int, across: bool
 ) -> None:
-    """Of whole pieces of 128 rows, and of less; also of sources whose columns are stored."""
+    """Pieces of 128 rows, the last one shorter, also where a source stores columns."""
     found = FORMATS[fmt]
     layout, cols, choice = found.layout, 512, native.Choice(rule)
     values = np.random.default_rng(rows).standard_normal((rows, cols)).astype(np.float32)

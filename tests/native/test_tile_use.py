@@ -124,7 +124,8 @@ def test_gaps_are_seen(emulator: amx.Emulator) -> None:
 
 @pytest.mark.parametrize("key", ["gint4-32", "gint4-64", "gint8-32", "gint8-64"])
 def test_fine_tuning_keeps_sums_of_groups_in_tiles(key: str, emulator: amx.Emulator) -> None:
-    """As many products, loads and stores as of MXFP4, which has scales of groups in its numbers."""
+    """Grouped integers take as many products, loads and stores as MXFP4, which has its scales in
+    its numbers."""
     forward("mxfp4", emulator, tokens=2 * TOKENS, rank=16)
     expected = emulator.counts()
     forward(key, emulator, tokens=2 * TOKENS, rank=16)

@@ -407,7 +407,7 @@ def check_commands(path: Path) -> None:
 
 
 def check_bench() -> None:
-    """With limits of a few MB: times mean nothing here."""
+    """Runs bench with limits of a few MB: times mean nothing in a guest."""
     quick = partial(limits.Meter, 16 << 20, dot_seconds=(1e-4, 1e-4))
     vars(bench_run).update(Meter=quick)
     vars(limits).update(_STREAMS=(1,), _REPEATS=1, settle=lambda *_: None)

@@ -51,7 +51,7 @@ def changes(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, Any, An
 
 
 def values(checkpoint: Checkpoint) -> dict[tuple[int, int, str], np.ndarray[Any, Any]]:
-    """What all experts decode to."""
+    """The decoded matrices of all experts."""
     tensors, found = SourceTensors(checkpoint), {}
     for layer in checkpoint.layers:
         for expert in range(len(layer.experts)):

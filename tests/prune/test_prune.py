@@ -349,7 +349,7 @@ def test_whole_groups(tmp_path: Path) -> None:
     config = read_json(directory / "config.json")
     assert (config["n_routed_experts"], config["n_group"], config["topk_group"]) == (6, 3, 2)
     words = ("prune", model, tmp_path / "none", "--scores", scores)
-    assert "--keep 5 is no number of whole groups" in refused(ktconv(*words, "--keep=5"))
+    assert "--keep 5 would cut a group" in refused(ktconv(*words, "--keep=5"))
     assert "each token takes experts of 2 groups" in refused(ktconv(*words, "--keep=2"))
     assert "does not go with a router that chooses groups" in refused(
         ktconv(*words, "--keep=6", "--per-layer=ktconv")

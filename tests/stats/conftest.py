@@ -1,4 +1,4 @@
-"""What the tests with a model need."""
+"""Fixtures of the tests that need a model."""
 
 from __future__ import annotations
 

@@ -303,8 +303,8 @@ class _Chooser:
             below = keep // step * step
             numbers = {max(least, below), min(count, max(least, below + step))}
             raise UsageError(
-                f"--keep {keep} is no number of whole groups: the router of layer {layer.index} "
-                f"chooses groups of {counted(step, 'expert')}",
+                f"--keep {keep} would cut a group: the router of layer {layer.index} chooses "
+                f"groups of {counted(step, 'expert')}",
                 f"use --keep {' or '.join(map(str, sorted(numbers)))}",
             )
         if keep < least:
