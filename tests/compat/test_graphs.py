@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -15,8 +17,8 @@ from .conftest import EXACT, EXPERTS, HIDDEN, TOP_K, Make, batch, error, expecte
 torch = pytest.importorskip("torch")
 
 from helpers.far import FAR, far_device  # noqa: E402
+from ktconv._native import ffi  # noqa: E402
 
-from ktconv import native  # noqa: E402
 from ktconv.compat.kt import KTMoEWrapper, moe  # noqa: E402
 from ktconv.compat.kt.cpu_infer import CPUInfer  # noqa: E402
 from ktconv.runtime import cuda, split_deferred  # noqa: E402
@@ -36,11 +38,11 @@ class Captured:
 
     def __init__(self, device: Any, wrappers: list[KTMoEWrapper], tokens: int) -> None:
         self.device, self.stream = device, device.new_stream()
-        self.inputs = [one.to(FAR) for one in batch(tokens, 9)]
+        self.inputs: Any = [one.to(FAR) for one in batch(tokens, 9)]
         with device.capture(self.stream) as self.graph:
             self.results = []
             for wrapper in wrappers:
-                wrapper.submit_forward(*self.inputs, 0)
+                wrapper.submit_forward(*self.inputs)
                 self.results.append(wrapper.sync_forward(self.inputs[0], 0))
 
     def replay(self, given: Any) -> list[Any]:
@@ -81,7 +83,7 @@ def test_a_graph_of_other_dtypes(make: Make, device: Any, dtype: Any) -> None:
 def test_calls_under_way_at_once_have_memory_of_their_own(make: Make, device: Any) -> None:
     wrapper, stream = make(), device.new_stream()
     given = [batch(4, seed) for seed in range(3)]
-    far = [[one.to(FAR) for one in each] for each in given]
+    far: Any = [[one.to(FAR) for one in each] for each in given]
     with device.capture(stream) as graph:
         for one in far:
             wrapper.submit_forward(*one)
@@ -225,7 +227,7 @@ def test_a_failure_is_nan_and_an_error_of_the_next_call(
     """In words, once; other layers go on."""
     missing = torch.tensor([0, 1, 2, 3, 4, 5, 6, 6])
     wrapper, other, given = make(mapping=missing), make(layer_idx=1), batch(5)
-    wrapper.layer.packed.layer._table[2].up = native.tasks.ffi.NULL
+    wrapper.layer.packed.layer._table[2].up = ffi.NULL
     ids = torch.full_like(given.ids, 2)
     if graph:
         (y,) = Captured(device, [wrapper], 5).replay((given.x, ids, given.weights))
@@ -243,7 +245,7 @@ def test_a_failure_is_nan_and_an_error_of_the_next_call(
 
 def test_sync_of_the_queue_raises_a_failure(make: Make, device: Any) -> None:
     wrapper, given = make(), batch(2)
-    wrapper.layer.packed.layer._table[0].down = native.tasks.ffi.NULL
+    wrapper.layer.packed.layer._table[0].down = ffi.NULL
     far = [given.x.to(FAR), torch.zeros_like(given.ids).to(FAR), given.weights.to(FAR)]
     wrapper.forward(*far).to("cpu")
     with pytest.raises(UsageError, match="layer 0 failed on a CUDA stream"):
@@ -258,7 +260,7 @@ def test_what_the_driver_refuses_is_named(make: Make, device: Any) -> None:
 
 
 def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
     cuda.driver.cache_clear()
     with pytest.raises(UsageError, match=r"the CUDA driver cannot be opened: libcuda\.so\.1"):
         cuda.driver()
@@ -314,15 +316,19 @@ def test_cpu_infer_on_a_stream(device: Any) -> None:
 
 
 def test_tasks_that_may_stay_pending(device: Any) -> None:
-    queue, stream, done = CPUInfer(1), device.new_stream(), []
+    queue, stream, done = CPUInfer(1), device.new_stream(), list[int]()
+
+    def fail() -> None:
+        raise ZeroDivisionError("division by zero")
+
     for n in range(3):
-        queue.submit_with_cuda_stream(stream.cuda_stream, lambda n=n: done.append(n))
+        queue.submit_with_cuda_stream(stream.cuda_stream, partial(done.append, n))
     queue.sync_with_cuda_stream(stream.cuda_stream, 1)
     stream.synchronize()
     assert done[:2] == [0, 1]
     queue.sync()
     assert done == [0, 1, 2]
-    queue.submit_with_cuda_stream(stream.cuda_stream, lambda: 1 / 0)
+    queue.submit_with_cuda_stream(stream.cuda_stream, fail)
     stream.synchronize()
     with pytest.raises(UsageError, match="a task of CPUInfer failed on a CUDA stream: division"):
         queue.sync()
@@ -352,10 +358,7 @@ def test_the_stand_in_is_strict(make: Make, device: Any) -> None:
         except ResourceError as error:
             refused.append(str(error))
 
-    host = torch.cuda.is_available and __import__("ctypes").CFUNCTYPE(
-        None, __import__("ctypes").c_void_p
-    )
-    function = host(lambda _: call_cuda())
-    driver.launch(0, __import__("ctypes").cast(function, __import__("ctypes").c_void_p).value, 0)
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: call_cuda())
+    driver.launch(0, ctypes.cast(function, ctypes.c_void_p).value or 0, 0)
     device.current.synchronize()
     assert len(refused) == 1

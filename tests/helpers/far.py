@@ -148,6 +148,10 @@ class _FarDevice(TorchFunctionMode):
         self.streams: dict[int, FarStream] = {}
         self.current = self.new_stream()
 
+    def synchronize(self) -> None:
+        """As of the current stream."""
+        self.current.synchronize()
+
     def new_stream(self) -> FarStream:
         made = FarStream(self, next(self._handles))
         self.streams[made.cuda_stream] = made

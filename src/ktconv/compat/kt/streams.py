@@ -62,9 +62,9 @@ class Graph:
         sizes = [-(-dtype.itemsize * shape.numel() // 64) * 64 for dtype, shape in shapes]
         memory = cuda.Memory(self._driver, sum(sizes))
         at = [memory.address + sum(sizes[:n]) for n in range(len(sizes))]
-        made = [tensor_at(place, *one) for place, one in zip(at, shapes, strict=True)]
+        x, ids, weights, y = (tensor_at(place, *one) for place, one in zip(at, shapes, strict=True))
         self.kept.append(memory)
-        return Staging(*made, memory)
+        return Staging(x, ids, weights, y, memory)
 
     def give(self, stream: int, inputs: Inputs, staging: Staging) -> None:
         """The end of a call: what the stream does next comes after it."""
