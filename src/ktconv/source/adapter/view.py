@@ -209,6 +209,7 @@ class _View:
             thread_memory=files.memory,
             shared_memory=sum(self._memory),
             adapters=[f"{one.directory.absolute()}:{one.weight!r}" for one in self._choices],
+            encoded_again=sorted(self._encoded),
         )
 
     def _layer(self, layer: MoELayer, files: MergedFiles) -> MoELayer:
