@@ -143,9 +143,10 @@ def test_a_model_merged_in_memory(tmp_path: Path) -> None:
         sites = [find_experts(one)[layer].own for one in (model, before)]
         for expert in range(EXPERTS):
             found, own = (one.matrices(expert) for one in sites)
-            for name in SHAPES:
+            matrices: Any = zip(found.values(), own.values(), found, strict=True)
+            for now, first, name in matrices:
                 a, b = pairs.get((layer, expert, name), (np.zeros((1, 1)), np.zeros((1, 1))))
-                change = (found[name] - own[name]).numpy()
+                change = (now - first).numpy()
                 assert np.abs(change - 2 * (b @ a)).max() < 1e-6
     prepare(before, rank=4, alpha=8, targets=("gate", "up", "down"))
     with pytest.raises(CheckpointError, match=r"has LoRA of up in layer 0, the model of gate"):
