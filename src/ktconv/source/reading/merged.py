@@ -177,7 +177,7 @@ class MergedFiles(MadeFiles):
         """Rows of W + s B A, rounded once to float32.
 
         A few rows at a time, whose sums stay in the cache: whole pieces wait for memory, and make
-        BLAS start threads, which together takes seven times as long."""
+        BLAS start threads."""
         loaded = self._loaded(made)
         sums = loaded.values(rows)
         step = max(1, _CACHED // sums.shape[1])
