@@ -19,7 +19,6 @@ from ktconv.quantize.packed.packing import PackingTask, Part, Piece
 from ktconv.source import MoELayer
 from ktconv.source.reading.buffers import Buffers, BufferSizes, whole_lines
 from ktconv.source.reading.matrices import (
-    CHUNK_BYTES,
     Factors,
     MatrixReader,
     Scales,
@@ -34,12 +33,15 @@ from ktconv.targets.packed.proof import Proof
 from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging
 
-TOGETHER_BYTES = 1 << 20  # packed: what a second cache keeps until it is written
+# Of matrices that are converted together, packed and in the source. Python runs cold after a call
+# that reads megabytes, and takes a third of the time for five matrices as for each alone.
+TOGETHER_BYTES = 4 << 20
+TOGETHER_STORED = 4 * TOGETHER_BYTES
 
 
 def quantize_buffers(layers: Sequence[MoELayer], fmt: Format) -> BufferSizes:
     """Buffers that a worker needs to quantize these layers."""
-    source, packed, cols = 0, TOGETHER_BYTES, 1
+    source, packed, cols = TOGETHER_STORED, TOGETHER_BYTES, 1
     seen = set()
     for layer in layers:
         for matrix in layer.kinds:
@@ -156,8 +158,8 @@ def together(tasks: Iterable[Task]) -> Iterator[Task]:
     for task in tasks:
         small = task if type(task) is QuantizeTask else None
         packed += small.packed_bytes if small else TOGETHER_BYTES
-        stored += small.buffer_bytes if small else CHUNK_BYTES
-        if small and packed <= TOGETHER_BYTES and stored <= CHUNK_BYTES:
+        stored += small.buffer_bytes if small else TOGETHER_STORED
+        if small and packed <= TOGETHER_BYTES and stored <= TOGETHER_STORED:
             few.append(small)
             continue
         if few:
