@@ -196,8 +196,13 @@ static inline void refuse_matrix(const arguments *a, int by) {
                         a->codes ? a->packed : NULL, a->packed_scale, f, f, f, NULL, any,
                         a->scratch, a->scratch_size));
   if (by & BY_QUANTIZE) {
-    kt_proven one = {m,   a->choice, a->codes ? a->packed : NULL, a->packed_scale, f, f, f, NULL,
-                     {0}, {0}};
+    kt_proven one = {.matrix = m,
+                     .choice = a->choice,
+                     .packed = a->codes ? a->packed : NULL,
+                     .packed_scale = a->packed_scale,
+                     .error = f,
+                     .amax = f,
+                     .rule = f};
     REFUSED_CALL(
         CALLED(kt_quantize_audit, a->layout, &one, 1, a->scratch, a->scratch_size, NULL, bad));
   }

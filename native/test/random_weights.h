@@ -318,8 +318,14 @@ static inline void prove_weights(const weights_case *c, const truth *t, const kt
   kt_audit *const expected = room(sizeof *expected, 8);
   enum { TWICE = 2 }; /* the same matrix, into the same memory */
   kt_proven *const all = room(TWICE * sizeof *all, 8);
-  const kt_proven one = {&c->source.m, choice,       again,      scale_again, maxima[0][0],
-                         maxima[0][1], maxima[0][2], squared[0], {0},         {0}};
+  const kt_proven one = {.matrix = &c->source.m,
+                         .choice = choice,
+                         .packed = again,
+                         .packed_scale = scale_again,
+                         .error = maxima[0][0],
+                         .amax = maxima[0][1],
+                         .rule = maxima[0][2],
+                         .squared = squared[0]};
   all[0] = all[1] = one;
   int64_t *const failed = one_in(3) ? NULL : room(sizeof *failed, 8);
   const kt_status status = CALLED(kt_quantize_audit, &c->layout, all, TWICE, scratch_of(c->cols),
