@@ -17,6 +17,7 @@ from ktconv.cli import help
 from ktconv.cli.commands import COMMANDS
 from ktconv.cli.events import Events
 from ktconv.cli.exits import errors_shown, print_error
+from ktconv.cli.plain_values import converted_plainly
 from ktconv.errors import UsageError
 from ktconv.system.text import printable
 
@@ -127,7 +128,7 @@ class Group(TyperGroup):
         found: list[Any] = super().get_params(ctx)
         for one in found:
             one.hidden = getattr(one, "hidden", False) or one.opts[0] in _OF_TYPER
-        return found
+        return converted_plainly(found)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         help.write_commands(self, ctx, formatter)
@@ -154,7 +155,8 @@ class Command(TyperCommand):
         return row.summary if row else super().get_short_help_str(limit or 45)
 
     def get_params(self, ctx: Any) -> Any:
-        return help.with_help_all(super().get_params(ctx), self.get_help_option(ctx))
+        found = help.with_help_all(super().get_params(ctx), self.get_help_option(ctx))
+        return converted_plainly(found)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Arguments as the list of arguments has them, without the braces of newer typers."""
