@@ -17,7 +17,6 @@ from ktconv.cli import help
 from ktconv.cli.commands import COMMANDS
 from ktconv.cli.events import Events
 from ktconv.cli.exits import errors_shown, print_error
-from ktconv.cli.plain_values import converted_plainly
 from ktconv.errors import UsageError
 from ktconv.system.text import printable
 
@@ -128,7 +127,7 @@ class Group(TyperGroup):
         found: list[Any] = super().get_params(ctx)
         for one in found:
             one.hidden = getattr(one, "hidden", False) or one.opts[0] in _OF_TYPER
-        return converted_plainly(found)
+        return found
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         help.write_commands(self, ctx, formatter)
@@ -155,8 +154,7 @@ class Command(TyperCommand):
         return row.summary if row else super().get_short_help_str(limit or 45)
 
     def get_params(self, ctx: Any) -> Any:
-        found = help.with_help_all(super().get_params(ctx), self.get_help_option(ctx))
-        return converted_plainly(found)
+        return help.with_help_all(super().get_params(ctx), self.get_help_option(ctx))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Arguments as the list of arguments has them, without the braces of newer typers."""
