@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -595,7 +594,6 @@ def test_level_model(output: Path, kept: Path, torch: Any, tmp_path: Path) -> No
     from ktconv.model import load_model
 
     words = ("--level=model", "--windows=1", "--text", str(EVAL))
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     found = verified(output, *words)["model"]
     losses = []
     for path in (EXAMPLE, output):
