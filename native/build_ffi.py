@@ -3,8 +3,10 @@
 API mode: the C compiler checks every declaration that cffi reads from the public
 header against that header. No -march flag: each file names the instruction sets it
 uses, and the library picks one at run time. -ffp-contract=off because a fused
-multiply-add would round once where the format rounds twice. -g0 because Python's own flags
-ask for debug information, which takes the compiler longer than the code.
+multiply-add would round once where the format rounds twice. Two flags undo Python's own, which
+come before: -g0 debug information, which takes the compiler longer than the code, and -fno-wrapv
+sums of integers that wrap round, with which GCC computes addresses within inner loops one by one
+(MXFP4 with AVX-512, 4 tokens: 599 instructions in place of 442).
 """
 
 import re
@@ -14,7 +16,7 @@ from pathlib import Path
 from cffi import FFI
 
 NATIVE = Path("native")  # setup.py runs in the project root
-CODE = ["-std=c11", "-O3", "-g0", "-ffp-contract=off"]
+CODE = ["-std=c11", "-O3", "-g0", "-ffp-contract=off", "-fno-wrapv"]
 SOURCES = sorted(path.as_posix() for path in (NATIVE / "src").rglob("*.c"))
 
 

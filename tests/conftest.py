@@ -13,6 +13,8 @@ from collections.abc import Generator, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import threadpoolctl
@@ -22,6 +24,7 @@ from helpers import family_models
 from helpers.amx import EMULATOR, Emulator, kept_directory, load_emulator
 
 from ktconv import native
+from ktconv.cli import options
 from ktconv.verify import model as model_level
 
 MEMORY = "/dev/shm"  # where Linux keeps files in memory
@@ -47,7 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
     # The models here are tiny: PyTorch's threads would wait for one another, and take what other
     # processes of tests need. Set before PyTorch is loaded, here and in programs that tests start.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # of tests that want several
     threadpoolctl.threadpool_limits(1)  # of NumPy, which is loaded already
     # The tree of commands takes 40 ms to build, and tests run some thousand of them.
     vars(typer.testing)["_get_command"] = cache(typer.main.get_command)
@@ -131,6 +135,16 @@ def pytest_runtest_makereport(
     return report
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """PyTorch keeps one thread: with more, which wait for the other process's, all later tests of
+    this one take several times as long."""
+    torch = sys.modules.get("torch")
+    if hasattr(torch, "set_num_threads") and (left := torch.get_num_threads()) != 1:
+        torch.set_num_threads(1)
+        pytest.fail(f"the test leaves PyTorch with {left} threads", pytrace=False)
+
+
 _frozen = 0  # modules when objects were last frozen
 
 
@@ -179,6 +193,22 @@ def short_texts() -> Iterator[None]:
     """Level model lets models write a text, which takes longer than all it measures."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_level, "NEW_TOKENS", 4)
+        yield
+
+
+@pytest.fixture(scope="session")
+def torch() -> Any:
+    """PyTorch, where transformers is installed too."""
+    pytest.importorskip("transformers")
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_frozen() -> Iterator[None]:
+    """Commands, whose process ends with them, let no collection of garbage visit what is there
+    when they begin: this one would keep the models of all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(options, "gc", SimpleNamespace(freeze=lambda: None))
         yield
 
 

@@ -376,21 +376,36 @@ kt_status kt_audit_run(const kt_layout *layout, const kt_matrix *source, const k
                        float *error, float *amax, float *rule, double *squared, kt_audit *audit,
                        void *scratch, size_t scratch_size);
 
+/* A matrix for kt_quantize_audit: pointers as kt_quantize_pack and kt_audit_run take them, and what
+ * is found. `sums`: kt_byte_sum of packed and of packed_scale, of the bytes as they were when they
+ * had been compared: what has other sums later is not what was proven. */
+typedef struct kt_proven {
+  const kt_matrix *matrix;
+  const kt_choice *choice; /* NULL: KT_RULE_AMAX */
+  void *packed, *packed_scale;
+  float *error, *amax, *rule;
+  double *squared; /* or NULL */
+  kt_audit audit;
+  uint64_t sums[2];
+} kt_proven;
+
 /* kt_quantize_pack, then kt_audit_run of what that has made, of some rows after the other: caches
- * still have the weights when they are compared. Results are those of the two calls, but for the
- * last bits of squared_value, which is added up in another order. `sums`: kt_byte_sum of packed and
- * of packed_scale, of the bytes as they were when they had been compared: what has other sums later
- * is not what was proven. INT8, INT4, GINT4 and GINT8. Errors as of both; KT_ERR_NONFINITE leaves
- * the audit's results undefined. */
-kt_status kt_quantize_audit(const kt_layout *layout, const kt_matrix *matrix,
-                            const kt_choice *choice, void *packed, void *packed_scale, float *error,
-                            float *amax, float *rule, double *squared, kt_audit *audit,
-                            uint64_t sums[2], void *scratch, size_t scratch_size, kt_position *bad);
+ * still have the weights when they are compared. So for `count` matrices, one after the other: a
+ * call for each of many small ones would cost more than its work. Results are those of the two
+ * calls, but for the last bits of squared_value, which is added up in another order. INT8, INT4,
+ * GINT4 and GINT8. `scratch`: for the matrix with the most columns. Errors as of both, at the first
+ * matrix that has one, whose index is in `failed` then (or NULL); its results are undefined, and
+ * those of later ones not touched. */
+kt_status kt_quantize_audit(const kt_layout *layout, kt_proven *matrices, int64_t count,
+                            void *scratch, size_t scratch_size, int64_t *failed, kt_position *bad);
 
 /* The sum, modulo 2^64, of `size` bytes taken as words of 64 bits in the order of this machine, the
  * last one filled up with zeros. Bytes that one changed bit or word, or other contents, have made
  * different have another sum; words in another order have the same. */
 uint64_t kt_byte_sum(const void *bytes, size_t size);
+
+/* Whether `size` bytes are the same in both places; if so, their kt_byte_sum is in `sum`. */
+int kt_same_bytes(const void *bytes, const void *others, size_t size, uint64_t *sum);
 
 /* kt_unpack by the audit's own path: codes int8 [rows, cols], row-major. */
 kt_status kt_audit_codes(const kt_layout *layout, const void *packed, int64_t rows, int64_t cols,

@@ -34,6 +34,7 @@
   X(kt_audit_run)                                                                                  \
   X(kt_quantize_audit)                                                                             \
   X(kt_byte_sum)                                                                                   \
+  X(kt_same_bytes)                                                                                 \
   X(kt_audit_codes)                                                                                \
   X(kt_audit_encoded)                                                                              \
   X(kt_pool_create)                                                                                \

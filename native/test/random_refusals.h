@@ -178,7 +178,6 @@ enum { WEIGHTS_REFUSALS = sizeof weights_refusals / sizeof *weights_refusals };
 static inline void refuse_matrix(const arguments *a, int by) {
   kt_position *const bad = room(sizeof *bad, 8);
   void *const any = room(64, 8);
-  uint64_t *const sums = room(2 * sizeof *sums, 8);
   float *const f = a->floats, *const out = a->codes ? f : NULL;
   const kt_matrix *const m = a->matrix;
   if (by & BY_DECODE) {
@@ -196,10 +195,17 @@ static inline void refuse_matrix(const arguments *a, int by) {
     REFUSED_CALL(CALLED(kt_audit_run, a->layout, m, a->choice, a->rows, a->first,
                         a->codes ? a->packed : NULL, a->packed_scale, f, f, f, NULL, any,
                         a->scratch, a->scratch_size));
-  if (by & BY_QUANTIZE)
-    REFUSED_CALL(CALLED(kt_quantize_audit, a->layout, m, a->choice, a->codes ? a->packed : NULL,
-                        a->packed_scale, f, f, f, NULL, any, sums, a->scratch, a->scratch_size,
-                        bad));
+  if (by & BY_QUANTIZE) {
+    kt_proven one = {.matrix = m,
+                     .choice = a->choice,
+                     .packed = a->codes ? a->packed : NULL,
+                     .packed_scale = a->packed_scale,
+                     .error = f,
+                     .amax = f,
+                     .rule = f};
+    REFUSED_CALL(
+        CALLED(kt_quantize_audit, a->layout, &one, 1, a->scratch, a->scratch_size, NULL, bad));
+  }
   if (by & BY_ENCODE)
     REFUSED_CALL(CALLED(kt_encode, &a->encoding, m, a->tensor_scale, a->codes, a->scale, a->scratch,
                         a->scratch_size, bad));

@@ -315,24 +315,39 @@ static inline void prove_weights(const weights_case *c, const truth *t, const kt
   float *const maxima[2][3] = {{room(size, 4), room(size, 4), room(size, 4)},
                                {room(size, 4), room(size, 4), room(size, 4)}};
   double *const squared[2] = {room(rows_size, 8), room(rows_size, 8)};
-  kt_audit *const sums[2] = {room(sizeof **sums, 8), room(sizeof **sums, 8)};
-  uint64_t *const bytes = room(2 * sizeof *bytes, 8);
-  const kt_status status = CALLED(kt_quantize_audit, &c->layout, &c->source.m, choice, again,
-                                  scale_again, maxima[0][0], maxima[0][1], maxima[0][2], squared[0],
-                                  sums[0], bytes, scratch_of(c->cols), c->scratch_size, bad);
+  kt_audit *const expected = room(sizeof *expected, 8);
+  enum { TWICE = 2 }; /* the same matrix, into the same memory */
+  kt_proven *const all = room(TWICE * sizeof *all, 8);
+  const kt_proven one = {.matrix = &c->source.m,
+                         .choice = choice,
+                         .packed = again,
+                         .packed_scale = scale_again,
+                         .error = maxima[0][0],
+                         .amax = maxima[0][1],
+                         .rule = maxima[0][2],
+                         .squared = squared[0]};
+  all[0] = all[1] = one;
+  int64_t *const failed = one_in(3) ? NULL : room(sizeof *failed, 8);
+  const kt_status status = CALLED(kt_quantize_audit, &c->layout, all, TWICE, scratch_of(c->cols),
+                                  c->scratch_size, failed, bad);
   expect_truth(t, "kt_quantize_audit", status, bad);
+  if (status != KT_OK && failed && *failed) FAILED("kt_quantize_audit names another matrix");
   if (status != KT_OK) return;
+  if (memcmp(&all[0], &all[1], sizeof *all)) FAILED("kt_quantize_audit: two results of a matrix");
   if (memcmp(again, packed, c->packed_size) || memcmp(scale_again, scale, c->scale_size))
     FAILED("kt_quantize_audit packs other bytes than kt_quantize_pack");
-  counted(OF_kt_byte_sum, kt_byte_sum(packed, c->packed_size) == bytes[0]);
-  counted(OF_kt_byte_sum, kt_byte_sum(scale, c->scale_size) == bytes[1]);
+  counted(OF_kt_byte_sum, kt_byte_sum(packed, c->packed_size) == all[0].sums[0]);
+  counted(OF_kt_byte_sum, kt_byte_sum(scale, c->scale_size) == all[0].sums[1]);
+  uint64_t sum;
+  const int same = kt_same_bytes(again, packed, c->packed_size, &sum);
+  counted(OF_kt_same_bytes, same && sum == all[0].sums[0]);
   EXPECTED(KT_OK, CALLED(kt_audit_run, &c->layout, &c->source.m, choice, c->rows, 0, packed, scale,
-                         maxima[1][0], maxima[1][1], maxima[1][2], squared[1], sums[1],
+                         maxima[1][0], maxima[1][1], maxima[1][2], squared[1], expected,
                          scratch_of(c->cols), c->scratch_size));
-  sums[0]->squared_value = sums[1]->squared_value; /* added up in another order */
+  all[0].audit.squared_value = expected->squared_value; /* added up in another order */
   if (memcmp(maxima[0][0], maxima[1][0], size) || memcmp(maxima[0][1], maxima[1][1], size) ||
       memcmp(maxima[0][2], maxima[1][2], size) || memcmp(squared[0], squared[1], rows_size) ||
-      memcmp(sums[0], sums[1], sizeof **sums))
+      memcmp(&all[0].audit, expected, sizeof *expected))
     FAILED("kt_quantize_audit finds something else than kt_audit_run");
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import gguf_files
 from helpers.cli import ktconv, refused
 from helpers.cli import ktconv_done as done
 from helpers.convert import read_model
@@ -279,8 +280,6 @@ def test_a_bad_map_writes_nothing(models: tuple[Path, Path, Path], tmp_path: Pat
 
 
 def test_gguf_has_no_map(tmp_path: Path, models: tuple[Path, Path, Path]) -> None:
-    pytest.importorskip("gguf")
-    from helpers import gguf_files
 
     model = gguf_files.model(tmp_path / "gguf")
     result = ktconv("quantize-cpu", model, tmp_path / "out", "--map", models[1])

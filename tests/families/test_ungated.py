@@ -26,6 +26,7 @@ from helpers.convert import (
 from helpers.corrupt import bytes_of, check, forget_manifest, found, overwrite, place_of, swap
 from helpers.disk_calls import Commands
 from helpers.families import bf16, write_checkpoint
+from helpers.gguf_files import write_gguf
 from helpers.nemotron import BLOCK, EXPERTS, HIDDEN, INNER, LAYERS, LIST, config, write_nemotron
 from helpers.paths import EXAMPLE
 from safetensors import deserialize
@@ -242,8 +243,6 @@ def test_a_set_of_experts(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("latent", [None, LATENT])
 def test_gguf(latent: int | None, tmp_path: Path) -> None:
     """Of four layers the second and the last have experts; the others have no MLP at all."""
-    pytest.importorskip("gguf")
-    from helpers.gguf_files import write_gguf
 
     _, matrices = write_nemotron(tmp_path / "model", latent=latent)
     width = latent or HIDDEN

@@ -13,6 +13,7 @@ import pytest
 from helpers.convert import assert_same, convert, read_json, read_model
 from helpers.family_list import MODELS, SAVED
 from helpers.family_models import EXPERTS, HIDDEN, INNER, TOP_K, write
+from helpers.gguf_files import write_gguf
 from helpers.nemotron import write_nemotron
 from numpy.typing import NDArray
 
@@ -233,8 +234,6 @@ NOMIC = "nomic-embed-text-v2-moe"
 
 def test_a_gguf_file_has_the_same_experts(tmp_path: Path) -> None:
     """With dense layers between those with experts, and the norm that is behind attention."""
-    pytest.importorskip("gguf")
-    from helpers.gguf_files import write_gguf
 
     written = write(MODELS[NOMIC], tmp_path / "model")
     tensors: dict[str, Any] = {

@@ -154,7 +154,7 @@ def truths(
     return found
 
 
-_KEPT = 4000
+_KEPT = 1000
 _MADE: dict[tuple[object, ...], Truth] = {}  # many tests convert the same matrices
 _CODED: dict[tuple[object, ...], Any] = {}
 

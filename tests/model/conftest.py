@@ -26,15 +26,6 @@ def int4(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-@pytest.fixture(scope="session")
-def torch() -> Any:
-    """PyTorch on one thread, where transformers is installed too."""
-    pytest.importorskip("transformers")
-    found = pytest.importorskip("torch")
-    found.set_num_threads(1)
-    return found
-
-
 @pytest.fixture
 def loaded(torch: Any) -> tuple[Any, Any]:
     """(model, tokenizer): the example in float32, so that only our own rounding is seen."""

@@ -358,7 +358,8 @@ def test_packing_and_auditing_in_one_pass_are_the_two(
     scratch = native.new_scratch(cols)
     native.quantize_pack(layout, matrix, packed, scale, scratch, choice)
     expected = native.audit(layout, matrix, rows, 0, packed, scale, choice)
-    got, sums = native.quantize_audit(layout, matrix, again, scale_again, scratch, choice)
+    one = native.Unpacked(matrix, again, scale_again, choice)
+    ((got, sums),) = native.quantize_audit(layout, [one], scratch)
     np.testing.assert_array_equal(again, packed)
     np.testing.assert_array_equal(scale_again, scale)
     wanted = (int(array.view(np.uint64).sum()) for array in (packed, scale))
@@ -379,9 +380,54 @@ def test_one_pass_names_the_first_number_that_is_not_finite() -> None:
     packed = np.empty(layout.weight_size(416, 128), np.uint8)
     scale = native.aligned_bytes(layout.scale_size(416, 128))
     with pytest.raises(native.NonFiniteError, match="row 300, column 7"):
-        native.quantize_audit(
-            layout, matrix, packed, scale, native.new_scratch(128), native.Choice("search")
-        )
+        one = native.Unpacked(matrix, packed, scale, native.Choice("search"))
+        native.quantize_audit(layout, [one], native.new_scratch(128))
+
+
+def unpacked(values: F32, rule: str) -> native.Unpacked:
+    """A matrix of float32 with places for INT4."""
+    layout = FORMATS["int4"].layout
+    matrix = native.Matrix(values.reshape(-1).view(np.uint8), "F32", *values.shape)
+    packed = np.empty(layout.weight_size(*values.shape), np.uint8)
+    scale = native.aligned_bytes(layout.scale_size(*values.shape))
+    return native.Unpacked(matrix, packed, scale, native.Choice(rule))
+
+
+def test_many_matrices_in_one_call_are_as_one_at_a_time() -> None:
+    """Of other shapes and rules, and so with other places for what is found."""
+    shapes = [(32, 128), (416, 256), (64, 512), (160, 128)]
+    rng, layout, scratch = np.random.default_rng(3), FORMATS["int4"].layout, native.new_scratch(512)
+    values = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    rules = ["search", "amax", "amax", "search"]
+    together = [unpacked(*one) for one in zip(values, rules, strict=True)]
+    found = native.quantize_audit(layout, together, scratch)
+    for (got, sums), one, weights, rule in zip(found, together, values, rules, strict=True):
+        alone = unpacked(weights, rule)
+        ((wanted, wanted_sums),) = native.quantize_audit(layout, [alone], scratch)
+        np.testing.assert_array_equal(one.packed, alone.packed)
+        np.testing.assert_array_equal(one.scale, alone.scale)
+        assert sums == wanted_sums
+        for field in dataclasses.fields(native.Audit):
+            np.testing.assert_array_equal(getattr(got, field.name), getattr(wanted, field.name))
+
+
+def test_the_matrix_that_is_not_finite_is_named_among_many() -> None:
+    values = [np.ones((32, 128), np.float32) for _ in range(3)]
+    values[2][5, 7] = np.inf
+    matrices = [unpacked(one, "amax") for one in values]
+    with pytest.raises(native.NonFiniteError, match="row 5, column 7") as caught:
+        native.quantize_audit(FORMATS["int4"].layout, matrices, native.new_scratch(128))
+    assert caught.value.matrix == 2
+
+
+@pytest.mark.parametrize("size", [0, 1, 8, 4099, 16384, 40001])
+def test_same_bytes(size: int) -> None:
+    data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    assert native.same_bytes(data, data.copy()) == native.byte_sum(data)
+    for place in {0, size // 2, size - 1} if size else ():
+        other = data.copy()
+        other[place] ^= 16
+        assert native.same_bytes(data, other) is None
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 63, 64, 65, 200, 4099])

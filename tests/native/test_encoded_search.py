@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.looped import each
 from native.support import Source
 
 from ktconv import native
@@ -125,7 +126,7 @@ def test_no_group_has_a_larger_error(isa: str, encoding: Encoding) -> None:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=str)
-@pytest.mark.parametrize("transposed", [False, True])
+@each("transposed", [False, True])
 def test_levels_agree_and_the_audit_proves_them(
     isa: str, encoding: Encoding, transposed: bool
 ) -> None:

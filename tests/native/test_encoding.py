@@ -177,7 +177,7 @@ def restored(encoding: Encoding, codes: U8, scales: Array) -> F32:
 
 
 @pytest.mark.parametrize("encoding", INTS, ids=str)
-@pytest.mark.parametrize("transposed", [False, True])
+@each("transposed", [False, True])
 def test_the_audit_measures_what_is_there(isa: str, encoding: Encoding, transposed: bool) -> None:
     kinds = ("ordinary", "zeros", "one magnitude")
     source = source_of(encoding, transposed=transposed, kinds=kinds)

@@ -7,15 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.ggml import F32, HALVES, U8, blocks_of, values_of
+from native.support import guarded
 
 from ktconv import native
 from ktconv.formats.decode import round_to_bf16
 from ktconv.source.elements import BLOCKS
-
-pytest.importorskip("gguf")
-
-from helpers.ggml import F32, HALVES, U8, blocks_of, values_of
-from native.support import guarded
 
 pytestmark = pytest.mark.slow
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from helpers.looped import each
 from native.support import F32, STORED, U8, Source, assert_same, guarded, quantize_pack
 
 from ktconv import native
@@ -28,9 +29,9 @@ ENCODED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("shape", [(96, 192), (129, 320), (1, 64)])
 @pytest.mark.parametrize("encoding", ENCODED, ids=str)
+@each("shape", [(96, 192), (129, 320), (1, 64)])
+@each("transposed", [False, True])
 def test_encodings_at_guard_pages(
     isa: str, encoding: native.Encoding, shape: tuple[int, int], transposed: bool
 ) -> None:
@@ -57,9 +58,9 @@ def test_encodings_at_guard_pages(
         del matrix
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize("fmt", output_formats())
+@each("dtype", STORED)
+@each("transposed", [False, True])
 def test_guard_pages(isa: str, fmt: str, dtype: str, transposed: bool) -> None:
     source = Source(
         fmt,

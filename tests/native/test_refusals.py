@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.amx import program_levels
+from helpers.looped import each
 from ktconv._native import ffi, lib
 from native.support import NONFINITE, STORED, Rule, Source, quantize_pack
 
@@ -23,10 +24,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.process]
 # NaN and Inf
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize("fmt", output_formats())
 @pytest.mark.parametrize("rule", ["amax", "search"])
+@each("dtype", STORED)
+@each("transposed", [False, True])
 def test_the_first_nonfinite_is_reported(
     isa: str, rule: Rule, fmt: str, dtype: str, transposed: bool
 ) -> None:
@@ -138,7 +139,7 @@ BAD_MATRICES = [
 
 
 @pytest.mark.parametrize("name", ["decode", "quantize", "quantize_pack", "audit"])
-@pytest.mark.parametrize(("changes", "status"), BAD_MATRICES)
+@each("changes, status", BAD_MATRICES)
 def test_bad_matrices(isa: str, name: str, changes: dict[str, object], status: int) -> None:
     assert call(name, {}) == lib.KT_OK
     assert call(name, changes) == status

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.looped import each
 from hypothesis import HealthCheck, example, given, note, settings
 from hypothesis import strategies as st
 from native.support import (
@@ -201,8 +202,8 @@ def test_decode_every_half(isa: str, dtype: str, rounded: bool) -> None:
         assert_decoded(found, expected)
 
 
-@pytest.mark.parametrize("rounded", [False, True])
-@pytest.mark.parametrize("scale", [1.0, 0.3, -2.0, 0.0, 1e-40, 1e-37, 3e36, np.inf, np.nan])
+@each("rounded", [False, True])
+@each("scale", [1.0, 0.3, -2.0, 0.0, 1e-40, 1e-37, 3e36, np.inf, np.nan])
 def test_decode_every_fp8(isa: str, scale: float, rounded: bool) -> None:
     codes = np.arange(256, dtype=np.uint8)
     grid = np.full((1, 1), scale, np.float32)
@@ -230,8 +231,8 @@ def test_decode_f32_samples(isa: str, cols: int, rounded: bool) -> None:
     assert_decoded(found, expected)
 
 
-@pytest.mark.parametrize("rounded", [False, True])
-@pytest.mark.parametrize("scale", [1.0, -0.3, 0, 1e-40, 1.3e36, 1.4e36, np.inf, -np.inf, np.nan])
+@each("rounded", [False, True])
+@each("scale", [1.0, -0.3, 0, 1e-40, 1.3e36, 1.4e36, np.inf, -np.inf, np.nan])
 def test_fp8_has_the_same_bits_on_every_level(isa: str, scale: float, rounded: bool) -> None:
     """Also those of its NaNs; only which of two NaNs a product is, is up to the compiler."""
     codes = np.arange(256, dtype=np.uint8)

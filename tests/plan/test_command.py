@@ -271,7 +271,6 @@ def test_experts_that_were_never_used(model: Path, tmp_path: Path) -> None:
 
 
 def test_gguf(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
     facts = planned(gguf_files.model(tmp_path), ep=2, tp=2, method="bf16")
     assert [rank["experts"] for rank in facts["ranks"]] == [2, 2]
 

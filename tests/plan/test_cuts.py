@@ -120,7 +120,6 @@ def test_bytes_that_every_gpu_has(tmp_path: Path) -> None:
 
 
 def test_blocks_of_ggml(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
     path = gguf_files.model(tmp_path, types={"down_exps": "Q4_0", "up_exps": "Q8_0"})
     expert = open_checkpoint(path).layers[0].experts[0]
     # Those of up are along its inputs, which are not cut.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import gguf_files
 from helpers.cli import ktconv, ktconv_done
 from helpers.cli import refused as refused_with
 from helpers.convert import all_files, read_json, read_model
@@ -171,14 +171,14 @@ def test_gptq_of_llm_compressor(kept: Path, tmp_path: Path) -> None:
 
 def test_gguf(tmp_path: Path) -> None:
     """Is read, and not written."""
-    pytest.importorskip("gguf")
-    from helpers.gguf_files import EXPERTS, model
 
     from ktconv.source.reading.tensors import SourceTensors
     from ktconv.verify.reading import read_tensor
 
-    path, ids = model(tmp_path, layers=2), (1, 2)
-    record = {"layers": {str(n): {"experts": EXPERTS, "kept": list(ids)} for n in range(2)}}
+    path, ids = gguf_files.model(tmp_path, layers=2), (1, 2)
+    record = {
+        "layers": {str(n): {"experts": gguf_files.EXPERTS, "kept": list(ids)} for n in range(2)}
+    }
     whole, view = (open_checkpoint(ModelSource(path, prune=one)) for one in (None, record))
     tensors = [SourceTensors(one) for one in (whole, view)]
     for before, after in zip(whole.layers, view.layers, strict=True):
@@ -191,7 +191,7 @@ def test_gguf(tmp_path: Path) -> None:
         [own] = (one for one in whole.other_tensors if one.name == tensor.name)
         data = read_tensor(own)
         if "ffn_gate_inp" in own.name:
-            data = data.reshape(EXPERTS, -1)[list(ids)].reshape(-1)
+            data = data.reshape(gguf_files.EXPERTS, -1)[list(ids)].reshape(-1)
         assert np.array_equal(read_tensor(tensor), data)
     kept = tmp_path / "kept.json"
     kept.write_text(json.dumps({"kind": "kept experts", "schema": 1, **record}))
@@ -594,7 +594,6 @@ def test_level_model(output: Path, kept: Path, torch: Any, tmp_path: Path) -> No
     from ktconv.model import load_model
 
     words = ("--level=model", "--windows=1", "--text", str(EVAL))
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     found = verified(output, *words)["model"]
     losses = []
     for path in (EXAMPLE, output):

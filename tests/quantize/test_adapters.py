@@ -121,7 +121,13 @@ def test_experts_for_gpus(adapter: Path, merged: Path, tmp_path: Path) -> None:
 def test_calibrated_experts_for_gpus(adapter: Path, merged: Path, tmp_path: Path) -> None:
     if find_spec("llmcompressor") is None:
         pytest.skip("llmcompressor is not installed")
-    options: Any = {"algorithm": "gptq", "dataset": TEXT, "samples": 4, "max_seq_len": 64}
+    options: Any = {
+        "algorithm": "gptq",
+        "dataset": TEXT,
+        "samples": 4,
+        "max_seq_len": 64,
+        "threads": 1,
+    }
     options |= {"device": "cpu", "self_test": False}
     library.quantize_gpu(EXAMPLE, tmp_path / "one", adapter=adapter, **options)
     library.quantize_gpu(merged, tmp_path / "other", **options)

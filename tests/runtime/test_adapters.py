@@ -13,10 +13,10 @@ from ktconv.errors import UsageError
 from ktconv.formats import FORMATS
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.native import Activation
-from ktconv.runtime import DeferredExperts, MoELayer, Pool
+from ktconv.runtime import DeferredExperts, MoELayer, Pool, compute
 from ktconv.runtime.adapters import LayerAdapter, packed_pair
 from ktconv.runtime.layers import pack_experts
-from ktconv.runtime.layers.experts import round_activations
+from ktconv.runtime.layers.experts import OutputNorm, round_activations
 from ktconv.system.arrays import F32
 
 from .conftest import EXPERTS, HIDDEN, INNER, TOP_K, batch
@@ -223,6 +223,39 @@ def test_experts_without_a_gate(pool: Pool) -> None:
     layer.add_adapter("gate", adapter_of(lora))
     with pytest.raises(UsageError):
         layer(x, ids, weights, adapter="gate")
+
+
+def test_outputs_that_are_normalised(make_layer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each expert's output with LoRA, one adapter for all tokens or one for each, in blocks."""
+    monkeypatch.setattr(compute, "_ROWS", 5 * TOP_K)
+    layer, norm = (
+        make_layer("bf16"),
+        OutputNorm(np.linspace(-0.5, 0.5, HIDDEN, dtype=np.float32), 1e-5),
+    )
+    for seed in (0, 1):
+        layer.add_adapter(f"{seed}", adapter_of(matrices([4, 0, 20], seed)))
+    x, ids, weights = batch(13)
+    ids[3, 0] = -1
+    each = np.arange(13) % 3 - 1
+
+    def expected_of(**chosen: Any) -> F32:
+        total = np.zeros_like(x)
+        for slot in range(TOP_K):
+            one = np.ascontiguousarray(ids[:, slot : slot + 1])
+            alone = layer(x, one, np.ones_like(weights[:, :1]), **chosen)
+            chosen_weights = np.where(one < 0, np.float32(0), weights[:, slot : slot + 1])
+            total += norm.of(rounded(alone)) * chosen_weights
+        return total
+
+    given: list[dict[str, Any]] = [{"adapter": "1"}, {"adapter_ids": each}, {}]
+    wanted = [expected_of(**one) for one in given]
+    layer.packed.norm = norm
+    found = [layer(x, ids, weights, **one) for one in given]
+    for own, right in zip(found, wanted, strict=True):
+        assert np.abs(own - right).max() < 0.01 * np.abs(right).max()
+    assert np.abs(found[0] - found[2]).max() > 0.1 * np.abs(found[2]).max()
+    assert np.array_equal(found[1][each == -1], found[2][each == -1])
+    assert np.array_equal(found[1][each == 1], found[0][each == 1])
 
 
 def test_skipped_experts_and_sums(make_layer: Make) -> None:

@@ -26,12 +26,6 @@ from helpers.paths import MODELS
 from ktconv.source import PROJECTIONS, MoELayer, open_checkpoint
 
 
-@pytest.fixture(scope="session")
-def torch() -> Any:
-    pytest.importorskip("transformers")
-    return pytest.importorskip("torch")
-
-
 def assert_holds(layer: MoELayer, weights: Weights) -> None:
     assert len(layer.experts) == len(weights.gate)
     for expert, matrices in enumerate(layer.experts):

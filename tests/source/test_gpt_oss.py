@@ -121,7 +121,6 @@ def test_biases_without_interleaving(tmp_path: Path) -> None:
 
 def test_gguf(tmp_path: Path) -> None:
     """llama.cpp parts gate and up, and biases too."""
-    pytest.importorskip("gguf")
     tensors = gguf_files.experts() | gguf_files.around() | gguf_files.biases()
     metadata = gguf_files.metadata()
     path = gguf_files.write_gguf(tmp_path / "m.gguf", tensors, metadata, architecture="gpt-oss")

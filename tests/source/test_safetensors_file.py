@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from helpers.families import file_bytes, write_safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -176,11 +177,10 @@ FILES = settings(
 @FILES
 @given(arrays=st.dictionaries(st.text(max_size=8), ARRAYS, max_size=6))
 def test_reads_what_the_safetensors_library_writes(tmp_path: Path, arrays: Any) -> None:
-    safetensors_numpy = pytest.importorskip("safetensors.numpy")
     arrays.pop("__metadata__", None)
     arrays = {k: v for k, v in arrays.items() if k.isprintable()}
     path = tmp_path / "x.safetensors"
-    path.write_bytes(safetensors_numpy.save(arrays))
+    path.write_bytes(safetensors.numpy.save(arrays))
     content = path.read_bytes()
     tensors = read_header(path).tensors
     assert {tensor.name for tensor in tensors} == set(arrays)
@@ -194,7 +194,6 @@ def test_reads_what_the_safetensors_library_writes(tmp_path: Path, arrays: Any) 
 @given(data=st.data())
 def test_corruption_is_refused_or_harmless(tmp_path: Path, data: st.DataObject) -> None:
     """Any bytes may change: the result is CheckpointError, or what the library reads too."""
-    safetensors = pytest.importorskip("safetensors")
     path = tmp_path / "x.safetensors"
     write_safetensors(
         path, {"a": np.zeros(3, np.float32), "b.c": np.ones((2, 2), np.float16), "d": np.ones(())}

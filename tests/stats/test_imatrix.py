@@ -16,7 +16,6 @@ from ktconv.stats.importance import open_importance, read_importance
 from ktconv.stats.importance_file import LayerImportance
 from ktconv.stats.origin import Sizes
 
-pytest.importorskip("gguf")
 GATE, UP, DOWN = (f"blk.3.ffn_{one}_exps.weight" for one in ("gate", "up", "down"))
 
 

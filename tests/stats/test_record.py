@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import gguf_files
 from helpers.forked import forked
 from helpers.paths import EVAL, EXAMPLE
 from helpers.paths import MODELS as TRAINED
@@ -390,8 +391,6 @@ def test_a_model_that_overflows(torch: Any, tmp_path: Path) -> None:
 
 def test_a_gguf_model(recorder: Recorder, tmp_path: Path) -> None:
     """With the same values as the safetensors model: the same counts."""
-    pytest.importorskip("gguf")
-    from helpers.gguf_files import metadata, write_gguf
     from safetensors.torch import load_file
 
     names = {
@@ -419,12 +418,12 @@ def test_a_gguf_model(recorder: Recorder, tmp_path: Path) -> None:
     for stack, experts in stacks.items():
         tensors[stack] = np.stack([experts[number] for number in sorted(experts)])
     settings = json.loads((EXAMPLE / "config.json").read_text())
-    pairs = metadata(
+    pairs = gguf_files.metadata(
         settings["num_hidden_layers"], expert_count=settings["num_local_experts"],
         embedding_length=settings["hidden_size"],
         expert_feed_forward_length=settings["moe_intermediate_size"],
     )  # fmt: skip
-    path = write_gguf(tmp_path / "m.gguf", tensors, pairs)
+    path = gguf_files.write_gguf(tmp_path / "m.gguf", tensors, pairs)
     with pytest.raises(UsageError, match=r"has no config\.json and tokenizer"):
         Recorder(path)
     expected, _ = counted(recorder, text_pieces(EVAL), 300)

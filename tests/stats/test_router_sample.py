@@ -18,6 +18,7 @@ from helpers.families import (
     simple_config,
     write_checkpoint,
 )
+from helpers.gguf_files import around, experts, metadata, write_gguf
 
 from ktconv.errors import UsageError
 from ktconv.source import Checkpoint, open_checkpoint
@@ -129,8 +130,6 @@ def test_samples_that_are_none(text: str, model: Checkpoint) -> None:
 
 def test_gguf_of_the_same_model(model: Checkpoint, tmp_path: Path) -> None:
     """Other names, a router of F32."""
-    pytest.importorskip("gguf")
-    from helpers.gguf_files import around, experts, metadata, write_gguf
 
     tensors: dict[str, Any] = {}
     for index in (0, 1):

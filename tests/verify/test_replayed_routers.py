@@ -153,7 +153,6 @@ def test_weights_on_the_input_of_several_experts(tmp_path: Path) -> None:
 
 def test_scales_of_a_router_in_a_gguf_file(tmp_path: Path) -> None:
     """Gemma 4: the scale of each expert is a factor of its down matrix there, not of the router."""
-    pytest.importorskip("gguf")
     hidden = gguf_files.metadata()["embedding_length"]
     gate = np.zeros((gguf_files.EXPERTS, hidden), np.float32)
     gate[3, 0], gate[1, 1] = 1, 0.5

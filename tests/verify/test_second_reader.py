@@ -23,6 +23,8 @@ from helpers.families import (
     simple_config,
     write_checkpoint,
 )
+from helpers.gguf_files import Blocks as Stack
+from helpers.gguf_files import metadata, write_gguf
 from helpers.gpt_oss import SIZES
 from helpers.gpt_oss import Blocks as GptOssBlocks
 
@@ -201,10 +203,7 @@ def test_every_type_of_ggml_is_there() -> None:
 @pytest.mark.parametrize("form", ["apart", "together", "numbered"])
 def test_gguf_models(form: str, tmp_path: Path) -> None:
     """Another type for every projection, and factors of experts."""
-    pytest.importorskip("gguf")
     from helpers.ggml import blocks_of
-    from helpers.gguf_files import Blocks as Stack
-    from helpers.gguf_files import metadata, write_gguf
 
     rng, factor = np.random.default_rng(2), np.array([0.5, -3], np.float32)
     kinds = ("Q4_0", "Q4_0" if form == "together" else "IQ2_XS", "Q8_0")

@@ -50,41 +50,62 @@ uint64_t kt_byte_sum(const void *bytes, size_t size) {
   return a + b + c + d + word_at(last);
 }
 
-kt_status kt_quantize_audit(const kt_layout *layout, const kt_matrix *matrix,
-                            const kt_choice *choice, void *packed, void *packed_scale, float *error,
-                            float *amax, float *rule, double *squared, kt_audit *audit,
-                            uint64_t sums[2], void *scratch, size_t scratch_size,
-                            kt_position *bad) {
+/* Piece by piece: the sum is taken of bytes that a cache has. */
+int kt_same_bytes(const void *bytes, const void *others, size_t size, uint64_t *sum) {
+  enum { PIECE = 1 << 14 };
+  const uint8_t *a = bytes, *b = others;
+  *sum = 0;
+  for (size_t left = size, count; left; left -= count, a += count, b += count) {
+    count = left < PIECE ? left : PIECE;
+    if (memcmp(a, b, count)) return 0;
+    *sum += kt_byte_sum(a, count);
+  }
+  return 1;
+}
+
+static kt_status prove(const kt_layout *layout, kt_proven *m, void *scratch, size_t scratch_size,
+                       kt_position *bad) {
   kt_stored_unit unit;
-  if (!layout || !audit || !sums || !packed || !packed_scale || !error || !amax || !rule)
-    return KT_ERR_ARGUMENT;
-  kt_status status = kt_matrix_check(matrix);
-  if (!status) status = kt_dtype_unit(matrix->dtype, &unit);
+  if (!m->packed || !m->packed_scale || !m->error || !m->amax || !m->rule) return KT_ERR_ARGUMENT;
+  kt_status status = kt_matrix_check(m->matrix);
+  if (!status) status = kt_dtype_unit(m->matrix->dtype, &unit);
   if (status) return status;
-  const int64_t rows = matrix->rows, cols = matrix->cols;
+  const int64_t rows = m->matrix->rows, cols = m->matrix->cols;
   if (!kt_packed_size(layout, rows, cols)) return KT_ERR_SHAPE;
   const int64_t groups = layout->group ? cols / layout->group : 1;
-  *audit = (kt_audit){0};
-  sums[0] = sums[1] = 0;
+  m->audit = (kt_audit){0};
+  m->sums[0] = m->sums[1] = 0;
   for (int64_t first = 0; first < rows; first += ROWS) {
     const int64_t count = rows - first < ROWS ? rows - first : ROWS, at = first * groups;
-    const kt_matrix piece = rows_of(matrix, unit, first, count);
-    uint8_t *const codes = (uint8_t *)packed + kt_packed_size(layout, first, cols);
-    uint8_t *const scale = (uint8_t *)packed_scale + kt_scale_size(layout, first, cols);
+    const kt_matrix piece = rows_of(m->matrix, unit, first, count);
+    uint8_t *const codes = (uint8_t *)m->packed + kt_packed_size(layout, first, cols);
+    uint8_t *const scale = (uint8_t *)m->packed_scale + kt_scale_size(layout, first, cols);
     double squares[2 * ROWS];
     kt_audit part;
-    status = kt_quantize_pack(layout, &piece, choice, codes, scale, scratch, scratch_size, bad);
+    status = kt_quantize_pack(layout, &piece, m->choice, codes, scale, scratch, scratch_size, bad);
     if (status == KT_ERR_NONFINITE && bad) bad->row += first;
     if (!status)
-      status = kt_audit_run(layout, &piece, choice, count, 0, codes, scale, error + at, amax + at,
-                            rule + at, squares, &part, scratch, scratch_size);
+      status = kt_audit_run(layout, &piece, m->choice, count, 0, codes, scale, m->error + at,
+                            m->amax + at, m->rule + at, squares, &part, scratch, scratch_size);
     if (status) return status;
-    add(audit, &part, squares, count);
-    sums[0] += kt_byte_sum(codes, kt_packed_size(layout, count, cols));
-    sums[1] += kt_byte_sum(scale, kt_scale_size(layout, count, cols));
-    if (!squared) continue;
-    memcpy(squared + first, squares, (size_t)count * sizeof *squared);
-    memcpy(squared + rows + first, squares + count, (size_t)count * sizeof *squared);
+    add(&m->audit, &part, squares, count);
+    m->sums[0] += kt_byte_sum(codes, kt_packed_size(layout, count, cols));
+    m->sums[1] += kt_byte_sum(scale, kt_scale_size(layout, count, cols));
+    if (!m->squared) continue;
+    memcpy(m->squared + first, squares, (size_t)count * sizeof *squares);
+    memcpy(m->squared + rows + first, squares + count, (size_t)count * sizeof *squares);
+  }
+  return KT_OK;
+}
+
+kt_status kt_quantize_audit(const kt_layout *layout, kt_proven *matrices, int64_t count,
+                            void *scratch, size_t scratch_size, int64_t *failed, kt_position *bad) {
+  if (!layout || !matrices || count < 0) return KT_ERR_ARGUMENT;
+  for (int64_t i = 0; i < count; i++) {
+    const kt_status status = prove(layout, &matrices[i], scratch, scratch_size, bad);
+    if (!status) continue;
+    if (failed) *failed = i;
+    return status;
   }
   return KT_OK;
 }

@@ -16,7 +16,7 @@ from ktconv.conversion.target import Target
 from ktconv.families.family import ExpertActivation, Projection
 from ktconv.source import Checkpoint, MoELayer, source_identity
 from ktconv.source.activations import usual
-from ktconv.source.adapter.recorded import names_of
+from ktconv.source.adapter.recorded import ENCODED_AGAIN, names_of
 from ktconv.source.pruning.kept import RECORD as PRUNED
 from ktconv.system.text import valid_unicode
 from ktconv.system.units import counted, format_ranges, listed
@@ -45,10 +45,14 @@ def chosen_record(checkpoint: Checkpoint) -> Record:
     return found if tower is None else {**found, "tower": tower}
 
 
-def adapters_record(checkpoint: Checkpoint) -> Record:
-    """Names and weights of the adapters that were added to the source, for who reads it again.
-    Their files' checksums are among those of the source."""
-    return {"adapters": names_of(checkpoint.adapters)} if checkpoint.adapters else {}
+def adapters_record(plan: Plan[Target]) -> Record:
+    """Names and weights of the adapters that were added to the source, for who reads it again, and
+    the weights that are no expert's which were encoded again for them, by the source's names.
+    The adapters' checksums are among those of the source."""
+    checkpoint = plan.checkpoint
+    found: Record = {"adapters": names_of(checkpoint.adapters)} if checkpoint.adapters else {}
+    again = list(checkpoint.encoded_again) if plan.others else []
+    return {**found, ENCODED_AGAIN: again} if again else found
 
 
 def geometry(checkpoint: Checkpoint, plan: Plan[Target]) -> Record:

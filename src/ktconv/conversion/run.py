@@ -362,7 +362,7 @@ class Conversion(ABC):
                 shutil.rmtree(self.journal.directory, ignore_errors=True)
             return True
         if earlier is None:
-            run = run_record(self.plan) | adapters_record(self.plan.checkpoint)
+            run = run_record(self.plan) | adapters_record(self.plan)
             run |= self.state.claim() | self.origin()
             self.journal.begin(run)
             for key, record in intact.items():
@@ -538,7 +538,7 @@ class Conversion(ABC):
         written |= write_made_files(self.made_files(), self.output, staging)
         write_durably(self.output / CARD, self.card().encode(), staging)
         units = ((unit.key, self._record(unit)) for unit in plan.units)
-        run = run_record(plan) | adapters_record(plan.checkpoint)
+        run = run_record(plan) | adapters_record(plan)
         run |= self.state.claim() | self.origin()
         run |= self.about_made_files() | {RECORDS: written}
         write_manifest(run, units, self.output, staging)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,6 @@ def spans_of_unit(unit: Unit) -> Iterator[Span]:
 
 
 Advance = Callable[[int], None]
-CACHED_BYTES = 256 << 10  # that a second cache still has when they are read once more
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,9 @@ def written(staging: Staging, name: str, target: U8, offset: int) -> Iterator[U8
         return
     try:
         yield mapped.data
+    except VerificationError:
+        staging.read(name, target.data, offset)  # raises where the file has become shorter
+        raise
     finally:  # also where something failed: that can be the doing of what was lost
         if mapped.lost:
             staging.read(name, target.data, offset)
@@ -124,17 +127,92 @@ def written(staging: Staging, name: str, target: U8, offset: int) -> Iterator[U8
 def refuse_other(name: str, found: U8, wanted: U8) -> int:
     """`native.byte_sum` of `found`. VerificationError unless the bytes that were read back are
     those that were written."""
-    total = 0
-    for start in range(0, len(found), CACHED_BYTES):
-        here, there = (data[start : start + CACHED_BYTES] for data in (found, wanted))
-        wide = np.uint64 if here.nbytes % 8 == 0 else np.uint8  # fewer comparisons
-        if not np.array_equal(here.view(wide), there.view(wide)):
+    total = native.same_bytes(found, wanted)
+    if total is None:
+        raise VerificationError(
+            f"{name} read back differs from what was written",
+            "check this machine's disk, then run the same command again",
+        )
+    return total
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Bytes of a tensor from `offset` on, whose checksum is in `digest`. `total`: their sum when
+    they were compared with the source."""
+
+    name: str
+    digest: Checksum
+    data: U8
+    offset: int
+    total: int
+
+
+_WORD = 8  # bytes of what sums are of: those of stretches that end within one cannot be added
+
+
+def write_stretches(
+    stretches: Sequence[Stretch], staging: Staging, target: U8, verify: bool
+) -> None:
+    """Write stretches; those that follow one another in memory and in a file at once: each call of
+    the system takes longer than a small matrix. With `verify` they are read back, into `target`
+    unless they can be mapped. VerificationError where they differ, or are not what was compared."""
+    for run in _runs(stretches, staging):
+        first = run[0]
+        size = sum(one.data.nbytes for one in run)
+        data = first.data
+        if len(run) > 1:
+            data = native.array_at(native.address_of(data), np.uint8, (size,))
+        staging.write(first.name, data.data, first.offset)
+        if not verify:
+            _digest(run, data)
+            continue
+        with written(staging, first.name, target[:size], first.offset) as found:
+            total = native.same_bytes(found, data)
+            if total != sum(one.total for one in run) % 2**64:
+                _name_other(run, found)
+            _digest(run, found)
+
+
+def _runs(stretches: Sequence[Stretch], staging: Staging) -> Iterator[list[Stretch]]:
+    run: list[Stretch] = []
+    end: tuple[int, Path, int] | None = None
+    for one in stretches:
+        file, start = staging.place(one.name)
+        address, start = native.address_of(one.data), start + one.offset
+        if run and (address, file, start) != end:
+            yield run
+            run = []
+        run.append(one)
+        size = one.data.nbytes
+        end = (address + size, file, start + size) if size % _WORD == 0 else None
+    if run:
+        yield run
+
+
+def _digest(run: Sequence[Stretch], data: U8) -> None:
+    start = 0
+    for one in run:
+        stop = start + one.data.nbytes
+        one.digest.update(data[start:stop].data)
+        start = stop
+
+
+def _name_other(run: Sequence[Stretch], found: U8) -> None:
+    """Raise what is wrong with one of these stretches, as it was read back."""
+    start = 0
+    for one in run:
+        stop = start + one.data.nbytes
+        if refuse_other(one.name, found[start:stop], one.data) != one.total:
             raise VerificationError(
-                f"{name} read back differs from what was written",
-                "check this machine's disk, then run the same command again",
+                f"{one.name} changed in memory between its comparison with the source and writing",
+                "check this machine's memory, then run the same command again",
             )
-        total += native.byte_sum(here)
-    return total % 2**64
+        start = stop
+    raise VerificationError(
+        f"{run[0].name} changed in memory while it was compared with what was written",
+        "check this machine's memory, then run the same command again",
+    )
 
 
 def write_tensor(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .names import Matrix
 
@@ -46,6 +47,7 @@ def matrix_shape(proj: Matrix, hidden: int, intermediate: int) -> tuple[int, int
     return (hidden, intermediate) if is_down(proj) else (intermediate, hidden)
 
 
+@lru_cache(1000)  # asked for every matrix of a model
 def split(proj: Matrix, hidden: int, intermediate: int, part: int, parts: int) -> Slice:
     """Slice that `part` of `parts` owns: rows of gate and up, columns of down.
 

@@ -13,7 +13,7 @@ from ktconv.targets.biases import refuse_biases
 from ktconv.targets.encoded.kept import awq_group, is_kept
 from ktconv.targets.encoded.loading import readers_of
 from ktconv.targets.encoded.scheme import Scheme, group_size_of, names_of
-from ktconv.targets.encoded.target import encoded_bytes, weight_dtype
+from ktconv.targets.encoded.target import encoded_bytes, matrix_kinds, weight_dtype
 
 _SHORT = 5.0  # bits per weight: sources below it were quantized to 4 or 5 bits
 _INTEGER_BITS = {"int4": 4, "int8": 8}
@@ -43,6 +43,9 @@ def _encoded(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """Methods that write a checkpoint, with their bytes and effects; why not, where the model
     cannot have them."""
     found: dict[str, Any] = {}
+    counts = matrix_kinds(
+        one for layer in checkpoint.layers for e in layer.experts for one in e.values()
+    )
     for name in names_of("quantize-cpu"):
         size = awq_group(checkpoint.layers) if name == "awq" else None
         scheme = Scheme(name, size or group_size_of(name))
@@ -55,10 +58,7 @@ def _encoded(checkpoint: Checkpoint) -> Mapping[str, Any]:
         kinds = [matrix for layer in checkpoint.layers for matrix in layer.kinds]
         kept = [is_kept(scheme, one, weight_dtype(one) == "F16") for one in kinds]
         found[name] = {
-            "expert_bytes": encoded_bytes(
-                scheme,
-                (one for layer in checkpoint.layers for e in layer.experts for one in e.values()),
-            ),
+            "expert_bytes": encoded_bytes(scheme, counts),
             "numbers": _of_format(scheme, kept),
             "read_by": _engines(scheme, checkpoint),
         }

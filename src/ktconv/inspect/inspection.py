@@ -15,6 +15,7 @@ from ktconv.inspect.choice import methods
 from ktconv.inspect.explanation import explain, explain_unknown
 from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.source.activations import in_words, of_records
+from ktconv.source.adapter.recorded import ENCODED_AGAIN
 from ktconv.source.config import CONFIG_NAME
 from ktconv.source.model_source import ModelSource
 from ktconv.source.pruning.kept import recorded_pruning
@@ -233,6 +234,7 @@ def _converted(directory: Path, found: PackedWeights, manifest: Manifest | None)
         "moe_layers": format_ranges(list(layers)) or "none",
         **({"tower": manifest.tower} if manifest and manifest.tower else {}),
         **({"adapters": list(manifest.adapters)} if manifest and manifest.adapters else {}),
+        **({ENCODED_AGAIN: manifest.encoded_again} if manifest and manifest.encoded_again else {}),
         "experts": sorted({layer.experts for layer in layers.values()}),
         "experts_left_out": sum(len(layer.elsewhere) for layer in layers.values()),
         "hidden_size": sorted({layer.hidden for layer in layers.values()}),

@@ -29,10 +29,12 @@ from ktconv.native.arrays import (
 from ktconv.native.auditing import (
     Audit,
     ByteSums,
+    Unpacked,
     audit,
     audit_codes,
     byte_sum,
     quantize_audit,
+    same_bytes,
 )
 from ktconv.native.compensation import BLOCK_COLS, compensate
 from ktconv.native.encoding import (

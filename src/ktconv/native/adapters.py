@@ -76,3 +76,12 @@ class ChosenAdapters:
         self.c = ffi.new("kt_adapters *")
         self.c.count, self.c.rank, self.c.pair = table.count, table.rank, table._pairs
         self.c.all, self.c.of_token = number, ffi.cast("int32_t *", of_token)
+
+    @property
+    def of_token(self) -> int:
+        """The address of numbers, 0 where all tokens have the same."""
+        return int(ffi.cast("uintptr_t", self.c.of_token))
+
+    def of_rows(self, of_token: int) -> ChosenAdapters:
+        """The same for other tokens, whose numbers, where each has one, are at this address."""
+        return ChosenAdapters(self._table, self.c.all, of_token if self.c.of_token else 0)

@@ -19,9 +19,10 @@ _ADDRESS = ffi.typeof("uintptr_t")
 class NonFiniteError(CheckpointError):
     """A NaN or Inf at (row, col) of a source matrix."""
 
-    def __init__(self, row: int, col: int) -> None:
+    def __init__(self, row: int, col: int, matrix: int = 0) -> None:
         super().__init__(f"the matrix contains a NaN or an infinity at row {row}, column {col}")
         self.row, self.col = row, col
+        self.matrix = matrix  # its index, of several
 
 
 class NoWeightsError(ValueError):
@@ -82,11 +83,11 @@ def words(status: int) -> str:
     return str(ffi.string(lib.kt_strerror(status)).decode())
 
 
-def check(status: int, bad: Any = None) -> None:
+def check(status: int, bad: Any = None, matrix: int = 0) -> None:
     if status == lib.KT_OK:
         return
     if status == lib.KT_ERR_NONFINITE and bad is not None:  # kt_pack does not say where
-        raise NonFiniteError(int(bad.row), int(bad.col))
+        raise NonFiniteError(int(bad.row), int(bad.col), matrix)
     raise _KINDS.get(status, ValueError)(words(status))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +13,6 @@ import numpy as np
 from ktconv._native import ffi, lib
 from ktconv.native.arrays import (
     Array,
-    address_of,
     aligned_to,
     byte_pointer,
     check,
@@ -50,10 +51,27 @@ class ByteSums(NamedTuple):
     scale: int
 
 
+class Unpacked(NamedTuple):
+    """A matrix for `quantize_audit`, and where its packed codes and scales will be."""
+
+    source: Matrix
+    packed: Array
+    scale: Array  # aligned to its elements
+    choice: Choice
+
+
 def byte_sum(data: Array) -> int:
     """Sum, modulo 2^64, of bytes taken as words of 64 bits. Contents of which a bit or a word has
     changed have another sum; words in another order have the same."""
     return int(lib.kt_byte_sum(byte_pointer(data), data.nbytes))
+
+
+def same_bytes(data: Array, others: Array) -> int | None:
+    """`byte_sum` of `data`, if `others` has the same bytes; else None."""
+    expect_bytes("others", others, data.nbytes)
+    total = ffi.new("uint64_t *")
+    same = lib.kt_same_bytes(byte_pointer(data), byte_pointer(others), data.nbytes, total)
+    return int(total[0]) if same else None
 
 
 _kept = threading.local()
@@ -68,22 +86,36 @@ def _scratch(cols: int) -> Array:
 
 
 class _Results:
-    """Memory for what is found in the rows of `source`."""
+    """Memory for what is found in the rows of matrices."""
 
-    def __init__(self, layout: Layout, source: Matrix) -> None:
-        found = layout.scale_shape(source.rows, source.cols)
-        self._source, self._maxima = source, np.empty((3, *found), np.float32)
-        self._squared = np.empty((2, source.rows))
-        self._sums = ffi.new("kt_audit *")
+    def __init__(self, layout: Layout, sources: Sequence[Matrix]) -> None:
+        self._sources = sources
+        self._shapes = [layout.scale_shape(one.rows, one.cols) for one in sources]
+        self._maxima = np.empty(3 * sum(map(math.prod, self._shapes)), np.float32)
+        self._squared = np.empty(2 * sum(one.rows for one in sources))
+        self._places = list(self._placed())
 
-    def c(self) -> tuple[Any, ...]:
-        """The arguments error to audit."""
-        first, size = ffi.from_buffer("float[]", self._maxima), self._maxima[0].size
+    def _placed(self) -> Iterator[tuple[int, int]]:
+        """Where the maxima of each matrix begin, and its squares."""
+        maxima = squared = 0
+        for source, shape in zip(self._sources, self._shapes, strict=True):
+            yield maxima, squared
+            maxima, squared = maxima + 3 * math.prod(shape), squared + 2 * source.rows
+
+    def pointers(self) -> Iterator[tuple[Any, ...]]:
+        """For each matrix the arguments error to squared."""
+        maxima = ffi.from_buffer("float[]", self._maxima)
         squared = ffi.from_buffer("double[]", self._squared)
-        return first, first + size, first + 2 * size, squared, self._sums
+        for (start, rows), shape in zip(self._places, self._shapes, strict=True):
+            first, size = maxima + start, math.prod(shape)
+            yield first, first + size, first + 2 * size, squared + rows
 
-    def audit(self) -> Audit:
-        sums = self._sums
+    def audit(self, index: int, sums: Any) -> Audit:
+        """Of a matrix, with the sums of a kt_audit."""
+        source, shape = self._sources[index], self._shapes[index]
+        start, first = self._places[index]
+        maxima = self._maxima[start : start + 3 * math.prod(shape)].reshape(3, *shape)
+        squared = self._squared[first : first + 2 * source.rows].reshape(2, -1)
         return Audit(
             sums.squared_source,
             sums.squared_error,
@@ -91,9 +123,9 @@ class _Results:
             sums.max_steps,
             sums.zeros,
             sums.invalid,
-            self._source.rows * self._source.cols,
-            *self._maxima,
-            *self._squared,
+            source.rows * source.cols,
+            *maxima,
+            *squared,
         )
 
 
@@ -116,7 +148,8 @@ def audit(
     expect_bytes("packed", packed, packed_size(layout, rows, source.cols))
     expect_bytes("scale", scale, layout.scale_size(rows, source.cols))
     scratch = _scratch(source.cols) if scratch is None else scratch
-    found = _Results(layout, source)
+    found, sums = _Results(layout, [source]), ffi.new("kt_audit *")
+    (pointers,) = found.pointers()
     status = lib.kt_audit_run(
         layout.c(),
         source.c,
@@ -125,40 +158,42 @@ def audit(
         first,
         byte_pointer(packed),
         ffi.from_buffer(aligned_to(scale, layout.scale_array.itemsize)),
-        *found.c(),
+        *pointers,
+        sums,
         ffi.from_buffer(scratch, require_writable=True),
         scratch.nbytes,
     )
     check(status)
-    return found.audit()
+    return found.audit(0, sums)
 
 
 def quantize_audit(
-    layout: Layout, source: Matrix, packed: Array, scale: Array, scratch: Array, choice: Choice
-) -> tuple[Audit, ByteSums]:
-    """`quantize_pack` into `packed` and `scale` (aligned to its elements), and `audit` of the
-    result, in one pass; with the sums of the bytes as they were when they had been compared.
-    Raises NonFiniteError with the first NaN or Inf."""
-    expect_bytes("packed", packed, packed_size(layout, source.rows, source.cols))
-    expect_bytes("scale", scale, layout.scale_size(source.rows, source.cols))
-    if address_of(scale) % layout.scale_array.itemsize:
-        raise ValueError("scale must be aligned to its elements")
-    found, bad = _Results(layout, source), ffi.new("kt_position *")
-    sums = ffi.new("uint64_t[2]")
+    layout: Layout, matrices: Sequence[Unpacked], scratch: Array
+) -> list[tuple[Audit, ByteSums]]:
+    """`quantize_pack` and `audit` of the result, in one pass and one call for all matrices; with
+    the sums of the bytes as they were when they had been compared. Raises NonFiniteError with the
+    first NaN or Inf, and the index of its matrix."""
+    proven = ffi.new("kt_proven[]", len(matrices))
+    found, kept = _Results(layout, [source for source, *_ in matrices]), []
+    for one, (source, packed, scale, choice), pointers in zip(
+        proven, matrices, found.pointers(), strict=True
+    ):
+        expect_bytes("packed", packed, packed_size(layout, source.rows, source.cols))
+        expect_bytes("scale", scale, layout.scale_size(source.rows, source.cols))
+        memory = byte_pointer(packed, True), byte_pointer(scale, True)
+        if int(ffi.cast("uintptr_t", memory[1])) % layout.scale_array.itemsize:
+            raise ValueError("scale must be aligned to its elements")
+        one.matrix, one.choice = source.c, choice_of(choice, source.cols)
+        one.packed, one.packed_scale = memory
+        one.error, one.amax, one.rule, one.squared = pointers
+        kept.append(memory)
+    bad, failed = ffi.new("kt_position *"), ffi.new("int64_t *")
+    room = ffi.from_buffer(scratch, require_writable=True)
     status = lib.kt_quantize_audit(
-        layout.c(),
-        source.c,
-        choice_of(choice, source.cols),
-        byte_pointer(packed, writable=True),
-        ffi.from_buffer(scale, require_writable=True),
-        *found.c(),
-        sums,
-        ffi.from_buffer(scratch, require_writable=True),
-        scratch.nbytes,
-        bad,
+        layout.c(), proven, len(matrices), room, scratch.nbytes, failed, bad
     )
-    check(status, bad)
-    return found.audit(), ByteSums(*sums)
+    check(status, bad, int(failed[0]))
+    return [(found.audit(i, one.audit), ByteSums(*one.sums)) for i, one in enumerate(proven)]
 
 
 def audit_codes(layout: Layout | str, packed: Array, rows: int, cols: int) -> Array:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.family import Family, Projection
-from ktconv.native import ExpertPairs, LoraPair
+from ktconv.native import LoraPair
 from ktconv.runtime.adapters import LayerAdapter, check_name, packed_pair
 from ktconv.runtime.layers.load import ConvertedModel
 from ktconv.source import Checkpoint
@@ -132,7 +132,7 @@ class AdapterDirectory:
                 "give the adapter of this model",
             )
         columns = [self._pairs(sizes, one, one in projections) for one in _MATRICES]
-        experts: list[ExpertPairs | None] = list(zip(*columns, strict=True))
+        experts = [pairs if any(pairs) else None for pairs in zip(*columns, strict=True)]
         return LayerAdapter(experts, self.others)
 
     def _pairs(
@@ -142,7 +142,7 @@ class AdapterDirectory:
             return [None] * sizes.experts
         shape = sizes.matrix(projection)
         found = self._adapter.experts(sizes.number, projection, sizes.experts, shape)
-        return [packed_pair(*one) for one in found]
+        return [None if one is None else packed_pair(*one) for one in found]
 
 
 def expect_layer(found: LayerAdapter | None, directory: str | Path, index: int) -> LayerAdapter:

@@ -16,7 +16,7 @@ from ktconv.runtime import workspace
 from ktconv.runtime.arguments import Arguments
 from ktconv.runtime.arrays import Operand, of_numpy
 from ktconv.runtime.layers import Experts
-from ktconv.system.arrays import F32, Array
+from ktconv.system.arrays import F32, U16, Array
 from ktconv.system.pool import Pool
 
 _ID_SIZES = {"int32": 4, "int64": 8}
@@ -71,7 +71,7 @@ def working_bytes(
         size += tokens * packed.hidden * _WEIGHTED_BYTES
     if packed.norm is not None:
         rows = min(tokens, _tokens_at_once(top_k)) * top_k
-        size = workspace_size(packed.layer, pool, rows, 1)
+        size = workspace_size(packed.layer, pool, rows, 1, adapters)
         size += packed.hidden * (rows * _NORMED_ROW_BYTES + tokens * _NORMED_BYTES)
     return size
 
@@ -99,11 +99,6 @@ def _compute(packed: Experts, pool: Pool, call: Arguments) -> None:
     if packed.weight_on_input:
         call = _weighted_inputs(packed, call)
     if packed.norm is not None:
-        if call.adapters is not None:
-            raise UsageError(
-                "this model normalises the outputs of its experts, with which no adapter works yet",
-                "merge the adapter before converting",
-            )
         _store(call, _normed(packed, pool, call))
     else:
         _forward(packed.layer, pool, call)
@@ -168,7 +163,41 @@ def _normed(packed: Experts, pool: Pool, call: Arguments) -> F32:
     x = f32_to_bf16(_values(call.x, (call.tokens, packed.hidden)))
     ids, count = np.where(here, ids, -1), _tokens_at_once(call.top_k)
     blocks = [slice(first, first + count) for first in range(0, call.tokens, count)]
-    return np.concatenate([packed.normed(x[b], ids[b], weights[b], pool) for b in blocks])
+    found = []
+    for b in blocks:
+        alone = _slots_alone(packed, pool, call, x[b], ids[b], b)
+        found.append(packed.normed(alone, ids[b], weights[b]))
+    return np.concatenate(found)
+
+
+def _slots_alone(
+    packed: Experts, pool: Pool, call: Arguments, x: U16, ids: Array, tokens: slice
+) -> U16:
+    """The outputs of each expert of these tokens of `call`, [tokens * top_k, H], before anything is
+    added up."""
+    top_k = call.top_k
+    rows = np.repeat(x, top_k, axis=0)
+    y, adapters = np.empty_like(rows), call.adapters
+    if adapters is not None:
+        numbers = np.zeros(0, np.int32)
+        if call.adapter_ids is not None:
+            of_token = native.array_at(adapters.of_token, np.int32, (call.tokens,))
+            numbers = np.repeat(of_token[tokens], top_k)
+        adapters = adapters.of_rows(native.address_of(numbers))
+    made = Arguments(
+        len(rows),
+        1,
+        of_numpy(rows),
+        of_numpy(np.ascontiguousarray(ids.reshape(-1, 1))),
+        of_numpy(np.ones((len(rows), 1), np.float32)),
+        None,
+        None,
+        of_numpy(y),
+        adapters,
+        None if adapters is None else numbers,
+    )
+    _forward(packed.layer, pool, made)
+    return y
 
 
 def _tokens_at_once(top_k: int) -> int:

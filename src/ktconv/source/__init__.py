@@ -148,14 +148,8 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
         unused_bytes=sum(header.unused_bytes for header in headers),
         index_decides=shards.deciding is not None,
     )
-    if source.adapter:
-        from ktconv.source.adapter.view import with_adapters
-
-        opened = with_adapters(opened, source.adapter)
-    if (pruning := source.pruning()) is not None:
-        from ktconv.source.pruning.view import with_pruning
-
-        opened = with_pruning(opened, pruning)
+    for view in source.views():
+        opened = view(opened)
     return opened
 
 

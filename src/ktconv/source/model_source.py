@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ktconv.errors import UsageError
 from ktconv.source.adapter.choices import absolute, choices_of
 from ktconv.source.locate import locate_model
 from ktconv.source.naming_map import NamingMap, read_map
 from ktconv.source.pruning.kept import Pruning, pruning_of_record, read_pruning
+
+if TYPE_CHECKING:
+    from ktconv.source.types import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,18 @@ class ModelSource:
         if isinstance(self.prune, Path):
             return read_pruning(self.prune)
         return pruning_of_record(self.prune, "the record of kept experts")
+
+    def views(self) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
+        """The views through which the opened checkpoint is read, one upon the other: each takes a
+        checkpoint and returns another. Raise as `with_adapters` and `with_pruning`."""
+        if self.adapter:
+            from ktconv.source.adapter.view import with_adapters
+
+            yield partial(with_adapters, texts=self.adapter)
+        if (pruning := self.pruning()) is not None:
+            from ktconv.source.pruning.view import with_pruning
+
+            yield partial(with_pruning, pruning=pruning)
 
     def options(self) -> Iterator[tuple[str, Any]]:
         """Names of options and their values, of those that were given."""

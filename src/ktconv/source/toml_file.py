@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,11 +9,6 @@ from typing import Any
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.system.regular_files import MissingFileError, read_small
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 def read_toml(path: Path, option: str, kind: str, limit: int, hint: str) -> str:
@@ -33,6 +27,10 @@ def read_toml(path: Path, option: str, kind: str, limit: int, hint: str) -> str:
 
 def parse_toml(content: str, name: str, hint: str) -> dict[str, Any]:
     """The tables in `content`, which `name` calls in a UsageError."""
+    if sys.version_info >= (3, 11):  # here: most runs read no such file
+        import tomllib
+    else:
+        import tomli as tomllib
     try:
         tables: dict[str, Any] = tomllib.loads(content.replace("\r\n", "\n"))
     except (ValueError, RecursionError) as error:  # also for a number of 5000 digits
@@ -45,6 +43,8 @@ def unknown_key(found: Mapping[str, Any], known: Sequence[str]) -> tuple[str, st
     """The first key that is not known, and the nearest one as the end of a sentence."""
     for key in found:
         if key not in known:
+            import difflib
+
             near = difflib.get_close_matches(key, known, n=1)
             return key, f"; the nearest is {near[0]}" if near else ""
     return None

@@ -202,6 +202,8 @@ class Checkpoint:
     pruning: Pruning | None = None  # the experts that stay, where some are dropped
     unpruned: Checkpoint | None = None  # with all experts, where some are dropped
     adapters: Sequence[str] = ()  # DIR:WEIGHT of those that are added to its weights
+    # Names of weights that are no expert's, whose sums with adapters have new codes and scales.
+    encoded_again: Sequence[str] = ()
     # Bytes that reading needs beside buffers: of each thread, and once.
     thread_memory: int = 0
     shared_memory: int = 0

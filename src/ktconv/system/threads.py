@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -113,3 +113,17 @@ class AwaitedThread(threading.Thread):
             if self._running.acquire(timeout=0.5):
                 self._running.release()
         self.join()
+
+
+@contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Let PyTorch compute with `count` threads of its own inside, and with as many as before
+    afterwards: the number is the process's, whose other code has chosen it."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

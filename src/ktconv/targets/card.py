@@ -7,12 +7,14 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ktconv import __version__
+from ktconv.conversion.plan import Plan as AnyPlan
 from ktconv.conversion.records import ErrorSummary, zero_scales_in_words
 from ktconv.source import MoELayer
 from ktconv.source.activations import in_words
-from ktconv.source.adapter.recorded import chosen
+from ktconv.source.adapter.recorded import ENCODED_AGAIN, chosen
 from ktconv.source.gguf.parts import model_stem
 from ktconv.source.source_card import NOT_STRINGS, SourceCard
 from ktconv.system.text import path_text, printable
@@ -87,14 +89,22 @@ def adapter_words(adapters: Sequence[str]) -> list[str]:
     ]
 
 
-def adapter_lines(adapters: Sequence[str]) -> str:
-    """A line of the list for each adapter that was added to the weights."""
-    return "".join(
+def adapter_lines(plan: AnyPlan[Any]) -> str:
+    """A line of the list for each adapter that was added to the weights, and one where weights
+    beside the experts were encoded again for them."""
+    again = len(plan.checkpoint.encoded_again) if plan.others else 0
+    lines = "".join(
         f"- LoRA in all weights: {_one_line(one.directory.name)}"
         + ("" if one.weight == 1 else f", times {one.weight:g}")
         + "\n"
-        for one in chosen(adapters)
+        for one in chosen(plan.checkpoint.adapters)
     )
+    if again:
+        lines += (
+            f"- Encoded in FP8 again, with LoRA: {counted(again, 'weight')} beside the experts, "
+            f"which `ktconv.json` names ({ENCODED_AGAIN})\n"
+        )
+    return lines
 
 
 def codes_in_words(options: Options) -> str:
@@ -287,7 +297,7 @@ def card(
 - Activation of the experts: {in_words(activations)}
 - Tensors: {where}{_backward(plan)}
 - Codes by {codes_in_words(options)}
-{errors}{adapter_lines(plan.checkpoint.adapters)}- `ktconv.json` {recorded}
+{errors}{adapter_lines(plan)}- `ktconv.json` {recorded}
 
 Made with ktconv {__version__}:
 

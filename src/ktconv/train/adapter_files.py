@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ktconv.errors import CheckpointError
 from ktconv.families.family import Projection
 from ktconv.source.adapter import files
 from ktconv.source.adapter.files import CONFIG as CONFIG
@@ -41,7 +42,15 @@ class Adapter(files.Adapter):
     """`ktconv.source.adapter.files.Adapter`, whose matrices are tensors with their own dtypes."""
 
     def pair(self, layer: int, projection: Projection, experts: int, shape: Sequence[int]) -> Pair:
-        """The matrices of this many experts, whose own are [outputs, inputs]."""
+        """The matrices of this many experts, all of them, whose own are [outputs, inputs]."""
+        covered = self.covered(layer, projection, experts)
+        if len(covered) < experts:
+            missing = next(one for one in range(experts) if one not in covered)
+            raise CheckpointError(
+                f"{self.directory} leaves {projection} of expert {missing} in layer {layer} as it "
+                "is, but the model has LoRA of all experts",
+                "merge it into the model, and train another one",
+            )
         scale = self.expert_scale(layer, projection, experts, shape)
         found = [self.expert(layer, projection, one) for one in range(experts)]
         dtypes = [self.dtype_of(layer, projection, side) for side in SIDES]

@@ -3,8 +3,7 @@ how far others are from them: for `bench --mode sft` and `verify --gradients`.""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from math import sqrt
 from typing import NamedTuple
 
@@ -177,14 +176,3 @@ def bounds(call: Call) -> dict[str, float]:
     found = dict.fromkeys(NAMES, BOUND) | {"dx": BOUND_OF_DX}
     few = int((call.ids >= 0).sum()) < _FEW_PAIRS
     return {name: 2 * bound if few else bound for name, bound in found.items()}
-
-
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """Let torch compute with `count` threads of its own."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.families.family import PROJECTIONS, Projection
+from ktconv.families.family import PROJECTIONS
 from ktconv.model.fitting import settings_of
 from ktconv.model.module import PackedExperts
-from ktconv.model.own import OwnExperts
 from ktconv.model.sites import Site, find_experts
+from ktconv.source.adapter.files import LowRank
 from ktconv.source.adapter.names import PREFIX
 from ktconv.source.adapter.parameters import Layout
-from ktconv.train.adapter_files import Adapter, Linear, Pair
+from ktconv.train.adapter_files import Adapter, Linear
 from ktconv.train.adapter_names import LayerNames
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -48,9 +48,8 @@ def merge(
     for _ in _pairs(adapter, sites):  # all are checked before anything changes
         pass
     with torch.no_grad():
-        for own, projection, pair in _pairs(adapter, sites):
-            for expert, (a, b) in enumerate(zip(pair.a, pair.b, strict=True)):
-                _add(own.matrices(expert)[projection], a, b, pair.scale)
+        for weight, (a, b, scale) in _pairs(adapter, sites):
+            _add(weight, torch.from_numpy(a), torch.from_numpy(b), scale)
         for weight, added in linear.values():
             _add(weight, *added)
 
@@ -68,10 +67,8 @@ def _check_own(site: Site) -> None:
         )
 
 
-def _pairs(
-    adapter: Adapter, sites: Mapping[int, Site]
-) -> Iterator[tuple[OwnExperts, Projection, Pair]]:
-    """Every pair of matrices, and the experts that it belongs to."""
+def _pairs(adapter: Adapter, sites: Mapping[int, Site]) -> Iterator[tuple[Tensor, LowRank]]:
+    """The matrices of experts that the adapter changes, and what is added to each."""
     for layer, found in adapter.projections.items():
         own = sites[layer].own
         matrices = own.matrices(0)
@@ -83,7 +80,10 @@ def _pairs(
                     "give the adapter of this model",
                 )
             shape = matrices[projection].shape
-            yield own, projection, adapter.pair(layer, projection, own.count, shape)
+            scale = adapter.expert_scale(layer, projection, own.count, shape)
+            for expert in adapter.covered(layer, projection, own.count):
+                pair = adapter.expert(layer, projection, expert, scale)
+                yield own.matrices(expert)[projection], pair
 
 
 def _linear(model: nn.Module, adapter: Adapter) -> dict[str, tuple[Tensor, Linear]]:

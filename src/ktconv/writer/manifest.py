@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktconv.source.adapter.recorded import located
+from ktconv.source.adapter.recorded import ENCODED_AGAIN, located
 from ktconv.source.model_source import ModelSource
 from ktconv.source.naming_map import NamingMap, map_of_record
 from ktconv.source.side_files import MANIFEST as MANIFEST
@@ -75,6 +75,13 @@ class Manifest:
     def adapters(self) -> tuple[str, ...] | None:
         """The adapters that were added to the source's weights, as NAME:WEIGHT; None: none."""
         return adapters_of_record(self.record)
+
+    @property
+    def encoded_again(self) -> list[str]:
+        """Weights that are no expert's, by the source's names, that have new codes and scales with
+        adapters in them."""
+        found = self.record.get(ENCODED_AGAIN)
+        return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
 
     @property
     def model_type(self) -> object:

@@ -42,6 +42,10 @@ class Staging(Protocol):
     def mapped(self, name: str, nbytes: int, offset: int) -> Mapped | None:
         """Map what was written, as the system has it now; None: it must be read."""
 
+    def place(self, name: str) -> tuple[Path, int]:
+        """File of a tensor, and where it begins there: what is written behind its end is written
+        to the tensor that follows."""
+
     def commit(self) -> list[dict[str, object]]:
         """Make everything durable and final; the journal's record of each file."""
 
@@ -106,6 +110,9 @@ class ShardStaging:
     def mapped(self, name: str, nbytes: int, offset: int) -> Mapped | None:
         path, start = self._places[name]
         return map_file(self._fds[path], nbytes, start + offset)
+
+    def place(self, name: str) -> tuple[Path, int]:
+        return self._places[name]
 
     def seal(self) -> None:
         """Make what is staged durable; nothing more can be written."""
@@ -190,6 +197,9 @@ class FolderStaging:
         path = self._path(name)
         with translated("read back", path), opened_fd(path, os.O_RDONLY) as fd:
             return map_file(fd, nbytes, offset)
+
+    def place(self, name: str) -> tuple[Path, int]:
+        return self._path(name), 0
 
     def seal(self) -> None:
         """Make what is staged durable."""

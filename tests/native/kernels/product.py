@@ -26,7 +26,7 @@ F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 U8 = NDArray[np.uint8]
 
-FLAGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fPIC"]  # as native/build_ffi.py
+FLAGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-wrapv", "-fPIC"]  # as native/build_ffi.py
 COMPILED = Path(_native.__file__)
 LIBC = ctypes.CDLL(None, use_errno=True)
 

@@ -243,8 +243,8 @@ def test_amx_loads_a_tile_per_product_of_int8(
 
 
 @pytest.mark.parametrize("kind", ["mxfp4-bf16", "gint4-32-bf16", "gint4-64-f32", "gint8-64-bf16"])
-@pytest.mark.parametrize("before", [1, 36, 63])
-@pytest.mark.parametrize("tokens", [1, 5, 30])
+@each("before", [1, 36, 63])
+@each("tokens", [1, 5, 30])
 def test_group_unaligned_codes(
     products: Products, level: str, kind: str, tokens: int, before: int
 ) -> None:

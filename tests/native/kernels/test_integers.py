@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
+
 import numpy as np
 import pytest
 from helpers import amx
 from helpers.looped import each
 from native.kernels.product import (
     AMX_LEAST,
+    AMX_LEAST_GROUPS,
+    COMPILED,
     F64,
     Array,
     Layout,
@@ -204,3 +209,16 @@ def test_integer_amx_loads_a_tile_per_product(
     assert (counts.loads, counts.int8_products) == (steps * loads + again, steps * needed)
     assert counts.loads - again <= counts.products or tokens % 32 in range(1, 17)
     assert counts.configs == 1
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="tiles are those of x86-64")
+def test_tiles_are_used_from_the_measured_number_of_tokens() -> None:
+    """Results do not tell: integers are exact with tiles and without."""
+    library = ctypes.CDLL(str(COMPILED))
+    library.kt_least_tokens.restype = ctypes.c_int64
+    measured = {(kernel, 0): AMX_LEAST[kernel] for kernel in KERNELS}
+    for kernel, groups in AMX_LEAST_GROUPS.items():
+        measured |= {(kernel, group): least for group, least in groups.items()}
+    for (kernel, group), least in measured.items():
+        layout = Layout.of(kernel, group, "f32")
+        assert library.kt_least_tokens(ctypes.byref(layout)) == least, (kernel, group)

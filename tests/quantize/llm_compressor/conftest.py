@@ -12,11 +12,9 @@ from helpers.paths import EXAMPLE
 
 @pytest.fixture(scope="session")
 def torch() -> Any:
-    """PyTorch on one thread, where llm-compressor is installed too."""
+    """PyTorch, where llm-compressor is installed too."""
     pytest.importorskip("llmcompressor")
-    found = pytest.importorskip("torch")
-    found.set_num_threads(1)
-    return found
+    return pytest.importorskip("torch")
 
 
 @pytest.fixture(scope="session")

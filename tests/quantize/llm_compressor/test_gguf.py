@@ -24,7 +24,6 @@ from ktconv.formats.decode import round_to_bf16
 
 if find_spec("llmcompressor") is None:  # not imported: each process would, for its list of tests
     pytest.skip("llmcompressor is not installed", allow_module_level=True)
-pytest.importorskip("gguf")
 
 from helpers.ggml import HALVES, block_size, blocks_of
 

@@ -9,7 +9,8 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,16 +41,6 @@ if find_spec("llmcompressor") is None:  # not imported: ktconv quiets it before
     pytest.skip("llmcompressor is not installed", allow_module_level=True)
 if not MODELS.is_dir():
     pytest.skip("the trained models are not here", allow_module_level=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def torch() -> Iterator[Any]:
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield torch
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -484,7 +475,7 @@ def test_eight_bits_with_a_scale_per_row(small: Path, text: Path, tmp_path: Path
 
 def test_the_self_test_runs_with_the_first_layer(
     small: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    quantized: Mapping[str, Any],
+    quantized: Mapping[str, Any], torch: Any,
 ) -> None:  # fmt: skip
     from ktconv.quantize.llm_compressor.gptq import selftest
 
@@ -492,8 +483,9 @@ def test_the_self_test_runs_with_the_first_layer(
     with monkeypatch.context() as changed:
         changed.setattr(selftest, "TOLERANCE", 0.0)
         with pytest.raises(VerificationError, match=r"self-test failed.*layer 0"):
-            quantize_gpu(asked)
+            quantize_gpu(replace(asked, threads=2))
     assert not (tmp_path / "output").exists()
+    assert torch.get_num_threads() == 1  # as before
     said: list[str] = []
     report = quantize_gpu(asked, Silent(), notify=said.append)
     tested = report.more["self_test"]

@@ -42,8 +42,10 @@ from typer.testing import CliRunner
 
 from ktconv import native
 from ktconv.cli.app import app
+from ktconv.conversion import tasks
 from ktconv.conversion.pipeline import Observer
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.quantize.packed import packing
 from ktconv.quantize.packed.run import Request, quantize_cpu
 from ktconv.source import open_checkpoint
 from ktconv.source.reading.reader import SourceReader
@@ -605,6 +607,27 @@ def test_bytes_that_change_in_memory_after_their_audit_are_a_failed_check(
     assert not output.exists()
 
 
+def test_the_one_of_many_matrices_that_changed_in_memory_is_named(
+    model: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are written at once."""
+    own, seen = tasks.write_stretches, []
+
+    def change(stretches: list[tasks.Stretch], *others: Any) -> None:
+        seen.append(len(stretches))
+        name = "blk.0.ffn_up_exps.1.numa.0.weight"
+        for one in stretches:
+            if one.name == name:
+                one.data[5] ^= 1
+        own(stretches, *others)
+
+    monkeypatch.setattr(packing, "write_stretches", change)
+    refused(
+        run(model, output, "--threads=1"), 1, "blk.0.ffn_up_exps.1.numa.0.weight changed in memory"
+    )
+    assert max(seen) > 6
+
+
 # ---- mapped files ------------------------------------------------------------------------
 
 
@@ -626,7 +649,7 @@ def test_source_that_is_cut_while_it_is_mapped(
 ) -> None:
     own, maps = native.quantize_audit, []
 
-    def cut(*arguments: Any) -> tuple[native.Audit, native.ByteSums]:
+    def cut(*arguments: Any) -> list[tuple[native.Audit, native.ByteSums]]:
         for shard in wide.glob("*.safetensors"):
             os.truncate(shard, left)
         return own(*arguments)

@@ -178,7 +178,6 @@ def test_every_layout(form: str, tmp_path: Path) -> None:
 def test_gguf(kind: str, tmp_path: Path) -> None:
     """Blocks of ggml, decoded by the C library and by the package gguf; a part begins inside of
     a block."""
-    pytest.importorskip("gguf")
     from helpers.ggml import HALVES, block_size, blocks_of
 
     rng, stacks, values = np.random.default_rng(2), {}, []

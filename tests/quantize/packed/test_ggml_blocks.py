@@ -7,6 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.convert import assert_same, convert, read_model
+from helpers.families import Tensor, simple_config, write_checkpoint
+from helpers.ggml import F32, U8, blocks_of, values_of
+from helpers.gguf_files import Blocks, write_gguf
+from helpers.harmless import assert_safe, run
 
 from ktconv import native
 from ktconv.errors import CheckpointError
@@ -19,14 +24,6 @@ from ktconv.source.reading.matrices import MatrixReader, buffer_bytes, chunk_row
 from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.source.types import ExpertMatrix, TensorRef
 from ktconv.source.views import StoredView
-
-pytest.importorskip("gguf")
-
-from helpers.convert import assert_same, convert, read_model
-from helpers.families import Tensor, simple_config, write_checkpoint
-from helpers.ggml import F32, U8, blocks_of, values_of
-from helpers.gguf_files import Blocks, write_gguf
-from helpers.harmless import assert_safe, run
 
 pytestmark = pytest.mark.slow
 

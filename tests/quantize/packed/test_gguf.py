@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from helpers.convert import all_files, assert_same, convert, read_json, read_model
 from helpers.families import Tensor, Weights, read_matrix, simple_config, write_checkpoint
+from helpers.ggml import HALVES, block_size, blocks_of
 from helpers.gguf_files import Blocks, around, experts, metadata, write_gguf
 from helpers.harmless import assert_safe, run
 from helpers.paths import EXAMPLE
@@ -22,10 +23,6 @@ from ktconv.errors import ResourceError
 from ktconv.merge import Request as MergeRequest
 from ktconv.merge import merge
 from ktconv.source import PROJECTIONS, ModelSource, open_checkpoint
-
-pytest.importorskip("gguf")
-
-from helpers.ggml import HALVES, block_size, blocks_of
 
 pytestmark = pytest.mark.slow
 

@@ -97,7 +97,6 @@ def test_scales_and_codes_are_those_of_weighted_errors(
 def test_an_imatrix_of_the_same_numbers_makes_the_same_bytes(
     model: Path, file: Path, importance: dict[int, LayerImportance], tmp_path: Path
 ) -> None:
-    pytest.importorskip("gguf")
     # Powers of two, so that sums and means of float32 are exact.
     layers = {
         index: LayerImportance(one.gate_up, one.down, np.where(one.counts > 0, 128, 0))

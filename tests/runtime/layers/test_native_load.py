@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from helpers import encoded
@@ -276,7 +277,6 @@ def test_blocks_that_begin_elsewhere_are_refused(tmp_path: Path) -> None:
 )
 def test_gguf(kind: str, key: str, tmp_path: Path) -> None:
     """Values by the package gguf. Scales of Q4_0 have both signs."""
-    gguf = pytest.importorskip("gguf", reason="writes the file")
     model = gguf_model(tmp_path, types=dict.fromkeys(("gate", "up", "down"), kind))
     number = gguf.GGMLQuantizationType[kind]
     weights = Weights(
@@ -298,7 +298,6 @@ def test_gguf(kind: str, key: str, tmp_path: Path) -> None:
 def test_blocks_of_ggml_at_their_limits(kind: str, size: int, key: str, tmp_path: Path) -> None:
     """Scales of 0, of either sign and those of half precision alone; all codes; a NaN is
     refused."""
-    pytest.importorskip("gguf", reason="writes the file")
     rng = np.random.default_rng(8)
     blocks = rng.integers(0, 256, (4, GGUF_INNER, 4, size), np.uint8)
     assert len(np.unique(blocks[..., 2:])) == 256
@@ -321,7 +320,6 @@ def test_blocks_of_ggml_at_their_limits(kind: str, size: int, key: str, tmp_path
 
 
 def test_other_blocks_of_ggml_are_refused(tmp_path: Path) -> None:
-    pytest.importorskip("gguf", reason="writes the file")
     model = gguf_model(tmp_path, types=dict.fromkeys(("gate", "up", "down"), "Q5_0"))
     with pytest.raises(CheckpointError, match=r"are gguf-q5_0 .* no weight format"):
         native_experts(model)

@@ -188,6 +188,21 @@ def test_fp8_beside_the_experts_is_encoded_again(kind: str, tmp_path: Path) -> N
     library.quantize_cpu(model, tmp_path / "out", adapter=adapter)
     report = library.verify(tmp_path / "out", source=model, adapter=adapter, level="weights")
     assert report["passed"], report["failures"]
+    assert library.inspect(tmp_path / "out")["encoded_again"] == [f"{QUERY}.weight"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "- Encoded in FP8 again, with LoRA: 1 weight beside the experts" in card
+
+
+def test_the_manifest_says_what_is_encoded_again(tmp_path: Path) -> None:
+    """In every form of output that has the weight; one of the experts alone has not."""
+    model, adapter, _, _ = encoded_query(FP8[0], tmp_path)
+    given: list[dict[str, Any]] = [{"method": "fp8"}, {"experts_only": True}]
+    for number, options in enumerate(given):
+        library.quantize_cpu(model, tmp_path / f"{number}", adapter=adapter, **options)
+    said = [read_json(tmp_path / f"{number}" / "ktconv.json") for number in range(2)]
+    assert [one.get("encoded_again") for one in said] == [[f"{QUERY}.weight"], None]
+    cards = [(tmp_path / f"{number}" / "README.md").read_text() for number in range(2)]
+    assert ["Encoded in FP8 again" in one for one in cards] == [True, False]
 
 
 @pytest.mark.parametrize("kind", ["fp8 block", "fp8 block, Qwen", "fp8 group"])

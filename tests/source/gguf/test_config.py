@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from helpers.families import (
@@ -27,8 +28,6 @@ from ktconv.families.routers import router_of
 from ktconv.source import ModelSource, open_checkpoint
 from ktconv.source.config import CONFIG_NAME
 from ktconv.source.gguf.architectures import ARCHITECTURES
-
-gguf = pytest.importorskip("gguf")
 
 
 def opened(directory: Path, architecture: str = "qwen3moe", **pairs: Any) -> Any:

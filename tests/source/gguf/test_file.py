@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from helpers.families import HIDDEN
@@ -20,8 +21,6 @@ from ktconv.source.elements import BLOCKS
 from ktconv.source.gguf import file
 from ktconv.source.gguf.file import read_gguf_header
 from ktconv.source.gguf.types import TYPES
-
-gguf = pytest.importorskip("gguf")
 
 Tensor = tuple[str, Sequence[int], int, int]  # name, dimensions from the fastest, type, offset
 ONE: Tensor = ("a", (32, 2), 0, 0)

@@ -18,7 +18,6 @@ from ktconv.errors import KtconvError
 from ktconv.source import open_checkpoint
 from ktconv.source.gguf.file import read_gguf_header
 
-pytest.importorskip("gguf")
 _NUMBERS = [0, 1, 2, 3, 7, 8, 9, 31, 32, 255, 256, 2**16, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1]
 _MEMORY = 16 << 20
 

@@ -24,8 +24,6 @@ from ktconv.errors import CheckpointError
 from ktconv.source import open_checkpoint
 from ktconv.source.locate import locate_model
 
-pytest.importorskip("gguf")
-
 
 def refusal(place: Path | str) -> str:
     with pytest.raises(CheckpointError) as caught:

@@ -27,7 +27,7 @@ LIMITS = Thresholds(max_ppl_increase=0.2, max_kl=0.2)
 def example(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The example model with all experts, or two of each layer."""
     pytest.importorskip("llmcompressor")
-    pytest.importorskip("torch").set_num_threads(1)
+    pytest.importorskip("torch")
     made: dict[tuple[str, bool], Path] = {}
 
     def get(scheme: str = "W4A16", hot: bool = False) -> Path:

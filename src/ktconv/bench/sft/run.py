@@ -16,8 +16,8 @@ from ktconv.bench.sft.inputs import make_inputs
 from ktconv.bench.sft.rows import Row
 from ktconv.system.pool import Pool
 from ktconv.system.text import Notify
+from ktconv.system.threads import torch_threads
 from ktconv.system.units import counted
-from ktconv.train.gradients import torch_threads
 
 
 def bench(request: Request, notify: Notify) -> Report[Row]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ktconv.system.units import counted, format_ranges, format_size
 from ktconv.targets.encoded.config import recipe_shares
-from ktconv.targets.encoded.target import Plan, encoded_bytes
+from ktconv.targets.encoded.target import Plan, encoded_bytes, matrix_kinds
 
 
 def method_facts(plan: Plan) -> list[dict[str, Any]]:
@@ -21,7 +21,7 @@ def method_facts(plan: Plan) -> list[dict[str, Any]]:
             matrices = [unit.layer.experts[expert][proj] for expert in experts]
             nbytes, weights = sizes.get((scheme.name, scheme.group_size), (0, 0))
             sizes[scheme.name, scheme.group_size] = (
-                nbytes + encoded_bytes(scheme, matrices),
+                nbytes + encoded_bytes(scheme, matrix_kinds(matrices)),
                 weights + sum(one.rows * one.cols for one in matrices),
             )
     found = []

@@ -87,13 +87,14 @@ class BackwardTask(PackingTask):
             for part in parts:
                 for first, view in transposed(source, fd, scales, part.owned, buffers):
                     try:
-                        self._write_rows(_turned(view), part, staging, buffers)
+                        piece = part.next_piece(_turned(view), buffers.packed)
+                        self.write_pieces([piece], staging, buffers)
                     except native.NonFiniteError as error:
                         raise source.not_finite(*_place(part.owned, first, error)) from error
                     before, done = done, done + view.rows * view.cols
                     total = self.source_bytes
                     advance(total * done // elements - total * before // elements)
-        return self._finish(parts, staging)
+        return self._records(parts)
 
     def _part(self, index: int) -> Part:
         layer, options = self.layer, self.options

@@ -3,12 +3,12 @@ comparing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ktconv import native
-from ktconv.conversion.tasks import ExpertTask, four_digits, refuse_other, write_tensor, written
+from ktconv.conversion.tasks import ExpertTask, Stretch, four_digits, write_stretches
 from ktconv.errors import VerificationError
 from ktconv.formats import FORMATS, Kind, Matrix, Slice, TensorId, split, tensor_name
 from ktconv.native import Layout
@@ -23,8 +23,9 @@ from ktconv.writer.staging import Staging
 
 
 class Part:
-    """One part of a matrix while its rows arrive: checksum, scales, comparison. `shape` is that of
-    what is packed, `owned` what it has of the source."""
+    """One part of a matrix while its rows arrive: checksums, scales, comparison. `shape` is that of
+    what is packed, `owned` what it has of the source. `memory`: place for packed codes and scales
+    of all rows, one behind the other; None: codes are packed piece by piece."""
 
     def __init__(
         self,
@@ -34,15 +35,41 @@ class Part:
         layout: Layout,
         choice: native.Choice,
         check: MatrixCheck,
+        memory: U8 | None = None,
     ) -> None:
         self.index, self.owned, self.layout, self.check = index, owned, layout, check
-        self.cols, self.choice = shape[1], choice
+        self.rows, self.cols = shape
+        self.choice = choice
         self.names = check.weight_name, check.scale_name
-        self.digest = Checksum()
+        self.digest, self.scale_digest = Checksum(), Checksum()
         self.scale_sum = 0  # of what was compared
-        self.scale = native.aligned_bytes(layout.scale_size(*shape))
+        size = layout.scale_size(*shape)
+        self._codes = None if memory is None else memory[:-size]
+        self.scale = native.aligned_bytes(size) if memory is None else memory[-size:]
         self.rows_done = 0
-        self.bytes_done = 0
+        self._bytes_done = 0
+
+    def next_piece(self, view: native.Matrix, memory: U8) -> Piece:
+        """Place of the next rows, whose source is `view`; `memory` for codes without any."""
+        done, until = self.rows_done, self.rows_done + view.rows
+        size = native.packed_size(self.layout, view.rows, self.cols)
+        start, stop = (self.layout.scale_size(rows, self.cols) for rows in (done, until))
+        offset, last = self._bytes_done, until == self.rows
+        codes = memory[:size] if self._codes is None else self._codes[offset : offset + size]
+        self.rows_done, self._bytes_done = until, offset + size
+        return Piece(self, view, done, offset, codes, self.scale[start:stop], last)
+
+
+class Piece(NamedTuple):
+    """Some rows of a part: their source, and where packed codes and scales come to lie."""
+
+    part: Part
+    view: native.Matrix
+    first_row: int
+    offset: int  # of its codes in the tensor
+    packed: U8
+    scale: U8
+    last: bool  # of its part
 
 
 @dataclass(frozen=True)
@@ -64,60 +91,59 @@ class PackingTask(ExpertTask):
         )
 
     def _new_part(
-        self, index: int, shape: tuple[int, int], choice: native.Choice, proof: Proof
+        self,
+        index: int,
+        shape: tuple[int, int],
+        choice: native.Choice,
+        proof: Proof,
+        memory: U8 | None = None,
     ) -> Part:
         fmt = FORMATS[self.options.method]
         weight = TensorId(self.layer.index, self.packed_as, self.expert, index, "weight")
         check = MatrixCheck(fmt, weight, *shape, _refuse, proof)
-        return Part(index, self._owned(index), shape, fmt.layout, choice, check)
+        return Part(index, self._owned(index), shape, fmt.layout, choice, check, memory)
 
     def _name(self, part: Part, kind: Kind) -> str:
         return tensor_name(self.layer.index, self.packed_as, self.expert, part.index, kind)
 
-    def _write_rows(
-        self, view: native.Matrix, part: Part, staging: Staging, buffers: Buffers
-    ) -> None:
-        """Quantize, pack and write the next rows of a part. NonFiniteError for a NaN or Inf."""
-        packed = buffers.packed[: native.packed_size(part.layout, view.rows, part.cols)]
-        done = part.rows_done, part.rows_done + view.rows
-        start, stop = (part.layout.scale_size(rows, part.cols) for rows in done)
-        scale = part.scale[start:stop]
-        audit, sums = self._pack(part, view, packed, scale, buffers)
-        # Before it is written: caches have it. The sums tell whether this is what was written.
-        part.check.judge(audit, view, part.rows_done, Packed(packed, scale, view.rows))
-        name = part.names[0]
-        staging.write(name, packed.data, part.bytes_done)
-        if self.verify:
-            target = buffers.readback[: packed.nbytes]
-            with written(staging, name, target, part.bytes_done) as found:
-                _refuse_changed(name, refuse_other(name, found, packed), sums.packed)
-                part.digest.update(found.data)
-        else:
-            part.digest.update(packed.data)
-        part.scale_sum = (part.scale_sum + sums.scale) % 2**64
-        part.rows_done += view.rows
-        part.bytes_done += packed.nbytes
+    def write_pieces(self, pieces: Sequence[Piece], staging: Staging, buffers: Buffers) -> None:
+        """Quantize, pack, compare and write pieces of this task, or of several that pack alike.
+        NonFiniteError for a NaN or Inf."""
+        stretches: list[Stretch] = []
+        for piece, (audit, sums) in zip(pieces, self._pack(pieces, buffers), strict=True):
+            part, packed, scale = piece.part, piece.packed, piece.scale
+            # Before it is written: caches have it. The sums tell whether this is what was written.
+            part.check.judge(
+                audit, piece.view, piece.first_row, Packed(packed, scale, piece.view.rows)
+            )
+            part.scale_sum += sums.scale
+            codes = Stretch(part.names[0], part.digest, packed, piece.offset, sums.packed)
+            stretches.append(codes)
+            if piece.last:
+                stretches.append(
+                    Stretch(part.names[1], part.scale_digest, part.scale, 0, part.scale_sum)
+                )
+        write_stretches(stretches, staging, buffers.readback, self.verify)
 
     def _pack(
-        self, part: Part, view: native.Matrix, packed: U8, scale: U8, buffers: Buffers
-    ) -> tuple[native.Audit, native.ByteSums]:
-        """The next rows of a part into `packed` and `scale`, their audit by the choice of the
-        part's check, and the sums of what it compared. NonFiniteError for a NaN or Inf."""
-        scratch = buffers.scratch
-        return native.quantize_audit(part.layout, view, packed, scale, scratch, part.choice)
+        self, pieces: Sequence[Piece], buffers: Buffers
+    ) -> Iterable[tuple[native.Audit, native.ByteSums]]:
+        """Codes and scales into their places; of each piece the audit by the choice of the part's
+        check, and the sums of what it compared. NonFiniteError for a NaN or Inf."""
+        matrices = [
+            native.Unpacked(one.view, one.packed, one.scale, one.part.choice) for one in pieces
+        ]
+        return native.quantize_audit(pieces[0].part.layout, matrices, buffers.scratch)
 
     def _facts(self, part: Part) -> dict[str, Any]:
         """Facts of a part's weights in the manifest besides checksum and errors."""
         return {}
 
-    def _finish(self, parts: Sequence[Part], staging: Staging) -> dict[str, Record]:
-        """Writes the scales; returns the manifest's record of each tensor."""
+    def _records(self, parts: Sequence[Part]) -> dict[str, Record]:
+        """The manifest's record of each tensor, all of whose rows were written."""
         records: dict[str, Record] = {}
         for part in parts:
             weight, name = part.names
-            scale = write_tensor(name, [part.scale], staging, self.verify)
-            if self.verify:  # what is read back was compared with these
-                _refuse_changed(name, native.byte_sum(part.scale), part.scale_sum)
             errors = part.check.finish().as_dict()
             records[weight] = {
                 **part.digest.record(),
@@ -126,18 +152,8 @@ class PackingTask(ExpertTask):
                 "zero_share": four_digits(errors["zero_share"]),
                 **self._facts(part),
             }
-            records[name] = scale
+            records[name] = part.scale_digest.record()
         return records
-
-
-def _refuse_changed(name: str, found: int, wanted: int) -> None:
-    """VerificationError unless the sum of bytes that were written is that of those that the audit
-    has compared."""
-    if found != wanted:
-        raise VerificationError(
-            f"{name} changed in memory between its comparison with the source and writing",
-            "check this machine's memory, then run the same command again",
-        )
 
 
 def _refuse(violation: Violation) -> None:

@@ -27,6 +27,7 @@ from ktconv.conversion.run import (
 from ktconv.conversion.run import Preflight as AnyPreflight
 from ktconv.errors import UsageError
 from ktconv.quantize.packed.importance.way import Importance
+from ktconv.quantize.packed.task import together
 from ktconv.quantize.packed.ways import Asked, Expert, Way, ways_of_table
 from ktconv.source import open_checkpoint
 from ktconv.source.reading.buffers import BufferSizes
@@ -162,6 +163,9 @@ class QuantizeCpu(Conversion):
 
     def expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
         """Tasks of each expert, from the ways one after the other: first the rule for scales."""
+        return together(self._expert_tasks(unit, reader))
+
+    def _expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
         layer, verify, options = unit.layer, self.request.verify, self.plan.target.options
         given = (way.weights(layer.index) for way in self.ways)
         weights = next((one for one in given if one is not None), None)

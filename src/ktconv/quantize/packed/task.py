@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ktconv import native
+from ktconv.conversion.pipeline import Task
 from ktconv.conversion.tasks import Advance, write_tensor
-from ktconv.formats import Format, kinds_of
+from ktconv.formats import FORMATS, Format, kinds_of
 from ktconv.formats.folding import encode, folded_importance
-from ktconv.quantize.packed.packing import PackingTask, Part
+from ktconv.quantize.packed.packing import PackingTask, Part, Piece
 from ktconv.source import MoELayer
-from ktconv.source.reading.buffers import Buffers, BufferSizes
+from ktconv.source.reading.buffers import Buffers, BufferSizes, whole_lines
 from ktconv.source.reading.matrices import (
     Factors,
     MatrixReader,
@@ -22,15 +25,23 @@ from ktconv.source.reading.matrices import (
     buffer_bytes,
     chunk_rows,
     chunks,
+    loaded_together,
 )
+from ktconv.source.reading.reader import Span
 from ktconv.system.arrays import F32, I8, U8
 from ktconv.targets.packed.proof import Proof
+from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging
+
+# Of matrices that are converted together, packed and in the source. Python runs cold after a call
+# that reads megabytes, and takes a third of the time for five matrices as for each alone.
+TOGETHER_BYTES = 4 << 20
+TOGETHER_STORED = 4 * TOGETHER_BYTES
 
 
 def quantize_buffers(layers: Sequence[MoELayer], fmt: Format) -> BufferSizes:
     """Buffers that a worker needs to quantize these layers."""
-    source, packed, cols = 0, 0, 1
+    source, packed, cols = TOGETHER_STORED, TOGETHER_BYTES, 1
     seen = set()
     for layer in layers:
         for matrix in layer.kinds:
@@ -40,7 +51,8 @@ def quantize_buffers(layers: Sequence[MoELayer], fmt: Format) -> BufferSizes:
             seen.add(key)
             rows = min(chunk_rows(matrix), matrix.rows)
             source = max(source, buffer_bytes(matrix, rows))
-            packed = max(packed, fmt.layout.weight_size(rows, matrix.cols))
+            size = fmt.layout.weight_size(rows, matrix.cols)
+            packed = max(packed, size + fmt.layout.scale_size(rows, matrix.cols))
             cols = max(cols, matrix.cols)
     return BufferSizes(source, packed, cols)
 
@@ -53,24 +65,20 @@ class QuantizeTask(PackingTask):
     exponents: I8 | None = None  # [I] of factors between up and down; None: nothing is folded
 
     def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
-        parts = [self._part(index) for index in range(self.options.numa)]
-        remaining = self.source_bytes
-        source = self._source()
-        with source.open() as fd:
-            scales = source.load_scales()
-            for chunk in chunks(self.matrix, parts[0].owned.shape[0]):
-                with source.loaded(fd, chunk, buffers.source, buffers.bounce) as data:
-                    for part in parts:
-                        if part.owned.row_start <= chunk.start < part.owned.row_stop:
-                            self._convert(source, chunk, scales, part, staging, buffers, data)
-                count = self.matrix.nbytes(len(chunk))
-                remaining -= count
-                advance(count)
-        if remaining:  # block scales, biases
-            advance(remaining)
-        return self._finish(parts, staging) | self._write_biases(parts, source.load_bias(), staging)
+        return quantize_together([self], staging, buffers, advance)
 
-    def _source(self) -> MatrixReader:
+    @cached_property
+    def packed_bytes(self) -> int:
+        """Bytes of packed codes and scales of all parts."""
+        layout, shape = FORMATS[self.options.method].layout, self._owned(0).shape
+        return self.options.numa * (layout.weight_size(*shape) + layout.scale_size(*shape))
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """Bytes of a place for the whole matrix as it is read."""
+        return whole_lines(buffer_bytes(self.matrix, self.matrix.rows))
+
+    def source(self) -> MatrixReader:
         """The matrix as it is quantized."""
         return MatrixReader(
             self.reader,
@@ -80,14 +88,15 @@ class QuantizeTask(PackingTask):
             None if self.exponents is None else Factors.of(self.proj, self.exponents),
         )
 
-    def _part(self, index: int) -> Part:
+    def part(self, index: int, memory: U8 | None) -> Part:
+        """A part; `memory` as `Part` takes it."""
         owned = self._owned(index)
         importance, rule = self._importance(), self.options.rule
         if importance is None:
             choice = native.Choice.plain(rule)
         else:
             choice = native.Choice(rule, importance).columns(owned.col_start, owned.col_stop)
-        return self._new_part(index, owned.shape, choice, self._proof(choice))
+        return self._new_part(index, owned.shape, choice, self._proof(choice), memory)
 
     def _importance(self) -> F32 | None:
         """Importance of the columns as they are quantized."""
@@ -95,27 +104,9 @@ class QuantizeTask(PackingTask):
             return self.importance
         return folded_importance(self.importance, self.exponents)
 
-    def _convert(
-        self,
-        source: MatrixReader,
-        chunk: range,
-        scales: Scales | None,
-        part: Part,
-        staging: Staging,
-        buffers: Buffers,
-        data: U8,
-    ) -> None:
-        """Quantize and pack the columns of a chunk, which `data` has, that a part owns."""
-        first_col, cols = part.owned.col_start, part.owned.shape[1]
-        view = source.view(chunk, scales, data, first_col, cols)
-        try:
-            self._write_rows(view, part, staging, buffers)
-        except native.NonFiniteError as error:
-            raise source.not_finite(chunk.start + error.row, first_col + error.col) from error
-
     def _proof(self, choice: native.Choice) -> Proof:
         """Conditions of a part whose columns have this choice."""
-        return Proof(choice)
+        return Proof.plain(choice.rule) if choice.importance is None else Proof(choice)
 
     def _facts(self, part: Part) -> dict[str, Any]:
         facts: dict[str, Any] = {}
@@ -125,16 +116,135 @@ class QuantizeTask(PackingTask):
             facts["fold"] = encode(self.exponents[part.owned.row_start : part.owned.row_stop])
         return facts
 
-    def _write_biases(
+    def records(
         self, parts: Sequence[Part], bias: F32 | None, staging: Staging
-    ) -> dict[str, Any]:
-        """Each part's, in float32; zeros where only other matrices of the layer have one."""
+    ) -> dict[str, Record]:
+        """The manifest's records of what was written, and of each part's bias, which is written
+        now: in float32, zeros where only other matrices of the layer have one."""
+        records = self._records(parts)
+        if not self.layer.biased:
+            return records
         if bias is None:
             bias = np.zeros(self.matrix.rows, np.float32)
-        records: dict[str, Any] = {}
         for part in parts:
             if "bias" in kinds_of(self.proj, part.index, self.layer.biased):
                 own = bias[part.owned.row_start : part.owned.row_stop].view(np.uint8)
                 name = self._name(part, "bias")
                 records[name] = write_tensor(name, [own], staging, self.verify)
         return records
+
+
+class QuantizeTogether(NamedTuple):
+    """A `Task`: small matrices, for which calls of C and of the system would take longer than their
+    work."""
+
+    tasks: Sequence[QuantizeTask]
+
+    @property
+    def source_bytes(self) -> int:
+        return sum(task.source_bytes for task in self.tasks)
+
+    def spans(self) -> Sequence[Span]:
+        return [span for task in self.tasks for span in task.spans()]
+
+    def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
+        return quantize_together(self.tasks, staging, buffers, advance)
+
+
+def together(tasks: Iterable[Task]) -> Iterator[Task]:
+    """The same tasks in the same order, those of small matrices together."""
+    few: list[QuantizeTask] = []
+    packed = stored = 0
+    for task in tasks:
+        small = task if type(task) is QuantizeTask else None
+        packed += small.packed_bytes if small else TOGETHER_BYTES
+        stored += small.buffer_bytes if small else TOGETHER_STORED
+        if small and packed <= TOGETHER_BYTES and stored <= TOGETHER_STORED:
+            few.append(small)
+            continue
+        if few:
+            yield few[0] if len(few) == 1 else QuantizeTogether(few)
+        few, packed, stored = [], 0, 0
+        if small is None:
+            yield task
+            continue
+        few, packed, stored = [small], small.packed_bytes, small.buffer_bytes
+    if few:
+        yield few[0] if len(few) == 1 else QuantizeTogether(few)
+
+
+def quantize_together(
+    tasks: Sequence[QuantizeTask], staging: Staging, buffers: Buffers, advance: Advance
+) -> dict[str, Any]:
+    """Convert matrices, in one step if buffers have room for all, else, of a single one, chunk by
+    chunk; the manifest's records of their tensors."""
+    stored = sum(task.buffer_bytes for task in tasks)
+    whole = stored <= len(buffers.source) and sum(task.packed_bytes for task in tasks) <= len(
+        buffers.packed
+    )
+    parts = _parts(tasks, buffers if whole else None)
+    sources = [task.source() for task in tasks]
+    scales = [source.load_scales() for source in sources]
+    wanted = [
+        _Chunk(task, source, scale, own, chunk)
+        for task, source, scale, own in zip(tasks, sources, scales, parts, strict=True)
+        for chunk in chunks(task.matrix, own[0].owned.shape[0])
+    ]
+    for step in [wanted] if whole else [[one] for one in wanted]:
+        _quantize(step, staging, buffers)
+        advance(sum(one.task.matrix.nbytes(len(one.rows)) for one in step))
+    more = sum(task.source_bytes - task.matrix.nbytes(task.matrix.rows) for task in tasks)
+    if more:  # block scales, biases
+        advance(more)
+    records: dict[str, Any] = {}
+    for task, source, own in zip(tasks, sources, parts, strict=True):
+        records |= task.records(own, source.load_bias(), staging)
+    return records
+
+
+class _Chunk(NamedTuple):
+    """Rows of a matrix that is converted, with its scales and parts."""
+
+    task: QuantizeTask
+    source: MatrixReader
+    scales: Scales | None
+    parts: Sequence[Part]
+    rows: range
+
+
+def _parts(tasks: Sequence[QuantizeTask], buffers: Buffers | None) -> list[list[Part]]:
+    """Parts of each matrix; with `buffers` packed there, the first parts of all before the second
+    ones, as they lie in the output."""
+    numa = tasks[0].options.numa
+    sizes = [0 if buffers is None else task.packed_bytes // numa for task in tasks]
+    total, found = sum(sizes), []
+    for place, size, task in zip(accumulate(sizes, initial=0), sizes, tasks, strict=False):
+        starts = range(place, place + numa * total, total) if buffers else [0] * numa
+        memory = [None if buffers is None else buffers.packed[at : at + size] for at in starts]
+        found.append([task.part(index, own) for index, own in enumerate(memory)])
+    return found
+
+
+def _quantize(step: Sequence[_Chunk], staging: Staging, buffers: Buffers) -> None:
+    """Convert chunks; CheckpointError for a NaN or an infinity."""
+    wanted = [(one.source, one.rows) for one in step]
+    with loaded_together(wanted, buffers.source, buffers.bounce) as found:
+        pieces: list[Piece] = []
+        places = []
+        used = 0
+        for index in range(step[0].task.options.numa):
+            for one, data in zip(step, found, strict=True):
+                part, rows = one.parts[index], one.rows
+                if not part.owned.row_start <= rows.start < part.owned.row_stop:
+                    continue
+                first_col, cols = part.owned.col_start, part.owned.shape[1]
+                view = one.source.view(rows, one.scales, data, first_col, cols)
+                piece = part.next_piece(view, buffers.packed[used:])
+                used += piece.packed.nbytes
+                pieces.append(piece)
+                places.append((one.source, rows.start, first_col))
+        try:
+            step[0].task.write_pieces(pieces, staging, buffers)
+        except native.NonFiniteError as error:
+            source, row, col = places[error.matrix]
+            raise source.not_finite(row + error.row, col + error.col) from error

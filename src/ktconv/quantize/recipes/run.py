@@ -27,7 +27,7 @@ from ktconv.source import PROJECTIONS, Projection
 from ktconv.system.units import counted, format_size
 from ktconv.targets.encoded.recipe import Method, Recipe, Rule
 from ktconv.targets.encoded.scheme import MIXED
-from ktconv.targets.encoded.target import EncodedTarget, encoded_bytes
+from ktconv.targets.encoded.target import EncodedTarget, encoded_bytes, matrix_kinds
 
 Item = tuple[int, tuple[Projection, ...]]  # a layer's projections that have one method
 _WHOLE = Method("bf16", 0)  # which every model can have
@@ -104,7 +104,7 @@ class Fitting:
                 unit.layer.index: {
                     proj: encoded_bytes(
                         method.scheme(search=False),
-                        (unit.layer.experts[expert][proj] for expert in unit.experts),
+                        matrix_kinds(unit.layer.experts[expert][proj] for expert in unit.experts),
                     )
                     for proj in unit.layer.projections
                 }

@@ -136,14 +136,15 @@ class Experts:
         """y [M, H] of x [M, H], both bf16 bits; ids and weights [M, K], an id of -1 is skipped."""
         if self.norm is None:
             return self._forward(x, ids, weights, pool)
-        return f32_to_bf16(self.normed(x, ids, weights, pool))
-
-    def normed(self, x: U16, ids: Array, weights: F32, pool: Pool) -> F32:
-        """Forward, in float32, of experts whose outputs are normalised."""
-        assert self.norm is not None
         # The kernels add up experts: each slot is a token of its own until outputs are normalised.
         each = np.ones((ids.size, 1), np.float32)
         alone = self._forward(np.repeat(x, ids.shape[1], axis=0), ids.reshape(-1, 1), each, pool)
+        return f32_to_bf16(self.normed(alone, ids, weights))
+
+    def normed(self, alone: U16, ids: Array, weights: F32) -> F32:
+        """y [M, H] of experts whose outputs are normalised; alone [M * K, H]: the output of each
+        token's experts before that, bf16 bits."""
+        assert self.norm is not None
         outputs = self.norm.of(bf16_to_f32(alone)).reshape(*ids.shape, -1)
         chosen = np.where(ids < 0, np.float32(0), weights)
         summed: F32 = np.einsum("tkh,tk->th", outputs, chosen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ from ktconv.source.adapter.parameters import (
     chosen_layout,
     rank_of,
 )
+from ktconv.source.adapter.targets import TargetModules
 from ktconv.source.reading.reader import SourceReader
 from ktconv.source.safetensors_file import Header, read_header
 from ktconv.source.types import TensorRef
@@ -243,16 +245,63 @@ class Adapter:
             of, depth = self._parameters[layer, projection]
             rank = self._check_parameter(layer, of, depth, experts, (projection, outputs, inputs))
             return self.config.scale(self._layers[layer].parameter(of), rank)
-        a, b = (self._stack_shape(layer, projection, side, experts) for side in SIDES)
+        covered = len(self.covered(layer, projection, experts))
+        a, b = (self._stack_shape(layer, projection, side) for side in SIDES)
         name = f"{projection} in layer {layer}"
-        expect_shapes(self.directory, name, a, b, (experts, outputs, inputs))
+        expect_shapes(self.directory, name, a, b, (covered, outputs, inputs))
         return self._scale_of_all(layer, projection, a[1])
+
+    def covered(self, layer: int, projection: Projection, experts: int) -> Sequence[int]:
+        """Those of this many experts whose matrix the adapter changes: all of them, but for those
+        that its config leaves out. CheckpointError where other matrices are missing, and for one of
+        an expert beyond them."""
+        stacks = [self._stacks.get(_Stack(layer, projection, side), {}) for side in SIDES]
+        if (layer, projection) in self._parameters or all(None in one for one in stacks):
+            return range(experts)
+        there = {expert: one for stack in stacks for expert, one in stack.items()
+                 if expert is not None}  # fmt: skip
+        for expert in range(experts):
+            wanted = expert in there or self._is_target(layer, projection, expert, there)
+            for side, stack in zip(SIDES, stacks, strict=True):
+                if wanted and expert not in stack and None not in stack:
+                    key = self._layers[layer].key(projection, side, expert)
+                    raise CheckpointError(
+                        f"{self.directory} does not contain {key}",
+                        f"{_ANOTHER}; one of some experts only names them in target_modules",
+                    )
+        if more := there.keys() - set(range(experts)):
+            raise CheckpointError(
+                f"{self.directory} contains {there[max(more)].name}, but the model has "
+                f"{counted(experts, 'expert')}",
+                _ANOTHER,
+            )
+        return sorted(there)
+
+    def _is_target(
+        self, layer: int, projection: Projection, expert: int, there: Mapping[int, TensorRef]
+    ) -> bool:
+        """Whether the config says that the matrix of an expert has LoRA, by the names that others
+        of its layer have in the file."""
+        module = self._layers[layer].module(projection, expert)
+        if there:
+            other, tensor = next(iter(there.items()))
+            found = module_of(tensor.name)
+            before, number, word = found[0].rpartition(f".{other}.") if found else ("", "", "")
+            module = f"{before}.{expert}.{word}" if number else module
+        return self._targets.has(module)
+
+    @cached_property
+    def _targets(self) -> TargetModules:
+        names = (tensor.name for stack in self._stacks.values() for tensor in stack.values())
+        there = [found[0] for name in names if (found := module_of(name))]
+        return TargetModules(self.directory / CONFIG, self.config.content, there)
 
     def _scale_of_all(self, layer: int, projection: Projection, rank: int) -> float:
         stack = self._stacks[_Stack(layer, projection, "a")]
         names = [self._layers[layer].module(projection, 0)]
-        if self.config.by_module and None not in stack:
-            names = [found[0] for one in stack.values() if (found := module_of(one.name))]
+        if None not in stack:
+            of_each = [found[0] for one in stack.values() if (found := module_of(one.name))]
+            names = of_each if self.config.by_module else of_each[:1]
         scales = {self.config.scale(name, rank): name for name in names}
         if len(scales) > 1:
             raise CheckpointError(
@@ -273,10 +322,10 @@ class Adapter:
 
     def experts(
         self, layer: int, projection: Projection, experts: int, shape: Sequence[int]
-    ) -> Iterator[LowRank]:
-        """LoRA of a projection of each of this many experts in turn, whose own matrices are
-        `shape`, [outputs, inputs]; experts may have ranks and alphas of their own (rank_pattern).
-        CheckpointError as for `expert_scale`."""
+    ) -> Iterator[LowRank | None]:
+        """LoRA of a projection of each of this many experts in turn, None for those that are not
+        `covered`. Their own matrices are `shape`, [outputs, inputs]; experts may have ranks and
+        alphas of their own (rank_pattern). CheckpointError as for `expert_scale`."""
         outputs, inputs = shape
         stacks = {side: self._stacks.get(_Stack(layer, projection, side), {}) for side in SIDES}
         if (layer, projection) in self._parameters or any(None in one for one in stacks.values()):
@@ -284,9 +333,11 @@ class Adapter:
             for expert in range(experts):
                 yield self.expert(layer, projection, expert, scale)
             return
-        for side in SIDES:
-            self._stack_of(layer, projection, side, experts)
+        covered = set(self.covered(layer, projection, experts))
         for expert in range(experts):
+            if expert not in covered:
+                yield None
+                continue
             a, b = (stacks[side][expert] for side in SIDES)
             name = f"{projection} of expert {expert} in layer {layer}"
             sizes = (1, outputs, inputs)
@@ -371,35 +422,13 @@ class Adapter:
             raise CheckpointError(f"{self.directory} does not contain {name}", DAMAGED)
         return found
 
-    def _stack_shape(
-        self, layer: int, projection: Projection, side: Side, experts: int
-    ) -> tuple[int, ...]:
-        """[E, rows, cols]"""
-        stack = self._stack_of(layer, projection, side, experts)
+    def _stack_shape(self, layer: int, projection: Projection, side: Side) -> tuple[int, ...]:
+        """[E, rows, cols], for E `covered` experts."""
+        stack = self._stacks.get(_Stack(layer, projection, side), {})
         if None in stack:
             return stack[None].shape
         _expect_alike(list(stack.values()))
-        return experts, *stack[0].shape
-
-    def _stack_of(
-        self, layer: int, projection: Projection, side: Side, experts: int
-    ) -> Mapping[int | None, TensorRef]:
-        """Matrices by expert, or that of all by None. CheckpointError unless they are of just this
-        many experts."""
-        stack = self._stacks.get(_Stack(layer, projection, side), {})
-        if None in stack:
-            return stack
-        for expert in range(experts):
-            if expert not in stack:
-                key = self._layers[layer].key(projection, side, expert)
-                raise CheckpointError(f"{self.directory} does not contain {key}", _ANOTHER)
-        if more := stack.keys() - set(range(experts)):
-            name = stack[max(more, key=str)].name
-            raise CheckpointError(
-                f"{self.directory} contains {name}, but the model has {counted(experts, 'expert')}",
-                _ANOTHER,
-            )
-        return stack
+        return len(stack), *next(iter(stack.values())).shape
 
     def dtype_of(self, layer: int, projection: Projection, side: Side) -> str:
         """The dtype that one of the matrices is stored in."""

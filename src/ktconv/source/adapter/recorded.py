@@ -18,6 +18,7 @@ from ktconv.source.adapter.choices import Choice
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, read_small
 
 Record = Mapping[str, Any]
+ENCODED_AGAIN = "encoded_again"  # of manifests: `Checkpoint.encoded_again`
 
 
 def files_of(number: int, weight: float) -> str:

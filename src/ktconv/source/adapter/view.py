@@ -7,7 +7,7 @@ in float32 if it is an expert's, else in its own dtype. Whatever reads the check
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -61,6 +61,14 @@ class ExpertPart(NamedTuple):
         return self.adapter.expert(self.layer, self.projection, self.expert, self.scale)
 
 
+class _Added(NamedTuple):
+    """What an adapter adds to a projection of a layer, and the experts whose it is."""
+
+    adapter: Adapter
+    scale: float
+    experts: Set[int]
+
+
 class OtherPart(NamedTuple):
     """The part of an adapter that is added to another matrix."""
 
@@ -102,7 +110,7 @@ class _View:
         self._base = checkpoint
         self._layers = {layer.index: layer for layer in checkpoint.layers}
         self._sizes = sizes_of_checkpoint(checkpoint)
-        self._experts: dict[tuple[int, Projection], list[tuple[Adapter, float]]] = {}
+        self._experts: dict[tuple[int, Projection], list[_Added]] = {}
         self._others: dict[str, list[OtherPart]] = {}
         self._matrices: dict[str, ExpertMatrix] = {}  # of others, by their tensors' names
         self._encoded: dict[str, EncodedSums] = {}  # of those, where numbers have scales
@@ -146,9 +154,10 @@ class _View:
                 matrix = layer.experts[0][projection]
                 shape, experts = (matrix.rows, matrix.cols), len(layer.experts)
                 scale = adapter.expert_scale(index, projection, experts, shape)
+                covered = frozenset(adapter.covered(index, projection, experts))
                 found = self._experts.setdefault((index, projection), [])
-                found.append((adapter, weight * scale))
-                count += experts
+                found.append(_Added(adapter, weight * scale, covered))
+                count += len(covered)
         return count
 
     def _add_others(self, adapter: Adapter, weight: float) -> int:
@@ -200,6 +209,7 @@ class _View:
             thread_memory=files.memory,
             shared_memory=sum(self._memory),
             adapters=[f"{one.directory.absolute()}:{one.weight!r}" for one in self._choices],
+            encoded_again=sorted(self._encoded),
         )
 
     def _layer(self, layer: MoELayer, files: MergedFiles) -> MoELayer:
@@ -207,17 +217,20 @@ class _View:
                    if index == layer.index}  # fmt: skip
         if not changed:
             return layer
-        experts = []
+        experts, whole = [], True
         for number, own in enumerate(layer.experts):
             merged = dict(own)
             for projection, adapters in changed.items():
                 parts = [
-                    ExpertPart(adapter, layer.index, projection, number, scale)
-                    for adapter, scale in adapters
+                    ExpertPart(one.adapter, layer.index, projection, number, one.scale)
+                    for one in adapters
+                    if number in one.experts
                 ]
-                merged[projection] = _merged(own[projection], parts, files)
+                if parts:
+                    merged[projection] = _merged(own[projection], parts, files)
+            whole &= all(merged[name] is not matrix for name, matrix in own.items())
             experts.append(merged)
-        left = [] if changed.keys() == layer.experts[0].keys() else list(layer.encodings)
+        left = [] if whole else list(layer.encodings)
         encodings = dict.fromkeys([*left, "fp32"])
         return replace(layer, experts=tuple(experts), encoding="+".join(encodings))
 

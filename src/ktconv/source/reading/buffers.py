@@ -42,7 +42,7 @@ class BufferSizes:
         """Total for one worker: source, bounce, packed, what is read back, scratch."""
         scratch = native.scratch_size(self.scratch_cols)
         sizes = (self.source_with_copies, BOUNCE_BYTES, self.packed, self.packed, scratch)
-        return sum(map(_whole_lines, sizes))
+        return sum(map(whole_lines, sizes))
 
 
 class Buffers:
@@ -58,9 +58,10 @@ class Buffers:
 
     def _take(self, size: int) -> U8:
         start = self._used
-        self._used += _whole_lines(size)
+        self._used += whole_lines(size)
         return self._memory[start : start + size]
 
 
-def _whole_lines(size: int) -> int:
+def whole_lines(size: int) -> int:
+    """Bytes of a place that begins and ends with a cache line."""
     return -(-size // _LINE) * _LINE

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from ktconv.source.encodings.grids import (
     scale_span,
     scan_block_scale,
 )
+from ktconv.source.reading.buffers import whole_lines
 from ktconv.source.reading.reader import BOUNCE_BYTES, Runs, SourceReader, Span
 from ktconv.source.types import DeclaredShape, OuterScale
 from ktconv.system.arrays import F32, I8, I32, U8
@@ -346,21 +348,30 @@ class MatrixReader:
             self.read(fd, rows, data, np.empty(BOUNCE_BYTES, np.uint8))
         return data, scales
 
-    @contextmanager
-    def loaded(self, fd: Opened, chunk: range, target: U8, bounce: U8) -> Iterator[U8]:
-        """The rows of `chunk` as `read` leaves them, inside the block: mapped where they lie so in
-        a file of this machine, else read into `target`."""
+    def begin(self, chunk: range) -> int | None:
+        """Where in its tensor the rows of `chunk` lie as `read` leaves them; None: they do not."""
         matrix, unit = self.matrix, self.matrix.element
-        dense = matrix.col_stride == 1 and matrix.row_stride * unit.unit_cols == matrix.cols
-        mapped, start = None, 0
-        if dense and not unit.by_package:
-            start = (matrix.start + chunk.start // unit.unit_rows * matrix.row_stride) * (
-                unit.unit_bytes
-            )
-            nbytes = matrix.nbytes(len(chunk))
-            mapped = self.reader.mapped(fd, matrix.tensor, nbytes, start)
-        if mapped is None:
-            self.read(fd, chunk, target, bounce)
+        if unit.by_package or matrix.col_stride != 1:
+            return None
+        if matrix.row_stride * unit.unit_cols != matrix.cols:
+            return None
+        return (matrix.start + chunk.start // unit.unit_rows * matrix.row_stride) * unit.unit_bytes
+
+    @contextmanager
+    def loaded(
+        self, fd: Opened, chunk: range, target: U8, bounce: U8, nbytes: int = 0
+    ) -> Iterator[U8]:
+        """The rows of `chunk` as `read` leaves them, inside the block: mapped where they lie so in
+        a file of this machine, else read into `target`; up to `nbytes` with what follows there."""
+        matrix, start = self.matrix, self.begin(chunk)
+        mapped, size = None, max(nbytes, matrix.nbytes(len(chunk)))
+        if start is not None:
+            mapped = self.reader.mapped(fd, matrix.tensor, size, start)
+        if mapped is None or start is None:
+            if start is None:
+                self.read(fd, chunk, target, bounce)
+            else:
+                self.reader.read(fd, matrix.tensor, target[:size].data, start)
             yield target
             return
         try:
@@ -454,6 +465,57 @@ class MatrixReader:
             col_factor=None if own.cols is None else own.cols[first_col : first_col + cols],
             round_to_bf16=self.round_to_bf16,
         )
+
+
+_ELEMENT = 8  # bytes; what follows a multiple of that is aligned for its elements
+
+
+@contextmanager
+def loaded_together(
+    wanted: Sequence[tuple[MatrixReader, range]], target: U8, bounce: U8
+) -> Iterator[list[U8]]:
+    """Each of these chunks as `MatrixReader.loaded` has it, inside the block. Those that lie one
+    behind the other in a file are mapped or read at once."""
+    found: list[U8] = [target] * len(wanted)
+    used = 0
+    with ExitStack() as stack:
+        for run in _neighbours(wanted):
+            reader, chunk = wanted[run[0]]
+            sizes = [buffer_bytes(wanted[i][0].matrix, len(wanted[i][1])) for i in run]
+            together = sum(sizes) if len(run) > 1 else 0
+            room = target[used:]
+            fd = stack.enter_context(reader.open())
+            data = stack.enter_context(reader.loaded(fd, chunk, room, bounce, together))
+            if data is room:
+                used += whole_lines(sum(sizes))
+            for i, start in zip(run, accumulate(sizes, initial=0), strict=False):
+                found[i] = data[start:]
+        yield found
+
+
+def _neighbours(wanted: Sequence[tuple[MatrixReader, range]]) -> list[list[int]]:
+    """Indices of chunks, those together that lie one behind the other in a file."""
+    if len(wanted) == 1:
+        return [[0]]
+    places: list[tuple[str, int, int]] = []
+    runs: list[list[int]] = []
+    for index, (reader, chunk) in enumerate(wanted):
+        start = reader.begin(chunk)
+        if start is None:
+            runs.append([index])
+        else:
+            tensor = reader.matrix.tensor
+            places.append((str(tensor.file), tensor.offset + start, index))
+    end: tuple[str, int] | None = None
+    for file, start, index in sorted(places):
+        reader, chunk = wanted[index]
+        if (file, start) == end:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+        size = reader.matrix.nbytes(len(chunk))
+        end = (file, start + size) if size % _ELEMENT == 0 else None
+    return runs
 
 
 def _beyond(tensor: TensorRef, what: str, folded: bool) -> CheckpointError:

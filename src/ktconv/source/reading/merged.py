@@ -39,6 +39,7 @@ F64 = NDArray[np.float64]
 
 _ROWS = 128  # pieces begin with whole row blocks of every encoding
 _PIECE_BYTES = 8 << 20  # of float64 sums
+_CACHED = 32768  # numbers of rows that are added at once
 _SIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
 
 
@@ -173,17 +174,18 @@ class MergedFiles(MadeFiles):
         return made.encoded.scales(pieces)
 
     def _sums(self, made: _Made, rows: range) -> F32:
-        """Rows of W + s B A, rounded once to float32."""
+        """Rows of W + s B A, rounded once to float32.
+
+        A few rows at a time, whose sums stay in the cache: whole pieces wait for memory, and make
+        BLAS start threads."""
         loaded = self._loaded(made)
-        values = loaded.values(rows)
-        sums = np.zeros(values.shape, np.float64)
-        for a, b, scale in loaded.products:
-            product = b[rows.start : rows.stop] @ a
-            product *= scale
-            sums += product
-        sums += values
+        sums = loaded.values(rows)
+        step = max(1, _CACHED // sums.shape[1])
         with np.errstate(over="ignore"):
-            return sums.astype(np.float32)
+            for start in range(0, len(sums), step):
+                part = sums[start : start + step]
+                part[...] = loaded.added(rows.start + start, len(part)) + part
+        return sums
 
     def _loaded(self, made: _Made) -> _Loaded:
         """A matrix with what is read of it only once; the last one of this thread stays."""
@@ -202,6 +204,15 @@ class _Loaded:
         self._scales: Scales | None = self._source.load_scales()
         self._buffer = np.empty(0, np.uint8)
         self.products = [exact(one.a, one.b, one.scale) for one in (p.load() for p in made.parts)]
+
+    def added(self, first: int, count: int) -> F64:
+        """Rows of all s B A together."""
+        found = np.zeros((count, self.made.matrix.cols))
+        for a, b, scale in self.products:
+            product = b[first : first + count] @ a
+            product *= scale
+            found += product
+        return found
 
     def values(self, rows: range) -> F32:
         """Rows of the source."""
@@ -237,7 +248,7 @@ def _stored(tensor: TensorRef, values: F32) -> Any:
         finite = (stored & 0x7F80 != 0x7F80).all()
     else:
         with np.errstate(over="ignore"):
-            stored = values.astype("<f2" if tensor.dtype == "F16" else "<f4")
+            stored = values.astype("<f2" if tensor.dtype == "F16" else "<f4", copy=False)
         finite = np.isfinite(stored).all()
     if not finite:
         raise _beyond(tensor)

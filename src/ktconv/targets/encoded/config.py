@@ -109,7 +109,7 @@ def card(plan: Plan, source: SourceCard, errors: ErrorSummary) -> str:
     if plan.checkpoint.mapped is not None:
         command += " --map FILE.toml"
     command = " ".join([command, *adapter_words(plan.checkpoint.adapters)])
-    adapters = adapter_lines(plan.checkpoint.adapters)
+    adapters = adapter_lines(plan)
     recorded = "contains a checksum of every tensor and the quantization error of every matrix."
     tool = " and llm-compressor" if options.method == "gptq" else ""
     note = "\nThe other experts of these layers are not in this checkpoint.\n" if chosen else ""

@@ -329,9 +329,13 @@ def bias_tensors(module: str, matrix: ExpertMatrix) -> list[Tensor]:
     return [Tensor(f"{module}.{BIAS}", dtype, (matrix.rows,), NUMBERS[dtype].nbytes * matrix.rows)]
 
 
-def encoded_bytes(scheme: Scheme, matrices: Iterable[ExpertMatrix]) -> int:
-    """Bytes of the tensors that these become; each kind of matrix is computed once."""
-    counts = Counter((one.rows, one.cols, weight_dtype(one)) for one in matrices)
+def matrix_kinds(matrices: Iterable[ExpertMatrix]) -> Counter[tuple[int, int, str]]:
+    """How many of these have which rows, columns, and dtype of weights."""
+    return Counter((one.rows, one.cols, weight_dtype(one)) for one in matrices)
+
+
+def encoded_bytes(scheme: Scheme, counts: Mapping[tuple[int, int, str], int]) -> int:
+    """Bytes of the tensors that matrices of these kinds become."""
     return sum(
         count * sum(tensor.nbytes for tensor in scheme.tensors("m", *kind))
         for kind, count in counts.items()

@@ -13,7 +13,7 @@ from ktconv.formats.search import possible_scales, storable
 from ktconv.system.arrays import F32, Bools
 from ktconv.targets.packed.proof import Proof
 
-_SMALLEST, _LARGEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+SMALLEST_SCALE, _LARGEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Allowed:
             return False
         if scale.tobytes() != self.most.tobytes():  # a copy of both is quicker than NumPy's way
             return False
-        return bool(scale.min() >= _SMALLEST and scale.max() <= _LARGEST)
+        return bool(scale.min() >= SMALLEST_SCALE and scale.max() <= _LARGEST)
 
     @staticmethod
     def joined(pieces: Sequence[Allowed]) -> Allowed:

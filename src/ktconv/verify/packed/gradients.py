@@ -21,6 +21,7 @@ from ktconv.runtime import MoELayer
 from ktconv.runtime.layers import Experts
 from ktconv.source.reading.streamed import Streams
 from ktconv.system.pool import Pool
+from ktconv.system.threads import torch_threads
 from ktconv.targets.packed.weights import Geometry
 from ktconv.train.gradients import (
     Call,
@@ -32,7 +33,6 @@ from ktconv.train.gradients import (
     from_bits,
     random_lora,
     rounding_of,
-    torch_threads,
 )
 from ktconv.train.reference import KernelRounding
 from ktconv.train.step import Step

@@ -73,9 +73,12 @@ class Source:
         row_bytes = tensor.nbytes // (stacked * rows)
         first = self.place.expert * rows if stacked > 1 else 0
         start, nbytes = width.start * kind.itemsize, len(width) * kind.itemsize
-        data = b"".join(
-            self.read(tensor, (first + row) * row_bytes + start, nbytes) for row in height
-        )
+        if nbytes == row_bytes:  # whole rows lie one behind the other
+            data = self.read(tensor, (first + height.start) * row_bytes, len(height) * row_bytes)
+        else:
+            data = b"".join(
+                self.read(tensor, (first + row) * row_bytes + start, nbytes) for row in height
+            )
         return np.frombuffer(data, kind).reshape(len(height), len(width))
 
 

@@ -43,6 +43,7 @@ from ktconv.source import Checkpoint, Projection
 from ktconv.system.arrays import Array
 from ktconv.system.files import make_directory
 from ktconv.system.text import Notify, silent
+from ktconv.system.threads import torch_threads
 from ktconv.system.units import counted
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.encoded.module_classes import class_of
@@ -149,8 +150,7 @@ class Gptq(Encode):
                 f"calibrating on {counted(count, 'sample')}{fewer}, "
                 f"{counted(self.samples.tokens, 'token')}"
             )
-            use_threads(self.preflight.threads)
-            with _ways_out():
+            with _ways_out(), torch_threads(self.preflight.threads):
                 self._calibrate(mine)
         if others := [unit for unit in pending if unit not in mine]:
             self.run_pipeline(others)
@@ -375,10 +375,3 @@ def model_dtype(checkpoint: Checkpoint) -> torch.dtype:
     if "F16" in dtypes and len(dtypes) > 1:
         raise CheckpointError("experts of different dtypes cannot be calibrated together")
     return torch.float16 if dtypes == {"F16"} else torch.bfloat16
-
-
-def use_threads(count: int) -> None:
-    """Rounding to nearest sets torch to one thread, since its workers are threads already."""
-    import torch
-
-    torch.set_num_threads(count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +16,13 @@ from ktconv.formats.search import MULTIPLES
 from ktconv.quantize.packed.folding import expert_exponents
 from ktconv.quantize.packed.gptq.codes import Factor, best_codes
 from ktconv.quantize.packed.gptq.inputs import LayerInputs
-from ktconv.quantize.packed.packing import Part
+from ktconv.quantize.packed.packing import Part, Piece
 from ktconv.quantize.packed.task import QuantizeTask
 from ktconv.source import MoELayer, Projection
 from ktconv.source.reading.buffers import Buffers
 from ktconv.source.reading.matrices import source_bytes, spans_of
 from ktconv.source.reading.reader import SourceReader, Span
-from ktconv.system.arrays import F32, F64, I8, U8
+from ktconv.system.arrays import F32, F64, I8
 from ktconv.targets.packed.matrix_check import relative_errors
 from ktconv.targets.packed.proof import CODES, COMPENSATED, ROW_ERROR_BOUND, Proof
 from ktconv.targets.packed.target import Options
@@ -117,7 +117,7 @@ class CalibratedMatrix(QuantizeTask):
 
     def _weights(self, buffers: Buffers) -> F32:
         """The whole matrix as it is quantized. CheckpointError for a NaN or an infinity."""
-        source = self._source()
+        source = self.source()
         weights = np.empty((self.matrix.rows, self.matrix.cols), np.float32)
         for chunk, values in source.decoded(buffers.source, buffers.bounce):
             weights[chunk.start : chunk.stop] = source.finite(values, chunk.start)
@@ -143,12 +143,18 @@ class CalibratedMatrix(QuantizeTask):
     # ---- packing what was chosen ----
 
     def _pack(
-        self, part: Part, view: native.Matrix, packed: U8, scale: U8, buffers: Buffers
-    ) -> tuple[native.Audit, native.ByteSums]:
+        self, pieces: Sequence[Piece], buffers: Buffers
+    ) -> Iterable[tuple[native.Audit, native.ByteSums]]:
         if self.codes is None or self.scales is None:
-            return super()._pack(part, view, packed, scale, buffers)
+            return super()._pack(pieces, buffers)
+        return [self._packed(piece) for piece in pieces]
+
+    def _packed(self, piece: Piece) -> tuple[native.Audit, native.ByteSums]:
+        """What was chosen for a piece, packed."""
+        assert self.codes is not None
+        part, view, packed, scale = piece.part, piece.view, piece.packed, piece.scale
         owned, layout = part.owned, part.layout
-        first = owned.row_start + part.rows_done
+        first = owned.row_start + piece.first_row
         rows = slice(first, first + view.rows)
         codes = layout.plain_codes(self.codes[rows, owned.col_start : owned.col_stop])
         own = self._own_scales(part)[rows].reshape(layout.scale_shape(view.rows, view.cols))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from ktconv.quantize.packed.ways import (
     Expert,
     Way,
 )
+from ktconv.system.threads import torch_threads
 from ktconv.targets.packed.proof import COMPENSATED
 from ktconv.targets.packed.target import Options, Plan
 from ktconv.writer.journal import Journal
@@ -171,7 +172,8 @@ class Compensation(Way):
     def running(self) -> AbstractContextManager[object]:
         if self._inputs is None:
             return nullcontext()
-        return _one_torch_thread()  # for each worker
+        # Workers that begin meanwhile are enough; sums have the same bits for any number of them.
+        return torch_threads(1)
 
     def report(self) -> dict[str, Any]:
         """Tokens of experts in the layers that a text has passed in this run."""
@@ -207,17 +209,3 @@ def _of_text(asked: Asked, text: Path) -> TextCalibration:
     folder = Journal(request.output).directory / PASS
     half = request.max_memory // 2
     return TextCalibration(text, asked.checkpoint, source.config, asked.layers, half, folder)
-
-
-@contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """Threads that begin meanwhile compute with torch alone: the pipeline's workers are enough, and
-    sums have the same bits for any number of them."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
