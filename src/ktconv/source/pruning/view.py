@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from ktconv.errors import UsageError
+from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.config import Config
 from ktconv.families.names import mtp_prefix
 from ktconv.source.config import CONFIG_NAME
@@ -30,6 +30,11 @@ from ktconv.system.units import counted, format_ranges
 
 SOURCE = "kept experts"  # the name of the pruning among the files of a source
 _ABOUT_QUANTIZATION = "*quant*"
+# What follows "experts" in a pattern of module names. Numbers of any length are of all experts
+# alike; other digits, and classes of them, choose some.
+_AFTER_EXPERTS = re.compile(r"(?<!shared_)(?<!shared)experts?([^/\w].*)")
+_ANY_NUMBER = re.compile(r"(?:\\d|\[0-9\]|\.)[+*]")
+_SOME_NUMBERS = re.compile(r"(?<![\w\[-])[0-9]|\\d|(?<!\w)\[[^\]]*[0-9]|^\\?\.\?")
 _AGAIN = f"make a file for this model: {WRITE}"
 
 
@@ -105,7 +110,10 @@ class PrunedView:
             if layer.index in self.pruning.left_out
         )
         stay = (one for one in self.base.other_tensors if not (gone and one.name.startswith(gone)))
-        return [cuts.get(one.name) or _renumbered(one, shifted) for one in stay]
+        found = [cuts.get(one.name) or _renumbered(one, shifted) for one in stay]
+        # Experts without weights come last, by layer: so they lie in a checkpoint that is written.
+        order = {layer.source: number for number, layer in enumerate(self.layers, 1)}
+        return sorted(found, key=lambda one: _experts_order(one, order))
 
     def rename(self, name: str) -> str | None:
         """The new name of a tensor or module; None for those of experts that are dropped."""
@@ -114,8 +122,24 @@ class PrunedView:
                 continue
             if layer.index in self.pruning.left_out:
                 return None
-            return self.renumbered(name, layer)
+            words = name.removeprefix(f"{layer.source}.").split(".")
+            if any(word.isdecimal() for word in words[:2]):
+                return self.renumbered(name, layer)
+        self._refuse_some(name)
         return name
+
+    def _refuse_some(self, pattern: str) -> None:
+        """CheckpointError for a pattern of names that is of some experts: their numbers change. It
+        is read and not run, since a pattern of a checkpoint can take for ever."""
+        found = _AFTER_EXPERTS.search(pattern)
+        if found is None or not _SOME_NUMBERS.search(_ANY_NUMBER.sub("", found[1])):
+            return
+        if any(one.dropped for one in self.pruning.layers.values()):
+            raise CheckpointError(
+                f"the settings of quantization in {self.base.path} name some experts by "
+                f"{pattern!r:.200}, and their numbers change where others are dropped",
+                "write the whole names of their tensors or modules in its place",
+            )
 
     def renumbered(self, name: str, layer: MoELayer) -> str | None:
         """The new name of a tensor or module of a layer's experts; None for those that are
@@ -240,6 +264,12 @@ def _written(content: object) -> bytes:
 
 
 _NUMBER = re.compile(r"(?:0|[1-9][0-9]*)")
+
+
+def _experts_order(tensor: TensorRef, order: Mapping[str, int]) -> int:
+    """The place of the layer of an expert's tensor; 0 for other tensors."""
+    source, _, _ = tensor.name.rpartition(".experts.")
+    return order.get(f"{source}.experts", 0)
 
 
 def _renumbered(tensor: TensorRef, shifted: Mapping[str, tuple[int, int]]) -> TensorRef:

@@ -11,7 +11,7 @@ from ktconv.source import TensorRef
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.system.text import Notify
 from ktconv.system.units import counted
-from ktconv.verify.findings import Facts, Findings, Progression
+from ktconv.verify.findings import Facts, Progression
 from ktconv.verify.kept_check import KeptCheck
 from ktconv.verify.layers import LayersCheck
 from ktconv.verify.memory import Budget, Need, plan_memory
@@ -21,7 +21,7 @@ from ktconv.verify.reading import Context
 from ktconv.verify.runner import OTHER, Check
 from ktconv.verify.structure import StructureCheck
 from ktconv.verify.totals import ItemResult, Totals
-from ktconv.verify.verifier import OutputVerifier
+from ktconv.verify.verifier import LEVELS_WITH_MODEL_CODE, OutputVerifier
 from ktconv.writer.manifest import MANIFEST
 
 
@@ -40,14 +40,7 @@ class PrunedStructureCheck(StructureCheck):
 class NoLayers:
     """Level layers, of which there is nothing to compute."""
 
-    def __init__(self, findings: Findings) -> None:
-        self._findings = findings
-
     def run(self, progression: Progression) -> Facts | None:
-        self._findings.note(
-            "level layers was not run: experts have the bytes of the source, and no kernel is part "
-            "of the output"
-        )
         return None
 
 
@@ -80,6 +73,13 @@ class PrunedVerifier(OutputVerifier):
 
     def prepare(self) -> None:
         self.check_options()
+        if self.level in LEVELS_WITH_MODEL_CODE:
+            self.findings.note(
+                "level layers was not run: experts have the bytes of the source, and no kernel is "
+                "part of the output"
+            )
+        if self.level == "layers":
+            self.level = "weights"  # the level that the output is verified to
         if self.level == "model":
             self.model = self.model_class(self.output, self.request, self.findings)
             self.model.prepare()
@@ -125,4 +125,4 @@ class PrunedVerifier(OutputVerifier):
         return None
 
     def layers_check(self, notify: Notify) -> LayersCheck:
-        return NoLayers(self.findings)  # type: ignore[return-value]
+        return NoLayers()  # type: ignore[return-value]
