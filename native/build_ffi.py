@@ -38,6 +38,7 @@ def checksum(text: str) -> int:
 
 ffi = FFI()
 ffi.cdef(declarations() + "\n#define KT_DECLARATIONS ...\n")
+ffi.cdef('extern "Python" void ktconv_run_python(void *);')  # a task's work: ktconv.native.tasks
 ffi.set_source(
     "ktconv._native",
     f'#include "ktconv.h"\n#define KT_DECLARATIONS {checksum(declarations())}u\n',

@@ -139,7 +139,7 @@ def pytest_runtest_makereport(
 def pytest_runtest_teardown() -> None:
     """PyTorch keeps one thread: with more, which wait for the other process's, all later tests of
     this one take several times as long."""
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     if hasattr(torch, "set_num_threads") and (left := torch.get_num_threads()) != 1:
         torch.set_num_threads(1)
         pytest.fail(f"the test leaves PyTorch with {left} threads", pytrace=False)

@@ -361,6 +361,62 @@ size_t kt_adapted_scratch_size(const kt_moe *moe, const kt_adapters *adapters, i
 kt_status kt_adapted_forward(const kt_moe *moe, const kt_adapters *adapters, kt_pool *pool,
                              const kt_moe_call *call, void *scratch, size_t scratch_size);
 
+/* ---- Work that streams start ---------------------------------------------------- *
+ *
+ * A CUDA stream starts a task by one host function and waits for it by another: kt_task_start and
+ * kt_task_wait have the type of cuLaunchHostFunc's. Neither calls CUDA, allocates, or needs
+ * anything of an interpreter. A graph that has them repeats the work with what memory has then. */
+
+typedef struct kt_queue kt_queue; /* a thread that runs tasks one after the other */
+
+/* KT_ERR_THREADS: no memory, or the system does not allow another thread. */
+kt_status kt_queue_create(kt_queue **queue);
+void kt_queue_destroy(kt_queue *queue); /* first waits for all that was started; NULL is fine */
+void kt_queue_drain(kt_queue *queue);   /* waits for all that was started before */
+
+typedef struct kt_task {
+  kt_queue *queue;
+  void (*run)(void *context);
+  void *context;
+  struct kt_task *next; /* the library's, as what follows: zeros at first */
+  int64_t started, done, waited;
+} kt_task;
+
+/* Lets the queue run the task after all that was started before. One that has not run since it was
+ * last started is waited for first, so that it runs as often as it is started. */
+void kt_task_start(void *task);
+/* Returns once the task has run as often as it was started by then. */
+void kt_task_wait(void *task);
+/* Of a task: how often it was started, was done, and kt_task_wait has returned. NULL for those that
+ * are not asked for. Its memory may go once they are as many as will be. */
+void kt_task_counts(const kt_task *task, int64_t *started, int64_t *done, int64_t *waited);
+
+/* Sets an int32 to 1: the destructor of a CUDA user object, by which a graph tells that it is gone.
+ */
+void kt_flag_raise(void *flag);
+
+/* A call of a layer as a task's work. Where `now` and `later` [tokens, top_k] are given, the
+ * `keep` experts of largest weight of each token are computed, of equal weights the first, ids
+ * below 0 counting as the smallest; the ids of the others go to `later`, and -1 in the place of
+ * each to `now`. */
+typedef struct kt_moe_work {
+  const kt_moe *moe;
+  const kt_adapters *adapters; /* NULL: none */
+  kt_pool *pool;
+  kt_moe_call call;
+  void *scratch;
+  size_t scratch_size;
+  const uint8_t *mask; /* NULL, or [experts]: copied to `skip` when the work begins */
+  uint8_t *skip;       /* [experts], which call.skip should be */
+  int64_t *now, *later;
+  int64_t keep;
+  int32_t status;    /* kt_status of the first run that failed since it was last set to KT_OK */
+  int32_t *failures; /* runs that failed, of any work that counts there; NULL: not counted */
+} kt_moe_work;
+
+/* Computes call.y of a kt_moe_work. One that fails fills y with NaN. */
+void kt_moe_work_run(void *work);
+
 /* ---- Limits of the machine ------------------------------------------------- *
  *
  * Loops to be timed by the caller; all threads of the pool work, at the level in use. */

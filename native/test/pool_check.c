@@ -350,6 +350,58 @@ static void check_fork(void) {
   }
 }
 
+/* ---- The queue: tasks of several starters, in plain memory ------------------------ */
+
+enum { STARTERS = 4, STARTS = 500 };
+
+typedef struct started {
+  kt_task *own, *common;
+  int64_t *log; /* by all tasks, without a lock: they run one after the other */
+} started;
+
+static void log_task(void *context) { ++*(int64_t *)context; }
+
+static void *start_tasks(void *argument) {
+  started *s = argument;
+  for (int i = 0; i < STARTS; i++) {
+    if (i % 100 == 99) nap(1); /* so that the queue sleeps */
+    kt_task_start(s->own);
+    kt_task_start(s->common);
+    if (i % 3) kt_task_start(s->own); /* waits for the one before */
+    if (i % 2) kt_task_wait(s->own);
+    if (i % 7 == 0) kt_queue_drain(s->own->queue);
+  }
+  kt_task_wait(s->own);
+  return NULL;
+}
+
+static void check_queue(void) {
+  kt_queue *queue = NULL;
+  int64_t log = 0, counts[3];
+  pthread_t threads[STARTERS];
+  kt_task tasks[STARTERS + 1];
+  started starters[STARTERS];
+  memset(tasks, 0, sizeof tasks);
+  expect(kt_queue_create(NULL) == KT_ERR_ARGUMENT, "a queue without a place");
+  expect(kt_queue_create(&queue) == KT_OK, "a queue");
+  for (int i = 0; i <= STARTERS; i++)
+    tasks[i] = (kt_task){.queue = queue, .run = log_task, .context = &log};
+  for (int i = 0; i < STARTERS; i++) {
+    starters[i] = (started){tasks + i, tasks + STARTERS, &log};
+    pthread_create(threads + i, NULL, start_tasks, starters + i);
+  }
+  for (int i = 0; i < STARTERS; i++) pthread_join(threads[i], NULL);
+  kt_queue_drain(queue);
+  const int64_t own = STARTS + STARTS - (STARTS + 2) / 3;
+  expect(log == STARTERS * (own + STARTS), "every start of a task has run");
+  kt_task_counts(tasks, counts, counts + 1, counts + 2);
+  expect(counts[0] == own && counts[1] == own, "counts of a task");
+  expect(counts[2] == STARTS / 2 + 1, "waits of a task");
+  kt_task_start(tasks);
+  kt_queue_destroy(queue); /* does what was started */
+  expect(log == STARTERS * (own + STARTS) + 1, "the last task has run");
+}
+
 int main(int argc, char **argv) {
   (void)argv;
   static const int64_t items[] = {0, 1, 2, THREADS, 97, ITEMS};
@@ -365,6 +417,7 @@ int main(int argc, char **argv) {
         check_share(pool, 0, items[i], grain), check_share(pool, items[i] / 3, items[i], grain);
     kt_pool_destroy(pool);
   }
+  check_queue();
   check_gathering();
   check_crowd();
   check_callers();

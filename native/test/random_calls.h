@@ -61,6 +61,14 @@
   X(kt_lora_pack)                                                                                  \
   X(kt_adapted_scratch_size)                                                                       \
   X(kt_adapted_forward)                                                                            \
+  X(kt_queue_create)                                                                               \
+  X(kt_queue_destroy)                                                                              \
+  X(kt_queue_drain)                                                                                \
+  X(kt_task_start)                                                                                 \
+  X(kt_task_wait)                                                                                  \
+  X(kt_task_counts)                                                                                \
+  X(kt_flag_raise)                                                                                 \
+  X(kt_moe_work_run)                                                                               \
   X(kt_limit_read)                                                                                 \
   X(kt_limit_dot)
 

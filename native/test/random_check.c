@@ -25,6 +25,37 @@
 
 /* ---- Pools, limits and the CPU -------------------------------------------------------- */
 
+static void add_one(void *count) { ++*(int64_t *)count; }
+
+static void queue_case(int number) {
+  kt_queue *queue = NULL;
+  kt_task *const task = room(sizeof *task, sizeof(void *));
+  int64_t *const runs = room(8, 8), *const counts = room(3 * 8, 8);
+  int32_t *const flag = room(4, 4);
+  const int64_t times = 1 + below(5);
+  *runs = 0, *flag = 0;
+  REFUSED_CALL(CALLED(kt_queue_create, NULL));
+  EXPECTED(KT_OK, CALLED(kt_queue_create, &queue));
+  if (!queue) return;
+  *task = (kt_task){.queue = queue, .run = add_one, .context = runs};
+  for (int64_t i = 0; i < times; i++) kt_task_start(task);
+  if (number % 2)
+    kt_queue_drain(queue), kt_task_wait(task);
+  else
+    kt_task_wait(task), kt_queue_drain(queue);
+  counted(OF_kt_task_start, *runs == times);
+  counted(OF_kt_task_wait, *runs == times);
+  counted(OF_kt_queue_drain, *runs == times);
+  kt_task_counts(task, counts, counts + 1, number ? counts + 2 : NULL);
+  counted(OF_kt_task_counts,
+          counts[0] == times && counts[1] == times && (!number || counts[2] == 1));
+  kt_flag_raise(flag);
+  counted(OF_kt_flag_raise, *flag == 1);
+  kt_queue_destroy(queue);
+  kt_queue_destroy(NULL);
+  counted(OF_kt_queue_destroy, 1);
+}
+
 static void pool_case(int number) {
   int32_t *const cpus = room(16, 4), *const nodes = room(16, 4);
   kt_pool *pool = NULL;
@@ -44,6 +75,7 @@ static void pool_case(int number) {
   EXPECTED(pool ? KT_OK : KT_ERR_ARGUMENT, CALLED(kt_pool_empty, pool, below(20)));
   kt_pool_destroy(pool);
   counted(OF_kt_pool_destroy, 1);
+  queue_case(number);
 }
 
 static void limits_case(int number) {

@@ -255,6 +255,30 @@ static inline const void *forward(const layer *l, const layer_call *c, int64_t t
   return status == KT_OK ? call.y : NULL;
 }
 
+/* As the work of a task: the same bits where all experts are kept; one that fails says so. */
+static inline void forward_as_work(const layer *l, const layer_call *c, const void *y) {
+  kt_moe_work *const work = room(sizeof *work, sizeof(void *));
+  const int64_t tokens = c->call.tokens, ids = tokens * c->call.top_k;
+  const size_t unit = value_size(c->call.y_dtype);
+  const size_t size = kt_moe_scratch_size(&l->moe, tokens, c->call.top_k, pools[0]);
+  uint8_t *const skip = room((size_t)l->moe.experts, 1);
+  int32_t failed = 0;
+  *work = (kt_moe_work){.moe = &l->moe, .pool = pools[0], .call = c->call, .failures = &failed};
+  work->scratch = room(size, 64), work->scratch_size = size;
+  work->call.y = room((size_t)(tokens * l->moe.hidden) * unit, unit);
+  if (c->call.skip) work->mask = c->call.skip, work->skip = skip, work->call.skip = skip;
+  if (one_in(2)) {
+    work->now = room((size_t)ids * 8, 8), work->later = room((size_t)ids * 8, 8);
+    work->keep = c->call.top_k;
+  }
+  kt_moe_work_run(work);
+  const int same = same_values(c->call.y_dtype, work->call.y, y, tokens * l->moe.hidden);
+  counted(OF_kt_moe_work_run, work->status == KT_OK && failed == 0 && same);
+  work->scratch_size = 0;
+  kt_moe_work_run(work);
+  if (tokens && (work->status != KT_ERR_SCRATCH || failed != 1)) FAILED("work: no failure");
+}
+
 /* Other threads, and fewer tokens, have the same bits. */
 static inline void forward_otherwise(const layer *l, const layer_call *c, const void *y) {
   const int dtype = c->call.y_dtype, amx = strcmp(level_names[level], "amx") == 0;
@@ -262,6 +286,7 @@ static inline void forward_otherwise(const layer *l, const layer_call *c, const 
   const void *const other = forward(l, c, tokens, ONE_OF(pools));
   if (!other || !same_values(dtype, other, y, tokens * hidden))
     FAILED("other bits with another pool");
+  if (!c->reads_y) forward_as_work(l, c, y);
   if (!tokens || (amx && !l->exact && !whole)) return;
   const int64_t counts[] = {1 + below(tokens), 1, 3, 9};
   for (int i = 0; i < (whole ? 4 : 1); i++) {

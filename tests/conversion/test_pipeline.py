@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +38,11 @@ class Staged:
     def write(self, name: str, data: memoryview, offset: int) -> None: ...
 
     def read(self, name: str, target: memoryview, offset: int) -> None: ...
+
     def mapped(self, name: str, nbytes: int, offset: int) -> None: ...
+
+    def place(self, name: str) -> tuple[Path, int]:
+        return Path(name), 0
 
 
 class Payload(dict[str, Any]):

@@ -225,6 +225,6 @@ def test_a_stand_in_that_is_strict(torch: Any, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(RuntimeError, match="two devices"):
             far + torch.ones(3)
         early = torch.empty(3).copy_(far, non_blocking=True)
-        assert early.tolist() == [-1, -1, -1]
+        assert early.isnan().all()
         device.synchronize()
         assert early.tolist() == [1, 1, 1]

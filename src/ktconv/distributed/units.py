@@ -50,7 +50,7 @@ class Sealing:
     def __init__(self, staging: ShardStaging | FolderStaging) -> None:
         self._staging = staging
         self.write, self.read, self.abandon = staging.write, staging.read, staging.abandon
-        self.files, self.mapped = staging.files, staging.mapped
+        self.files, self.mapped, self.place = staging.files, staging.mapped, staging.place
 
     def commit(self) -> list[dict[str, object]]:
         self._staging.seal()

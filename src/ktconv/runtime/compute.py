@@ -36,7 +36,7 @@ def compute(packed: Experts, pool: Pool, call: Arguments) -> None:
 def prepared(packed: Experts, pool: Pool, call: Arguments) -> Callable[[], Any]:
     """A function that computes `call` from what its memory has then, and returns its y."""
     work = partial(_compute, packed, pool, call)
-    if call.tokens and call.top_k and not packed.weight_on_input and packed.norm is None:
+    if is_plain(packed, call):
         work = partial(_run, packed.layer, pool, call, described(call))
     y = call.y.owner
 
@@ -45,6 +45,12 @@ def prepared(packed: Experts, pool: Pool, call: Arguments) -> Callable[[], Any]:
         return y
 
     return run
+
+
+def is_plain(packed: Experts, call: Arguments) -> bool:
+    """Whether the C library computes all of `call`."""
+    around = packed.weight_on_input or packed.norm is not None
+    return bool(call.tokens and call.top_k and not around)
 
 
 def worded(work: Callable[[], None]) -> None:
@@ -150,16 +156,16 @@ def _weighted_inputs(packed: Experts, call: Arguments) -> Arguments:
             f"{call.top_k}"
         )
     x = _values(call.x, (call.tokens, packed.hidden))
-    weights = _array(call.weights, (call.tokens, 1))
+    weights = values_at(call.weights, (call.tokens, 1))
     return call._replace(x=of_numpy(x * weights), weights=of_numpy(np.ones_like(weights)))
 
 
 def _normed(packed: Experts, pool: Pool, call: Arguments) -> F32:
     shape = call.tokens, call.top_k
-    ids, weights = _array(call.ids, shape), _array(call.weights, shape)
+    ids, weights = values_at(call.ids, shape), values_at(call.weights, shape)
     here = (ids >= 0) & (ids < packed.count)
     if call.skip:
-        here &= ~_array(call.skip, (packed.count,))[np.where(here, ids, 0)]
+        here &= ~values_at(call.skip, (packed.count,))[np.where(here, ids, 0)]
     x = f32_to_bf16(_values(call.x, (call.tokens, packed.hidden)))
     ids, count = np.where(here, ids, -1), _tokens_at_once(call.top_k)
     blocks = [slice(first, first + count) for first in range(0, call.tokens, count)]
@@ -209,17 +215,17 @@ def _tokens_at_once(top_k: int) -> int:
 def _store(call: Arguments, y: F32) -> None:
     """y, with what is to be added, rounded once."""
     if call.add:
-        y = y + _array(call.add, y.shape)
-    into = _array(call.y, y.shape)
+        y = y + values_at(call.add, y.shape)
+    into = values_at(call.y, y.shape)
     with np.errstate(over="ignore"):
         into[:] = f32_to_bf16(y) if call.y.dtype == "bf16" else y.astype(into.dtype)
 
 
 def _values(found: Operand, shape: tuple[int, ...]) -> F32:
-    array = _array(found, shape)
+    array = values_at(found, shape)
     return bf16_to_f32(array) if found.dtype == "bf16" else array.astype(np.float32)
 
 
-def _array(found: Operand, shape: tuple[int, ...]) -> Array:
+def values_at(found: Operand, shape: tuple[int, ...]) -> Array:
     """The memory of an operand, whatever it belongs to."""
     return native.array_at(found.address, _DTYPES[found.dtype], shape)

@@ -17,6 +17,7 @@ from ktconv.runtime.arrays import kind_of
 from ktconv.runtime.compiled import uncompiled
 from ktconv.runtime.handle import Handle
 from ktconv.runtime.layer import MoELayer
+from ktconv.runtime.queued import split_ids
 from ktconv.system.arrays import Array
 from ktconv.system.numbers import whole
 
@@ -35,11 +36,8 @@ def split_deferred(ids: Any, weights: Any, keep: int) -> tuple[Any, Any]:
         raise UsageError(
             f"ids {list(chosen.shape)} and weights {list(order.shape)} must have one shape [..., K]"
         )
-    order = np.where(chosen < 0, -np.inf, order)
-    first = np.argsort(-order, axis=-1, kind="stable")[..., :count]
-    kept = np.zeros(chosen.shape, bool)
-    np.put_along_axis(kept, first, True, axis=-1)
-    now, later = (np.where(these, chosen, chosen.dtype.type(-1)) for these in (kept, ~kept))
+    now, later = np.empty_like(chosen), np.empty_like(chosen)
+    split_ids(chosen, order, count, now, later)
     of_numpy = kind_of("ids", ids).of_numpy
     return of_numpy(now), of_numpy(later)
 

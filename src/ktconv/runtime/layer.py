@@ -10,7 +10,7 @@ import numpy as np
 
 from ktconv.errors import KtconvError, UsageError
 from ktconv.families.config import USUAL_TOP_K
-from ktconv.native import Activation
+from ktconv.native import Activation, Task
 from ktconv.runtime import sources
 from ktconv.runtime.adapter_files import (
     AdapterDirectory,
@@ -31,6 +31,7 @@ from ktconv.runtime.compute import compute, prepared, working_bytes
 from ktconv.runtime.handle import Handle
 from ktconv.runtime.layers import Experts
 from ktconv.runtime.memory import Residence, residence_of
+from ktconv.runtime.queued import task_of
 from ktconv.source.adapter.layers import LayerSizes
 from ktconv.system.arrays import Array
 from ktconv.system.numbers import whole
@@ -335,6 +336,32 @@ class MoELayer:
         found = self._arguments(x, ids, weights, skip, add_to, out, adapter, adapter_ids)
         compute(self._packed, self.pool, found)
         return found.y.owner
+
+    def task(
+        self,
+        name: str,
+        x: Any,
+        ids: Any,
+        weights: Any,
+        out: Any,
+        *,
+        skip: Any,
+        mask: Any = None,
+        add_to: Any = None,
+        split: tuple[Any, Any, int] | None = None,
+    ) -> Task:
+        """A call as a task of the pool's queue, for CUDA streams to start; `name` is for messages.
+
+        All arrays are used where they lie, each time that it runs: x, ids, weights, skip, add_to
+        and out as for a call. `mask`, bool [E], is copied to `skip` first. `split`: int64 arrays
+        like ids, which get the ids of each token's experts of largest weight, as many as the number
+        says, and of the others; the former are computed. Work that fails fills out with NaN. Raises
+        as a call, and where one would be copied.
+        """
+        found = self._arguments(x, ids, weights, skip, add_to, out, OWN, None)
+        given = {"x": x, "ids": ids, "weights": weights, "skip": skip, "add_to": add_to}
+        expect_in_place(found, given)
+        return task_of(self._packed, self.pool, name, found, mask, split)
 
     @uncompiled
     def submit(

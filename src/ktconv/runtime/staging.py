@@ -6,7 +6,9 @@ for. Only who reads values on the CPU waits for them.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -72,6 +74,15 @@ def pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Memory on the CPU that a GPU reads and writes by itself."""
     # Without a device it would be on the caller's default one.
     return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+
+
+def tensor_at(address: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """A tensor of the CPU over memory that its owner must keep alive."""
+    count = prod(shape)
+    if not count:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).reshape(tuple(shape))
 
 
 def _fetched(tensor: Tensor, copy: bool) -> Tensor:

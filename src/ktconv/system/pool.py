@@ -37,6 +37,7 @@ class Pool(native.Pool):
         place = machine.placement(threads, nodes)
         self.workspaces: deque[Array] = deque()  # of the runtime, that no call uses
         self._queue: ThreadPoolExecutor | None = None
+        self._tasks: native.Queue | None = None
         self._closed = False
         self._submitting = threading.Lock()
         self._process = os.getpid()
@@ -86,6 +87,30 @@ class Pool(native.Pool):
             except RuntimeError as error:
                 raise UsageError(f"the call cannot be submitted: {error}") from None
 
+    @property
+    def tasks(self) -> native.Queue:
+        """The queue of what CUDA streams start. UsageError as for `submit`; ResourceError where the
+        system does not allow its thread."""
+        if not self._is_here():
+            raise UsageError("the pool belongs to the parent process", "make one in this process")
+        with self._submitting:
+            if self._closed:
+                raise UsageError("the pool is closed")
+            if self._tasks is None:
+                try:
+                    self._tasks = native.Queue()
+                except ValueError as error:
+                    raise ResourceError(
+                        f"the thread of CUDA streams cannot be started: {error}",
+                        "raise the limits of the user or container",
+                    ) from None
+            return self._tasks
+
+    @property
+    def has_tasks(self) -> bool:
+        """Whether `tasks` was asked for."""
+        return self._tasks is not None
+
     def close(self) -> None:
         """Ends the threads, once what was submitted is done, and what other threads compute at the
         moment; the pool cannot be used afterwards."""
@@ -94,6 +119,7 @@ class Pool(native.Pool):
                 self._closed = True
             if self._queue is not None:
                 self._queue.shutdown()
+            self._tasks = None  # those that exist keep it
         self.workspaces.clear()
         super().close()
 

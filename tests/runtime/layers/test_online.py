@@ -92,7 +92,7 @@ def test_numbers_are_those_of_the_reference(method: str, parts: int) -> None:
             assert matrix is not None
             values = matrix.values()
             for part in range(parts):
-                here = split(proj, HIDDEN, INNER, part, parts).index  # type: ignore[arg-type]
+                here = split(proj, HIDDEN, INNER, part, parts).index
                 codes, scales = reference.quantize(
                     fmt, np.ascontiguousarray(stack[expert][here]), *choice
                 )

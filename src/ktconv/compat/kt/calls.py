@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,12 +21,44 @@ class Deferred:
     producer: int
     consumer: int
     tokens: int
+    sum: Sum
+
+
+class Sum(Protocol):
+    """A tensor that is being computed."""
+
+    def wait(self) -> Tensor:
+        """It, once it is there; raises what its computation raised."""
+
+    def failed(self) -> bool:
+        """Whether `wait` would raise; waits as well."""
+
+
+class Running(Protocol):
+    """A call whose result is being computed; `like` is x, as the caller has it."""
+
+    like: Tensor
+
+    def result(self) -> Tensor:
+        """A new tensor like the input; raises what the computation raised."""
+
+
+@dataclass(slots=True)
+class FutureSum:
+    """Sum of a thread of Python."""
+
     done: Future[Tensor]
 
+    def wait(self) -> Tensor:
+        return self.done.result()
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A call whose result is being computed."""
+    def failed(self) -> bool:
+        return self.done.exception() is not None
+
+
+@dataclass(slots=True)
+class InThread:
+    """A call in a thread of Python, which waits for its inputs."""
 
     like: Tensor  # to whose shape, dtype and device the result goes
     y: Tensor
@@ -34,7 +67,7 @@ class Running:
     def result(self) -> Tensor:
         """A new tensor like the input, once it is computed; raises what the computation raised."""
         self.done.result()
-        return _as(self.like, delivered(self.y, self.like.device))
+        return as_input(self.like, delivered(self.y, self.like.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +83,16 @@ class Share:
 
 def call(layer: MoELayer, inputs: Inputs, skip: Tensor, share: Share) -> Tensor:
     """The result of a call at once, of tensors on the CPU, that leaves nothing."""
-    add = None if share.carried is None else share.carried.done.result()
+    add = None if share.carried is None else share.carried.sum.wait()
     y = layer(inputs.x, inputs.ids, inputs.weights, skip=skip, add_to=add)
-    return _as(inputs.like, y)
+    return as_input(inputs.like, y)
 
 
 def start(
     layer: MoELayer, inputs: Inputs, skip: Tensor, share: Share
 ) -> tuple[Running, Deferred | None]:
-    """A call in the background, and what it leaves. Inputs may change at once."""
+    """A call in the background of tensors on any devices, and what it leaves. Inputs may change at
+    once. UsageError while a CUDA graph is being captured."""
     pool, skip = layer.pool, skip.clone()
     fetched = fetch(inputs.x, inputs.ids, inputs.weights, copy=True)
     y = memory_for(inputs.x.shape, inputs.x.dtype, inputs.x.device)
@@ -66,13 +100,13 @@ def start(
 
     def now() -> None:
         x, ids, weights = fetched.wait()
-        add = None if share.carried is None else share.carried.done.result()
+        add = None if share.carried is None else share.carried.sum.wait()
         if share.consumer is not None:
             ids, later = split_deferred(ids, weights, share.keep)
             left.append(later)
         layer(x, ids, weights, skip=skip, add_to=add, out=y)
 
-    running = Running(inputs.like, y, pool.submit(now))
+    running = InThread(inputs.like, y, pool.submit(now))
     if share.consumer is None:
         return running, None
 
@@ -83,10 +117,10 @@ def start(
         return layer(x, left[0], weights, skip=skip, out=total)  # type: ignore[no-any-return]
 
     rest = pool.submit(later)
-    return running, Deferred(share.producer, share.consumer, inputs.tokens, rest)
+    return running, Deferred(share.producer, share.consumer, inputs.tokens, FutureSum(rest))
 
 
-def _as(like: Tensor, y: Tensor) -> Tensor:
+def as_input(like: Tensor, y: Tensor) -> Tensor:
     """A result in the dtype and shape of `like`."""
     if y.shape == like.shape and y.dtype == like.dtype:
         return y

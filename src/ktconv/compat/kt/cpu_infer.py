@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
+import torch
+
+from ktconv.compat.kt.streams import drain, launch_task, launch_wait
 from ktconv.errors import UsageError
+from ktconv.native import PythonTask
 from ktconv.runtime import Pool
 from ktconv.system.numbers import whole, wholes
 
 Task = Callable[[], None]
+
+_REMEMBERED = 64  # of the tasks that `sync_with_cuda_stream` may leave pending
 
 
 @dataclass
@@ -41,7 +45,8 @@ class CPUInfer:
             self.pool = _pool_of(threads, self.parts)
         else:
             self.pool = Pool.shared(whole("threads", threads, 1))
-        self._pending: deque[Future[Any]] = deque()
+        self._pending: deque[PythonTask] = deque()
+        self._on_streams: deque[PythonTask] = deque(maxlen=_REMEMBERED)
 
     @property
     def backend_(self) -> CPUInfer:
@@ -50,29 +55,47 @@ class CPUInfer:
 
     def submit(self, task: Task) -> None:
         """Queues a task, such as `AMXInt4_MOE.forward_task` returns."""
-        if not callable(task):
-            raise UsageError(f"a task is what a method *_task returns, not a {type(task).__name__}")
-        self._pending.append(self.pool.submit(task))
+        made = self._made(task)
+        made.start()
+        self._pending.append(made)
+        self._on_streams.append(made)
 
     def sync(self, allow_n_pending: int = 0) -> None:
-        """Waits until at most `allow_n_pending` of the submitted tasks are left. Raises what a task
-        has raised."""
+        """Waits until at most `allow_n_pending` of the submitted tasks are left; without any, for
+        all that wrappers with the same threads have submitted. Raises what a task has raised."""
         left = whole("allow_n_pending", allow_n_pending, 0)
         if not self._pending:
-            self.pool.submit(_nothing).result()  # tasks of others are done, too
+            self.pool.submit(_nothing).result()
+            drain(self.pool)
         while len(self._pending) > left:
-            self._pending.popleft().result()
+            done = self._pending.popleft()
+            done.wait()
+            if (error := done.take_error()) is not None:
+                raise error
 
     def submit_with_cuda_stream(self, stream: int, task: Task) -> None:
-        """Queues a task whose inputs are in host memory already. UsageError for another stream than
-        0: `KTMoEWrapper` waits for the copies of its inputs itself."""
-        _expect_no_stream(stream)
-        self.submit(task)
+        """Lets a CUDA stream, by its handle, queue a task once it comes there, and a graph that
+        captures it each time. Without CUDA it is queued at once."""
+        if not torch.cuda.is_available():
+            self.submit(task)
+            return
+        made = self._made(task)
+        launch_task(made, stream)
+        self._on_streams.append(made)
 
     def sync_with_cuda_stream(self, stream: int, allow_n_pending: int = 0) -> None:
-        """Waits as `sync` does. UsageError for another stream than 0."""
-        _expect_no_stream(stream)
-        self.sync(allow_n_pending)
+        """Lets a CUDA stream wait until at most `allow_n_pending` of the tasks are left which were
+        submitted before; what one has raised, the next call raises. Without CUDA as `sync`."""
+        left = whole("allow_n_pending", allow_n_pending, 0)
+        if not torch.cuda.is_available():
+            self.sync(left)
+        elif left < len(self._on_streams):
+            launch_wait(self._on_streams[-1 - left], stream)
+
+    def _made(self, task: Task) -> PythonTask:
+        if not callable(task):
+            raise UsageError(f"a task is what a method *_task returns, not a {type(task).__name__}")
+        return PythonTask(self.pool.tasks, "a task of CPUInfer", task)
 
 
 def _nothing() -> None:
@@ -86,11 +109,3 @@ def _pool_of(config: WorkerPoolConfig, parts: int) -> Pool:
         if len(numbers) != parts:
             raise UsageError(f"{name} has {len(numbers)} numbers, but subpool_count is {parts}")
     return Pool.shared(sum(threads), nodes)
-
-
-def _expect_no_stream(stream: int) -> None:
-    if stream:
-        raise UsageError(
-            "ktconv's CPUInfer puts nothing on a CUDA stream",
-            "call KTMoEWrapper.submit_forward, or submit once the inputs are in host memory",
-        )

@@ -60,7 +60,7 @@ class Model:
             pending, self._pending = self._pending, None
         if pending is None or (pending.consumer, pending.tokens) == (layer_idx, tokens):
             return pending
-        if pending.done.exception() is not None:
+        if pending.sum.failed():
             return None  # so the caller was told, and begins again
         raise UsageError(
             f"layer {pending.producer} deferred experts of {counted(pending.tokens, 'token')} to "

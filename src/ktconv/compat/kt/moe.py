@@ -13,12 +13,10 @@ configuration says: nothing can check that.
 
 from __future__ import annotations
 
-import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -32,6 +30,7 @@ from ktconv.compat.kt.settings import Settings, settings
 from ktconv.compat.kt.weights import load_layer, pack_layer, slots_of
 from ktconv.errors import UsageError
 from ktconv.runtime import MoELayer
+from ktconv.runtime.staging import tensor_at
 
 _MATRICES = ("gate", "up", "down")
 _FP8 = torch.float8_e4m3fn
@@ -261,12 +260,7 @@ def _memory(address: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """The tensor at an address. UsageError for the address 0."""
     if not address:
         raise UsageError("the address of a tensor is 0", "give the tensor's data_ptr()")
-    count = prod(shape)
-    if not count:
-        return torch.empty(shape, dtype=dtype)
-    nbytes = count * torch.empty(0, dtype=dtype).element_size()
-    memory = (ctypes.c_char * nbytes).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).reshape(shape)
+    return tensor_at(address, dtype, shape)
 
 
 def _kinds(base: type[MoE], method: str, *names: str) -> dict[str, type[MoE]]:

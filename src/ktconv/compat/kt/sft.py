@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ktconv.compat.kt.calls import Running, Share, start
+from ktconv.compat.kt.calls import Running, Share
 from ktconv.compat.kt.gradients import (
     CheckpointOutput,
     OptimizerGrad,
@@ -23,6 +23,7 @@ from ktconv.compat.kt.gradients import (
 from ktconv.compat.kt.model import Model
 from ktconv.compat.kt.raw import raw_layer
 from ktconv.compat.kt.stored import StoredExperts
+from ktconv.compat.kt.streams import begin
 from ktconv.compat.kt.weights import load_layer, slots_of
 from ktconv.compat.kt.wrapper import KTMoEWrapper
 from ktconv.errors import UsageError
@@ -407,7 +408,7 @@ class SFTWrapper(KTMoEWrapper):
         """Starts a forward of serving, without dropout, as `submit_forward` of inference. LoRA is
         next to the packed weights: `MoELayer` with an adapter (docs/runtime.md)."""
         inputs = self._inputs(hidden_states, expert_ids, weights)
-        running, _ = start(self._serving(), inputs, self._mask, Share())
+        running, _ = begin(self._serving(), inputs, self._mask, Share(), f"layer {self.layer_idx}")
         self._submitted.append(running)
 
     def sync_forward_inference(self, cuda_stream: Any = None) -> Tensor:

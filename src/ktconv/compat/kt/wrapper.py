@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from ktconv.compat.kt import settings as arguments
-from ktconv.compat.kt.calls import Running, Share, call, start
+from ktconv.compat.kt.calls import Running, Share, call
 from ktconv.compat.kt.cpu_infer import CPUInfer
 from ktconv.compat.kt.gpu_buffers import checked_buffers, write_expert
 from ktconv.compat.kt.inputs import Inputs, checked
@@ -19,6 +19,7 @@ from ktconv.compat.kt.masks import gpu_mask
 from ktconv.compat.kt.methods import sft_method
 from ktconv.compat.kt.model import forget_deferred, join
 from ktconv.compat.kt.settings import Settings
+from ktconv.compat.kt.streams import begin, forget_graphs
 from ktconv.compat.kt.weights import load_layer, pack_layer, slots_of
 from ktconv.errors import UsageError
 from ktconv.runtime import MoELayer, free_workspaces
@@ -204,17 +205,20 @@ class KTMoEWrapper:
         of x[t].
 
         hidden_states [..., hidden_size] of any float dtype; topk_ids (any integers) and
-        topk_weights [tokens, num_experts_per_tok]. On CUDA, copies wait for what is queued on the
-        current stream; `cuda_stream` is not needed. All may change once this returns. Several calls
-        may be under way; `sync_forward` returns them in order. Raises UsageError for tensors that
-        do not fit, without weights, and while a CUDA graph is being captured.
+        topk_weights [tokens, num_experts_per_tok]. On CUDA, the current stream makes the call, in
+        its order, and a graph that captures it repeats it; `cuda_stream` is not needed. All may
+        change once this returns, on CUDA by work on the same stream. Several calls may be under
+        way; `sync_forward` returns them in order. Raises UsageError for tensors that do not fit,
+        without weights, and for a call on a stream that has failed since the last one.
         """
         inputs = self._inputs(hidden_states, topk_ids, topk_weights)
         self._submitted.append(self._start(inputs, self._share(inputs.tokens)))
 
     def sync_forward(self, hidden_states: Tensor, cuda_stream: Any = None) -> Tensor:
         """The result of the oldest `submit_forward` that has not been returned yet, on the device
-        of its input and in order of the current stream. Raises what its computation raised, and
+        of its input. On CUDA nothing is waited for: the result is there for what follows on the
+        current stream, and is NaN where its computation fails, which the next call of any layer
+        with the same threads raises, or `cpu_infer.sync()`. On the CPU it raises that itself.
         UsageError where nothing, or something of another shape than `hidden_states`, was submitted.
         """
         if not self._submitted:
@@ -251,7 +255,7 @@ class KTMoEWrapper:
         return Share(carried, keep, self.layer_idx, consumer)
 
     def _start(self, inputs: Inputs, share: Share) -> Running:
-        running, left = start(self.layer, inputs, self._mask, share)
+        running, left = begin(self.layer, inputs, self._mask, share, f"layer {self.layer_idx}")
         self._model.leave(left)
         return running
 
@@ -308,7 +312,8 @@ class KTMoEWrapper:
 
     @staticmethod
     def set_capture_batch_sizes(capture_bs: Sequence[int]) -> None:
-        """Remembers the batch sizes of CUDA graphs. No buffers are kept for them."""
+        """Remembers the batch sizes of CUDA graphs. Each graph has its own buffers, whatever its
+        size."""
         _capture_batch_sizes[:] = wholes("capture_bs", capture_bs, 1)
 
     @staticmethod
@@ -322,6 +327,7 @@ class KTMoEWrapper:
         for pool in Pool.all_shared():
             free_workspaces(pool)
         forget_deferred()
+        forget_graphs()
 
     @staticmethod
     def clear_sft_buffer_cache() -> None:
