@@ -70,7 +70,7 @@ class Queue:
 
     @property
     def in_flight(self) -> list[Task]:
-        """What `keep` has kept, and streams have not started or finished yet."""
+        """Tasks given to `keep` that streams have not started or finished yet."""
         return [task for task in list(self._flight) if not task.finished]
 
     def take_failure(self) -> tuple[Task, Exception] | None:
@@ -110,7 +110,7 @@ class Task:
             time.sleep(5e-5)
 
     def counts(self) -> tuple[int, int, int]:
-        """How often it was started, was done, and was waited for."""
+        """Numbers of times the task was started, was done, and was waited for."""
         out = ffi.new("int64_t[3]")
         lib.kt_task_counts(self._c, out, out + 1, out + 2)
         return out[0], out[1], out[2]
@@ -122,7 +122,7 @@ class Task:
         return started >= self.launches and done >= started and waited >= self.waits
 
     def take_error(self) -> Exception | None:
-        """What its work has raised first since this was asked last."""
+        """The first error of the task's work since the last call; None: there was none."""
         raise NotImplementedError
 
 
@@ -189,7 +189,7 @@ class PythonTask(Task):
         super().__init__(queue, name, lib.ktconv_run_python, self._handle)
 
     def call(self) -> None:
-        """What the queue's thread does."""
+        """Run the function, in the queue's thread."""
         try:
             self._function()
         except Exception as error:
