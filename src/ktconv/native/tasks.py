@@ -32,7 +32,7 @@ _lock = threading.Lock()  # of it
 
 
 def immortal(container: object) -> None:
-    """Lets what is in a container outlive the interpreter."""
+    """Keep a container, and what is in it, beyond the end of the interpreter."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(container))
 
 
@@ -142,7 +142,7 @@ class Task:
             time.sleep(5e-5)
 
     def counts(self) -> tuple[int, int, int]:
-        """How often it was started, was done, and was waited for."""
+        """Numbers of times the task was started, was done, and was waited for."""
         out = ffi.new("int64_t[3]")
         lib.kt_task_counts(self._c, out, out + 1, out + 2)
         return out[0], out[1], out[2]
@@ -159,7 +159,7 @@ class Task:
         raise NotImplementedError
 
     def take_error(self) -> Exception | None:
-        """What its work has raised first since this was asked last."""
+        """The first error of the task's work since the last call; None: there was none."""
         raise NotImplementedError
 
 
@@ -244,7 +244,7 @@ class PythonTask(Task):
         super().__init__(queue, name, lib.ktconv_run_python, self._handle)
 
     def call(self) -> None:
-        """What the queue's thread does."""
+        """Run the function, in the queue's thread."""
         try:
             self._function()
         except Exception as error:

@@ -40,7 +40,7 @@ class Staging:
 
 
 class Graph:
-    """What a captured graph needs as long as it may be replayed."""
+    """A captured graph, with everything it needs as long as it may be replayed."""
 
     def __init__(self, driver: cuda.Cuda, capture: cuda.Capture) -> None:
         self.number, self._driver, self._gone = capture.number, driver, native.Flag()
@@ -309,7 +309,7 @@ def wait_for(queue: native.Queue) -> None:
 
 
 def drain(pool: Pool) -> None:
-    """As `wait_for`, of a pool that may have no such queue; raises what has failed."""
+    """Wait for all work that streams have given a pool; raises what has failed."""
     if pool.has_tasks:
         wait_for(pool.tasks)
         raise_failure(pool.tasks)
