@@ -40,8 +40,15 @@ TOGETHER_STORED = 4 * TOGETHER_BYTES
 
 
 def quantize_buffers(layers: Sequence[MoELayer], fmt: Format) -> BufferSizes:
-    """Buffers that a worker needs to quantize these layers."""
-    source, packed, cols = TOGETHER_STORED, TOGETHER_BYTES, 1
+    """Buffers that a worker needs to quantize these layers, small matrices together."""
+    sizes = matrix_buffers(layers, fmt)
+    source, packed = max(sizes.source, TOGETHER_STORED), max(sizes.packed, TOGETHER_BYTES)
+    return BufferSizes(source, packed, sizes.scratch_cols)
+
+
+def matrix_buffers(layers: Sequence[MoELayer], fmt: Format) -> BufferSizes:
+    """Buffers for any one matrix of these layers at a time."""
+    source, packed, cols = 0, 0, 1
     seen = set()
     for layer in layers:
         for matrix in layer.kinds:
