@@ -48,6 +48,8 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.quantize.packed import packing
 from ktconv.quantize.packed.run import Request, quantize_cpu
 from ktconv.source import open_checkpoint
+from ktconv.source.reading import matrices
+from ktconv.source.reading.matrices import CHUNK_BYTES
 from ktconv.source.reading.reader import SourceReader
 from ktconv.targets.packed.matrix_check import MatrixCheck, Packed
 from ktconv.targets.packed.target import Options
@@ -607,10 +609,13 @@ def test_bytes_that_change_in_memory_after_their_audit_are_a_failed_check(
     assert not output.exists()
 
 
+@pytest.mark.parametrize("chunk", [CHUNK_BYTES, 1])
 def test_the_one_of_many_matrices_that_changed_in_memory_is_named(
-    model: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, output: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    """They are written at once."""
+    """They are written at once; also where each has come in chunks, whose sums go beyond 64 bits."""
+    model = write_model(tmp_path / "model", layers=1, inner=1024)
+    monkeypatch.setattr(matrices, "CHUNK_BYTES", chunk)
     own, seen = tasks.write_stretches, []
 
     def change(stretches: list[tasks.Stretch], *others: Any) -> None:
