@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -613,7 +614,7 @@ def test_bytes_that_change_in_memory_after_their_audit_are_a_failed_check(
 def test_the_one_of_many_matrices_that_changed_in_memory_is_named(
     tmp_path: Path, output: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    """They are written at once; also where each has come in chunks, whose sums go beyond 64 bits."""
+    """They are written at once; also where they came in chunks, whose sums go beyond 64 bits."""
     model = write_model(tmp_path / "model", layers=1, inner=1024)
     monkeypatch.setattr(matrices, "CHUNK_BYTES", chunk)
     own, seen = tasks.write_stretches, []
@@ -631,6 +632,18 @@ def test_the_one_of_many_matrices_that_changed_in_memory_is_named(
         run(model, output, "--threads=1"), 1, "blk.0.ffn_up_exps.1.numa.0.weight changed in memory"
     )
     assert max(seen) > 6
+
+
+def test_few_files_of_the_source_are_open_at_once(tmp_path: Path, output: Path) -> None:
+    """Every tensor has a file of its own, more than may be open."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    model = write_model(tmp_path / "model", layers=1, experts=40, shards=120)
+    opened = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 60, limits[1]))  # 32 are kept
+    try:
+        done(model, output, "--threads=1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 # ---- mapped files ------------------------------------------------------------------------
