@@ -5,6 +5,7 @@ What each check says in detail is tested with the library in tests/source.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -581,6 +582,26 @@ def test_file_that_is_shorter_than_it_says(
     monkeypatch.setattr("os.preadv", preadv)
     refused(run(model, output, "--threads=1"), 3, "cannot read tensor", "ends too early")
     assert not output.exists()
+
+
+def test_the_tensor_that_cannot_be_read_is_named_among_neighbours(
+    model: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read at once."""
+    own = os.preadv
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    tensor = open_checkpoint(model).layers[1].experts[2]["up"].tensor
+    assert tensor.name == name
+    file = tensor.file.stat().st_ino
+
+    def preadv(fd: int, buffers: Any, offset: int) -> int:
+        end = offset + sum(len(one) for one in buffers)
+        if os.fstat(fd).st_ino == file and offset <= tensor.offset + 9 < end:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return own(fd, buffers, offset)
+
+    monkeypatch.setattr("os.preadv", preadv)
+    refused(run(model, output, "--threads=1"), 3, f"cannot read tensor {name} from")
 
 
 def test_bytes_that_come_back_wrong_are_a_failed_check(
