@@ -9,7 +9,7 @@ from dataclasses import replace
 from ktconv.errors import UsageError
 from ktconv.formats import FORMATS
 from ktconv.quantize.packed.backward import backward_buffers, backward_memory
-from ktconv.quantize.packed.task import matrix_buffers
+from ktconv.quantize.packed.task import quantize_buffers
 from ktconv.source import MoELayer
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.system.units import counted
@@ -71,7 +71,7 @@ class PackedVerifier(OutputVerifier):
         return self._proofs.memory
 
     def buffer_sizes(self) -> BufferSizes:
-        sizes = matrix_buffers(self._layers(), FORMATS[self.output.options.method])
+        sizes = quantize_buffers(self._layers(), FORMATS[self.output.options.method])
         for options in self._transposed():
             sizes = sizes.with_those_of(backward_buffers(self._layers(), options))
         return sizes
