@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.cli import contents, write_model
 
 from ktconv.conversion.run import DISK_MARGIN, disk_needed, fit_threads, manifest_memory
 from ktconv.errors import MemoryLimitError
+from ktconv.quantize.packed import task
+from ktconv.quantize.packed.run import Request, prepare, quantize_cpu
+from ktconv.source.reading import matrices
 from ktconv.system import machine
+from ktconv.targets.packed.target import Options
 from ktconv.writer.manifest import MANIFEST
 
 MIB = 1 << 20
@@ -73,3 +79,28 @@ def test_memory_for_an_earlier_manifest_grows_with_it(tmp_path: Path) -> None:
     small = manifest_memory(tmp_path)
     (tmp_path / MANIFEST).write_bytes(b" " * 3000)
     assert manifest_memory(tmp_path) == 3 * small
+
+
+def test_matrices_are_converted_one_by_one_where_memory_is_scarce(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bytes of those that share calls, and in less memory, which is not refused."""
+    model = write_model(tmp_path / "model", layers=1)
+    steps: list[int] = []
+    own = matrices.loaded_together
+
+    def loaded(wanted: Any, *others: Any) -> Any:
+        steps.append(len(wanted))
+        return own(wanted, *others)
+
+    monkeypatch.setattr(task, "loaded_together", loaded)
+    request = Request(str(model), tmp_path / "one", Options(numa=1), threads=16)
+    roomy = prepare(request).peak_memory
+    quantize_cpu(request)
+    assert max(steps) == 12
+    steps.clear()
+    scarce = replace(request, output=tmp_path / "other", max_memory=roomy - 100 * MIB)
+    assert prepare(scarce).peak_memory < scarce.max_memory
+    quantize_cpu(scarce)
+    assert steps == [1] * 12
+    assert contents(tmp_path / "other") == contents(tmp_path / "one")

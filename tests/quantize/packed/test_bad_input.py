@@ -5,9 +5,11 @@ What each check says in detail is tested with the library in tests/source.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +50,8 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.quantize.packed import packing
 from ktconv.quantize.packed.run import Request, quantize_cpu
 from ktconv.source import open_checkpoint
+from ktconv.source.reading import matrices
+from ktconv.source.reading.matrices import CHUNK_BYTES
 from ktconv.source.reading.reader import SourceReader
 from ktconv.targets.packed.matrix_check import MatrixCheck, Packed
 from ktconv.targets.packed.target import Options
@@ -580,6 +584,26 @@ def test_file_that_is_shorter_than_it_says(
     assert not output.exists()
 
 
+def test_the_tensor_that_cannot_be_read_is_named_among_neighbours(
+    model: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read at once."""
+    own = os.preadv
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    tensor = open_checkpoint(model).layers[1].experts[2]["up"].tensor
+    assert tensor.name == name
+    file = tensor.file.stat().st_ino
+
+    def preadv(fd: int, buffers: Any, offset: int) -> int:
+        end = offset + sum(len(one) for one in buffers)
+        if os.fstat(fd).st_ino == file and offset <= tensor.offset + 9 < end:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return own(fd, buffers, offset)
+
+    monkeypatch.setattr("os.preadv", preadv)
+    refused(run(model, output, "--threads=1"), 3, f"cannot read tensor {name} from")
+
+
 def test_bytes_that_come_back_wrong_are_a_failed_check(
     model: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -607,10 +631,13 @@ def test_bytes_that_change_in_memory_after_their_audit_are_a_failed_check(
     assert not output.exists()
 
 
+@pytest.mark.parametrize("chunk", [CHUNK_BYTES, 1])
 def test_the_one_of_many_matrices_that_changed_in_memory_is_named(
-    model: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, output: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    """They are written at once."""
+    """They are written at once; also where they came in chunks, whose sums go beyond 64 bits."""
+    model = write_model(tmp_path / "model", layers=1, inner=1024)
+    monkeypatch.setattr(matrices, "CHUNK_BYTES", chunk)
     own, seen = tasks.write_stretches, []
 
     def change(stretches: list[tasks.Stretch], *others: Any) -> None:
@@ -626,6 +653,18 @@ def test_the_one_of_many_matrices_that_changed_in_memory_is_named(
         run(model, output, "--threads=1"), 1, "blk.0.ffn_up_exps.1.numa.0.weight changed in memory"
     )
     assert max(seen) > 6
+
+
+def test_few_files_of_the_source_are_open_at_once(tmp_path: Path, output: Path) -> None:
+    """Every tensor has a file of its own, more than may be open."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    model = write_model(tmp_path / "model", layers=1, experts=40, shards=120)
+    opened = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 60, limits[1]))  # 32 are kept
+    try:
+        done(model, output, "--threads=1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 # ---- mapped files ------------------------------------------------------------------------

@@ -116,7 +116,7 @@ class PackingTask(ExpertTask):
             part.check.judge(
                 audit, piece.view, piece.first_row, Packed(packed, scale, piece.view.rows)
             )
-            part.scale_sum += sums.scale
+            part.scale_sum = (part.scale_sum + sums.scale) % 2**64  # as sums of bytes are
             codes = Stretch(part.names[0], part.digest, packed, piece.offset, sums.packed)
             stretches.append(codes)
             if piece.last:

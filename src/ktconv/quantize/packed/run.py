@@ -27,7 +27,7 @@ from ktconv.conversion.run import (
 from ktconv.conversion.run import Preflight as AnyPreflight
 from ktconv.errors import UsageError
 from ktconv.quantize.packed.importance.way import Importance
-from ktconv.quantize.packed.task import together
+from ktconv.quantize.packed.task import together, together_buffers
 from ktconv.quantize.packed.ways import Asked, Expert, Way, ways_of_table
 from ktconv.source import open_checkpoint
 from ktconv.source.reading.buffers import BufferSizes
@@ -134,6 +134,10 @@ def prepare(request: Request) -> Preflight:
         buffers = buffers.with_those_of(more)
     each = buffers.nbytes + sum(way.worker_memory(plan) for way in ways)
     threads, peak = fit_memory(request, checkpoint, each, shared)
+    roomy = buffers.with_those_of(together_buffers())  # faster, where memory is enough
+    more_memory = threads * (roomy.nbytes - buffers.nbytes)
+    if peak + more_memory <= request.max_memory:
+        buffers, peak = roomy, peak + more_memory
     refuse_nested(checkpoint.path, request.output)
     check_output(plan, request.output)
     free = machine.disk_free(request.output)

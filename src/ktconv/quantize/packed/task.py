@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,11 +38,17 @@ from ktconv.writer.staging import Staging
 # that reads megabytes, and takes a third of the time for five matrices as for each alone.
 TOGETHER_BYTES = 4 << 20
 TOGETHER_STORED = 4 * TOGETHER_BYTES
+TOGETHER_FILES = 4  # of the source, which a worker has open at once: a process can have few
+
+
+def together_buffers() -> BufferSizes:
+    """Buffers in which a worker has room for all matrices that `together` puts together."""
+    return BufferSizes(TOGETHER_STORED, TOGETHER_BYTES)
 
 
 def quantize_buffers(layers: Sequence[MoELayer], fmt: Format) -> BufferSizes:
     """Buffers that a worker needs to quantize these layers."""
-    source, packed, cols = TOGETHER_STORED, TOGETHER_BYTES, 1
+    source, packed, cols = 0, 0, 1
     seen = set()
     for layer in layers:
         for matrix in layer.kinds:
@@ -155,20 +162,24 @@ def together(tasks: Iterable[Task]) -> Iterator[Task]:
     """Put tasks of small matrices together, up to TOGETHER_BYTES; the order stays."""
     few: list[QuantizeTask] = []
     packed = stored = 0
+    files: set[Path] = set()
     for task in tasks:
         small = task if type(task) is QuantizeTask else None
         packed += small.packed_bytes if small else TOGETHER_BYTES
         stored += small.buffer_bytes if small else TOGETHER_STORED
-        if small and packed <= TOGETHER_BYTES and stored <= TOGETHER_STORED:
+        files |= {small.matrix.tensor.file} if small else set()
+        fits = packed <= TOGETHER_BYTES and stored <= TOGETHER_STORED
+        if small and fits and len(files) <= TOGETHER_FILES:
             few.append(small)
             continue
         if few:
             yield few[0] if len(few) == 1 else QuantizeTogether(few)
-        few, packed, stored = [], 0, 0
+        few, packed, stored, files = [], 0, 0, set()
         if small is None:
             yield task
             continue
         few, packed, stored = [small], small.packed_bytes, small.buffer_bytes
+        files = {small.matrix.tensor.file}
     if few:
         yield few[0] if len(few) == 1 else QuantizeTogether(few)
 
@@ -176,8 +187,8 @@ def together(tasks: Iterable[Task]) -> Iterator[Task]:
 def quantize_together(
     tasks: Sequence[QuantizeTask], staging: Staging, buffers: Buffers, advance: Advance
 ) -> dict[str, Any]:
-    """Convert matrices, in one step if buffers have room for all, else, of a single one, chunk by
-    chunk; the manifest's records of their tensors."""
+    """Convert matrices, in one step if buffers have room for all, else chunk by chunk; the
+    manifest's records of their tensors."""
     stored = sum(task.buffer_bytes for task in tasks)
     whole = stored <= len(buffers.source) and sum(task.packed_bytes for task in tasks) <= len(
         buffers.packed

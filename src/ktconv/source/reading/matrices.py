@@ -11,7 +11,7 @@ from itertools import accumulate
 import numpy as np
 
 from ktconv import native
-from ktconv.errors import CheckpointError
+from ktconv.errors import CheckpointError, ResourceError
 from ktconv.formats.folding import factors
 from ktconv.source import BlockGrid, ExpertMatrix, MoELayer, Projection, TensorRef
 from ktconv.source.elements import F32 as ELEMENT_F32
@@ -486,12 +486,28 @@ def loaded_together(
             together = sum(sizes) if len(run) > 1 else 0
             room = target[used:]
             fd = stack.enter_context(reader.open())
+            stack.enter_context(_naming([wanted[i] for i in run], fd, room, bounce))
             data = stack.enter_context(reader.loaded(fd, chunk, room, bounce, together))
             if data is room:
                 used += whole_lines(sum(sizes))
             for i, start in zip(run, accumulate(sizes, initial=0), strict=False):
                 found[i] = data[start:]
         yield found
+
+
+@contextmanager
+def _naming(
+    run: Sequence[tuple[MatrixReader, range]], fd: Opened, room: U8, bounce: U8
+) -> Iterator[None]:
+    """Where chunks that lie one behind the other cannot be read inside the block, raise the error
+    of the one that cannot; what is read at once has the name of the first."""
+    try:
+        yield
+    except ResourceError:
+        if len(run) > 1 and fd.descriptor is not None:  # others repeat requests for long already
+            for reader, chunk in run:
+                reader.read(fd, chunk, room, bounce)
+        raise
 
 
 def _neighbours(wanted: Sequence[tuple[MatrixReader, range]]) -> list[list[int]]:
