@@ -383,6 +383,18 @@ def test_what_the_driver_refuses_is_named(make: Make, device: Any) -> None:
     wrapper.cpu_infer.sync()  # nothing is waited for that will never come
 
 
+def test_nobody_waits_for_streams_that_have_failed(make: Make, device: Any) -> None:
+    def query() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    wrapper, device.current.query = make(), query
+    wrapper.submit_forward(*(one.to(FAR) for one in batch(2)))
+    with pytest.raises(ResourceError, match=r"CUDA has failed: CUDA error: an illegal .*ered$"):
+        wrapper.cpu_infer.sync()
+    device.synchronize()
+    wrapper.cpu_infer.sync()
+
+
 def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
     cuda.driver.cache_clear()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 from weakref import WeakSet
 
@@ -89,10 +90,10 @@ class Queue:
         """A task whose work has failed since this was asked last, and its error; None where none
         has. Those of other tasks are forgotten."""
         with self.lock:
-            count = self.failures[0]
-            if count == self._seen:
+            failures = self.failures[0]
+            if failures == self._seen:
                 return None
-            self._seen = count
+            self._seen = failures
             found = [(task, error) for task in list(self.tasks) if (error := task.take_error())]
             return found[0] if found else None
 
@@ -136,10 +137,15 @@ class Task:
         """Returns once it has run as often as it was started."""
         lib.kt_task_wait(self._c)
 
-    def wait_started(self) -> None:
-        """Returns once streams have come to all its starts."""
-        while self.counts()[0] < self._starts:
+    def wait_started(self, check: Callable[[], object]) -> None:
+        """Return once streams have come to all starts of the task. `check` is called now and then;
+        it raises where streams never will."""
+        for look in count(1):
+            if self.counts()[0] >= self._starts:
+                return
             time.sleep(5e-5)
+            if look % 1000 == 0:
+                check()
 
     def counts(self) -> tuple[int, int, int]:
         """Numbers of times the task was started, was done, and was waited for."""

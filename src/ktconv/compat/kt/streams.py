@@ -22,7 +22,7 @@ from torch import Tensor
 from ktconv import native
 from ktconv.compat.kt.calls import Deferred, Running, Share, as_input, start
 from ktconv.compat.kt.inputs import Inputs
-from ktconv.errors import UsageError
+from ktconv.errors import ResourceError, UsageError
 from ktconv.runtime import MoELayer, cuda
 from ktconv.runtime.staging import pinned, tensor_at
 from ktconv.system.pool import Pool
@@ -304,8 +304,22 @@ def raise_failure(queue: native.Queue) -> None:
 def wait_for(queue: native.Queue) -> None:
     """Returns once all that streams were given outside of graphs is computed."""
     for task in queue.in_flight:
-        task.wait_started()
+        task.wait_started(_expect_streams_go_on)
     queue.drain()
+
+
+def _expect_streams_go_on() -> None:
+    """ResourceError after a fatal error of CUDA, when streams run no host functions any more."""
+    if torch.cuda.is_current_stream_capturing():
+        return
+    try:
+        torch.cuda.current_stream().query()
+    except RuntimeError as error:
+        reason = str(error).split("\n")[0]
+        raise ResourceError(
+            f"what streams were given is never computed, since CUDA has failed: {reason}",
+            "begin the process again",
+        ) from None
 
 
 def drain(pool: Pool) -> None:
