@@ -371,8 +371,10 @@ typedef struct kt_queue kt_queue; /* a thread that runs tasks one after the othe
 
 /* KT_ERR_THREADS: no memory, or the system does not allow another thread. */
 kt_status kt_queue_create(kt_queue **queue);
-void kt_queue_destroy(kt_queue *queue); /* first waits for all that was started; NULL is fine */
-void kt_queue_drain(kt_queue *queue);   /* waits for all that was started before */
+/* First waits for all that was started. In a child process (fork), which has not the thread, only
+ * frees memory. NULL is fine. */
+void kt_queue_destroy(kt_queue *queue);
+void kt_queue_drain(kt_queue *queue); /* waits for all that was started before */
 
 typedef struct kt_task {
   kt_queue *queue;

@@ -318,8 +318,9 @@ static void check_placement(void) {}
 
 /* ---- Fork ----------------------------------------------------------------------------- */
 
-static int in_child(kt_pool *pool) {
+static int in_child(kt_pool *pool, kt_queue *queue) {
   int32_t threads = 0;
+  kt_queue_destroy(queue);
   if (kt_pool_empty(pool, 1) != KT_ERR_THREADS) return 1;
   kt_pool_destroy(pool);
   if (kt_pool_create(3, NULL, NULL, &pool) != KT_OK) return 2;
@@ -334,18 +335,21 @@ static int in_child(kt_pool *pool) {
 static void check_fork(void) {
   for (int asleep = 0; asleep < 2; asleep++) {
     kt_pool *pool = new_pool(3);
+    kt_queue *queue = NULL;
     kt_pool_empty(pool, 10);
+    expect(kt_queue_create(&queue) == KT_OK, "a queue");
     if (asleep) nap(3);
     fflush(stdout);
     const pid_t child = fork();
     int status = -1;
     if (child == 0) {
       alarm(20);
-      _exit(in_child(pool));
+      _exit(in_child(pool, queue));
     }
     waitpid(child, &status, 0);
     expect(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a child is refused and has its own");
     expect(kt_pool_empty(pool, 100) == KT_OK, "the parent goes on");
+    kt_queue_destroy(queue);
     kt_pool_destroy(pool);
   }
 }

@@ -258,7 +258,7 @@ def first(self, *words):
     global count
     write(self, *words)
     count += 1
-    if count == 40:
+    if count == 2:
         os.kill(os.getpid(), number)
         if signal.getsignal(number) is not signal.SIG_IGN:
             stopped.wait()  # else this thread could finish before the main one wakes
@@ -268,7 +268,7 @@ def stop(self, error):
     stopped.set()
 
 def second(self):
-    if again and count >= 40:
+    if again and count >= 2:
         os.kill(os.getpid(), again)
         if exits.REPEATED_SECONDS < 0:
             threading.Event().wait()  # for the main thread, which ends the process
@@ -285,7 +285,7 @@ main()
 def interrupted(
     number: int, again: int, patience: float, model: Path, output: Path, *more: str
 ) -> list[str]:
-    """What a run says that gets a signal at its 40th write, and another as it cleans up."""
+    """What a run says that gets a signal at its second write, and another as it cleans up."""
     ended = python(AT_WORK, int(number), int(again), patience, model, output, *more)
     assert ended.returncode == 130, ended.stderr
     lines = [line for line in ended.stderr.splitlines() if line and " done, " not in line]

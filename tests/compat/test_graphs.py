@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import threading
+import time
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -19,8 +21,10 @@ torch = pytest.importorskip("torch")
 from helpers.far import FAR, far_device  # noqa: E402
 from ktconv._native import ffi  # noqa: E402
 
-from ktconv.compat.kt import KTMoEWrapper, moe  # noqa: E402
+from ktconv.compat.kt import KTMoEWrapper, moe, streams  # noqa: E402
 from ktconv.compat.kt.cpu_infer import CPUInfer  # noqa: E402
+from ktconv.compat.kt.streams import wait_for  # noqa: E402
+from ktconv.native import PythonTask  # noqa: E402
 from ktconv.runtime import cuda, split_deferred  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -156,6 +160,37 @@ def test_deferred_experts_of_a_graph(make: Make, device: Any, tmp_path: Any) -> 
             left = expected(own, given.x, later, given.weights)
 
 
+def test_what_is_deferred_reads_its_own_inputs(
+    make: Make, device: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is computed long after the next layer's inputs are there: the queue naps."""
+    launch = streams._launch_start
+
+    def nap_first(task: Any, stream: int, graph: Any) -> None:
+        if "deferred" in task.name:
+            launch(PythonTask(task.queue, "a nap", lambda: time.sleep(0.05)), stream, graph)
+        launch(task, stream, graph)
+
+    monkeypatch.setattr(streams, "_launch_start", nap_first)
+    wrappers = [
+        make(stacks(n), layer_idx=n, path=tmp_path, max_deferred_experts_per_token=2)
+        for n in range(4)
+    ]
+    stream, given = device.new_stream(), [batch(6, seed) for seed in range(4)]
+    far: Any = [[one.to(FAR) for one in each] for each in given]
+    with device.capture(stream) as graph:
+        results = [wrapper.forward(*one) for wrapper, one in zip(wrappers, far, strict=True)]
+    assert len(device.driver.ranges()) == 2  # which layers share in turn
+    graph.replay(stream)
+    left = 0
+    with device.stream(stream):
+        for n, (y, one) in enumerate(zip(results, given, strict=True)):
+            now, later = split_deferred(one.ids, one.weights, 1)
+            kept = expected(stacks(n), one.x, one.ids if n == 3 else now, one.weights)
+            assert error(y.to("cpu"), kept + left) < EXACT, n
+            left = expected(stacks(n), one.x, later, one.weights)
+
+
 def test_what_a_graph_defers_stays_in_it(make: Make, device: Any, tmp_path: Any) -> None:
     own = [make(layer_idx=n, path=tmp_path, max_deferred_experts_per_token=1) for n in (0, 1)]
     far = [one.to(FAR) for one in batch(5)]
@@ -217,6 +252,80 @@ def test_calls_end_with_their_stream(make: Make, device: Any) -> None:
         assert not queue.in_flight
 
 
+def test_a_task_lives_until_its_stream_has_waited(make: Make, device: Any) -> None:
+    """Though it is done, and other calls have begun, before somebody asks for the result."""
+    first, other, given = make(), make(layer_idx=1), batch(4)
+    far = [one.to(FAR) for one in given]
+    first.submit_forward(*far)
+    running: Any = first._submitted[0]
+    task = ref(running._task)
+    del running
+    device.synchronize()
+    first.layer.pool.tasks.drain()
+    other.submit_forward(*far)
+    y = first.sync_forward(far[0])
+    assert task() is not None
+    assert error(y.to("cpu"), expected(stacks(), *given)) < EXACT
+    other.sync_forward(far[0]).to("cpu")
+    first.layer.pool.tasks.in_flight  # noqa: B018
+    assert task() is None
+
+
+def test_a_graph_keeps_the_tasks_it_only_waits_for(device: Any) -> None:
+    queue, stream, done = CPUInfer(1), device.new_stream(), list[int]()
+    queue.submit_with_cuda_stream(stream.cuda_stream, partial(done.append, 1))
+    task = ref(queue._on_streams[0])
+    stream.synchronize()
+    queue.sync()
+    with device.capture(stream) as graph:
+        queue.sync_with_cuda_stream(stream.cuda_stream)
+    del queue
+    gc.collect()
+    assert task() is not None
+    graph.replay(stream)
+    stream.synchronize()
+    assert done == [1]
+
+
+def _nap(until: threading.Event) -> None:
+    until.wait(60)
+
+
+def test_what_was_submitted_outlives_its_queue_object() -> None:
+    """As `wrapper.cpu_infer.submit(task)` has it."""
+    begin, done = threading.Event(), list[int]()
+    queue = CPUInfer(1)
+    queue.submit(partial(_nap, begin))
+    CPUInfer(queue.pool).submit(partial(done.append, 1))
+    gc.collect()
+    assert len(queue.pool.tasks.in_flight) == 2
+    begin.set()
+    queue.sync()
+    CPUInfer(queue.pool).sync()
+    assert done == [1] and not queue.pool.tasks.in_flight
+
+
+def test_tasks_of_several_threads() -> None:
+    """All are kept until they are done, and no longer."""
+    pool, tasks, done = CPUInfer(1).pool, list[Any](), list[int]()
+
+    def start() -> None:
+        for _ in range(200):
+            made = PythonTask(pool.tasks, "a task", partial(done.append, 1))
+            tasks.append(ref(made))
+            made.start()
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wait_for(pool.tasks)
+    assert len(done) == 800 and not pool.tasks.in_flight
+    gc.collect()
+    assert not any(one() for one in tasks)
+
+
 # ---- failures
 
 
@@ -243,6 +352,19 @@ def test_a_failure_is_nan_and_an_error_of_the_next_call(
     assert error(found, expected(stacks(), *given)) < EXACT
 
 
+def test_a_failure_is_told_though_its_task_is_done(make: Make, device: Any) -> None:
+    """Also where other tasks have been started since."""
+    wrapper, given = make(), batch(2)
+    queue = wrapper.layer.pool.tasks
+    wrapper.layer.packed.layer._table[0].down = ffi.NULL
+    far = [given.x.to(FAR), torch.zeros_like(given.ids).to(FAR), given.weights.to(FAR)]
+    wrapper.forward(*far).to("cpu")
+    PythonTask(queue, "another", lambda: None).start()
+    wait_for(queue)
+    with pytest.raises(UsageError, match="layer 0 failed on a CUDA stream"):
+        streams.raise_failure(queue)
+
+
 def test_sync_of_the_queue_raises_a_failure(make: Make, device: Any) -> None:
     wrapper, given = make(), batch(2)
     wrapper.layer.packed.layer._table[0].down = ffi.NULL
@@ -255,8 +377,10 @@ def test_sync_of_the_queue_raises_a_failure(make: Make, device: Any) -> None:
 
 def test_what_the_driver_refuses_is_named(make: Make, device: Any) -> None:
     device.driver.cuLaunchHostFunc = lambda *_: 900
+    wrapper = make()
     with pytest.raises(ResourceError, match=r"cuLaunchHostFunc of the CUDA driver failed: .*900"):
-        make().forward(*(one.to(FAR) for one in batch(2)))
+        wrapper.forward(*(one.to(FAR) for one in batch(2)))
+    wrapper.cpu_infer.sync()  # nothing is waited for that will never come
 
 
 def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ PATIENCE = 2.0  # a mutant that takes so many times as long as the tests do, and
 SECONDS = 15  # so much more, is found, too
 NAP = 0.02
 RECENT = 5  # tests that found the last mutants of a file are run before all others
-COMPILE = ["-std=c11", "-O1", "-g0", "-w", "-fPIC", "-fwrapv", "-DNDEBUG", "-ffp-contract=off"]
+COMPILE = ["-std=c11", "-O1", "-g0", "-w", "-fPIC", "-fno-wrapv", "-DNDEBUG", "-ffp-contract=off"]
 LEVELS = ("avx2", "avx512", "amx", "neon")  # in names of files and of tests
 STATES = ("killed", "timeout", "survived", "same code", "not C")
 

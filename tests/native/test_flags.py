@@ -8,6 +8,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from mutation.run import COMPILE
 from native.kernels.product import FLAGS
 
 ROOT = Path(__file__).parents[2]
@@ -29,3 +30,8 @@ def test_sums_of_integers_may_be_taken_not_to_wrap_round(extension: list[str]) -
 
 def test_products_are_tested_as_they_are_compiled_for_users(extension: list[str]) -> None:
     assert set(FLAGS) - {"-fPIC"} <= set(extension)
+
+
+def test_mutants_are_compiled_as_users_compile(extension: list[str]) -> None:
+    """But faster, and without debug code."""
+    assert set(COMPILE) - {"-O1", "-w", "-fPIC", "-DNDEBUG"} <= set(extension)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -298,14 +299,17 @@ def transposed(values: np.ndarray) -> np.ndarray:
 
 def bytes_read(change: Callable[[np.ndarray], np.ndarray]) -> Patch:
     def apply(patch: pytest.MonkeyPatch) -> None:
-        right = MatrixReader.read
+        right = MatrixReader.loaded
 
-        def wrong(self: MatrixReader, fd: Opened, chunk: range, target: Any, bounce: Any) -> int:
-            count = right(self, fd, chunk, target, bounce)
-            target[:count] = change(target[:count].copy())
-            return count
+        @contextmanager
+        def wrong(
+            self: MatrixReader, fd: Opened, chunk: range, target: Any, bounce: Any, nbytes: int = 0
+        ) -> Iterator[Any]:
+            with right(self, fd, chunk, target, bounce, nbytes) as data:
+                yield change(data[: self.matrix.nbytes(len(chunk))].copy())
 
-        patch.setattr(MatrixReader, "read", wrong)
+        patch.setattr(MatrixReader, "loaded", wrong)
+        patch.setattr(matrices, "_neighbours", lambda wanted: [[i] for i in range(len(wanted))])
 
     return apply
 

@@ -7,8 +7,10 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 struct kt_queue {
+  pid_t owner; /* a child process (fork) has the memory, but not the thread */
   pthread_t thread;
   pthread_mutex_t lock; /* of the list, of the counts of tasks, and of who counts `come` up */
   kt_task *first, *last;
@@ -56,6 +58,7 @@ kt_status kt_queue_create(kt_queue **queue) {
   if (!queue) return KT_ERR_ARGUMENT;
   kt_queue *made = calloc(1, sizeof *made);
   if (!made) return KT_ERR_THREADS;
+  made->owner = getpid();
   kt_turn_init(&made->come);
   kt_turn_init(&made->over);
   sigset_t all, before;
@@ -79,12 +82,14 @@ kt_status kt_queue_create(kt_queue **queue) {
 
 void kt_queue_destroy(kt_queue *queue) {
   if (!queue) return;
-  pthread_mutex_lock(&queue->lock);
-  queue->ends = 1;
-  kt_turn_next(&queue->come);
-  pthread_mutex_unlock(&queue->lock);
-  pthread_join(queue->thread, NULL);
-  pthread_mutex_destroy(&queue->lock);
+  if (queue->owner == getpid()) {
+    pthread_mutex_lock(&queue->lock);
+    queue->ends = 1;
+    kt_turn_next(&queue->come);
+    pthread_mutex_unlock(&queue->lock);
+    pthread_join(queue->thread, NULL);
+    pthread_mutex_destroy(&queue->lock); /* elsewhere it may be locked for ever */
+  }
   free(queue);
 }
 

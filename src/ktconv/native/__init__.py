@@ -91,4 +91,14 @@ from ktconv.native.pool import UNITS, Pool, limit_dot, limit_ops, limit_read
 from ktconv.native.routing import MAX_ROUTED, SCORINGS, Router, choose_experts
 from ktconv.native.rules import RULES, Choice
 from ktconv.native.source import DTYPES, Matrix, decode, stored_unit
-from ktconv.native.tasks import RAISE, START, WAIT, CallTask, Flag, PythonTask, Queue, Task
+from ktconv.native.tasks import (
+    RAISE,
+    START,
+    WAIT,
+    CallTask,
+    Flag,
+    PythonTask,
+    Queue,
+    Task,
+    immortal,
+)

@@ -83,5 +83,6 @@ class ChosenAdapters:
         return int(ffi.cast("uintptr_t", self.c.of_token))
 
     def of_rows(self, of_token: int) -> ChosenAdapters:
-        """The same for other tokens, whose numbers, where each has one, are at this address."""
+        """Choose the same adapters for other tokens; where each token has its own, their numbers
+        are at the address `of_token`."""
         return ChosenAdapters(self._table, self.c.all, of_token if self.c.of_token else 0)

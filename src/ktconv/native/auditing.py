@@ -96,14 +96,14 @@ class _Results:
         self._places = list(self._placed())
 
     def _placed(self) -> Iterator[tuple[int, int]]:
-        """Where the maxima of each matrix begin, and its squares."""
+        """The index of each matrix's first maximum, and that of its first square."""
         maxima = squared = 0
         for source, shape in zip(self._sources, self._shapes, strict=True):
             yield maxima, squared
             maxima, squared = maxima + 3 * math.prod(shape), squared + 2 * source.rows
 
     def pointers(self) -> Iterator[tuple[Any, ...]]:
-        """For each matrix the arguments error to squared."""
+        """The arguments `error` to `squared` of kt_quantize_audit, matrix by matrix."""
         maxima = ffi.from_buffer("float[]", self._maxima)
         squared = ffi.from_buffer("double[]", self._squared)
         for (start, rows), shape in zip(self._places, self._shapes, strict=True):
@@ -111,7 +111,7 @@ class _Results:
             yield first, first + size, first + 2 * size, squared + rows
 
     def audit(self, index: int, sums: Any) -> Audit:
-        """Of a matrix, with the sums of a kt_audit."""
+        """The audit of one matrix; `sums` is its kt_audit."""
         source, shape = self._sources[index], self._shapes[index]
         start, first = self._places[index]
         maxima = self._maxima[start : start + 3 * math.prod(shape)].reshape(3, *shape)

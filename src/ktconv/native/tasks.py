@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -22,6 +24,19 @@ def _address(function: str) -> int:
 # Host functions, by their addresses: of a task, of a task, of a Flag.
 START, WAIT, RAISE = (_address(f"kt_{name}") for name in ("task_start", "task_wait", "flag_raise"))
 _RUN_CALL = ffi.addressof(lib, "kt_moe_work_run")
+
+# What streams still name: tasks, and what else `immortal` was given. The interpreter's end does not
+# free it, since a GPU may come to host functions until the process has ended.
+_on_streams: dict[Task, None] = {}
+_lock = threading.Lock()  # of it
+
+
+def immortal(container: object) -> None:
+    """Keep a container, and what is in it, beyond the end of the interpreter."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(container))
+
+
+immortal(_on_streams)
 
 
 class Flag:
@@ -47,70 +62,87 @@ class Queue:
         self.c = ffi.gc(out[0], lib.kt_queue_destroy)
         self.failures = ffi.new("int32_t *")
         self.tasks: WeakSet[Task] = WeakSet()
-        self._flight: deque[Task] = deque()
+        self.lock = threading.Lock()  # of all its tasks and of its failures
         self._seen, self._scratch = 0, aligned_bytes(0)
 
     def scratch(self, size: int) -> Array:
         """At least `size` bytes for one of its tasks, which all use the same: they run one after
-        the other. To be asked for under a lock."""
-        if self._scratch.nbytes < size:
-            self._scratch = aligned_bytes(size)  # earlier tasks keep theirs
-        return self._scratch
+        the other."""
+        with self.lock:
+            if self._scratch.nbytes < size:
+                self._scratch = aligned_bytes(size)  # earlier tasks keep theirs
+            return self._scratch
 
     def drain(self) -> None:
         """Waits for all that was started."""
         lib.kt_queue_drain(self.c)
 
-    def keep(self, task: Task) -> None:
-        """Keeps a task that streams start and wait for, until they have done so as often as its
-        `launches` and `waits` say."""
-        while self._flight and self._flight[0].finished:
-            self._flight.popleft()
-        self._flight.append(task)
-
     @property
     def in_flight(self) -> list[Task]:
-        """What `keep` has kept, and streams have not started or finished yet."""
-        return [task for task in list(self._flight) if not task.finished]
+        """Tasks that were started, or are to be by streams outside of graphs, and are not done."""
+        _keep()
+        with _lock:
+            kept = list(_on_streams)
+        return [task for task in kept if task.queue is self and not task.finished]
 
     def take_failure(self) -> tuple[Task, Exception] | None:
         """A task whose work has failed since this was asked last, and its error; None where none
         has. Those of other tasks are forgotten."""
-        count = self.failures[0]
-        if count == self._seen:
-            return None
-        self._seen = count
-        found = [(task, error) for task in list(self.tasks) if (error := task.take_error())]
-        return found[0] if found else None
+        with self.lock:
+            count = self.failures[0]
+            if count == self._seen:
+                return None
+            self._seen = count
+            found = [(task, error) for task in list(self.tasks) if (error := task.take_error())]
+            return found[0] if found else None
 
 
 class Task:
-    """Work of a queue, that runs as often as it is started. Its memory must outlive the host
-    functions that name its `address`; `name` is what messages call it."""
+    """Work of a queue, that runs as often as it is started; `name` is what messages call it. It
+    lives until all that `expected` tells of has happened; what else names its `address` must keep
+    it."""
 
     def __init__(self, queue: Queue, name: str, run: Any, context: Any) -> None:
         self.queue, self.name, self._context = queue, name, context
         self.owners: Any = None  # of memory that its work uses
-        self.launches = self.waits = 0  # host functions on streams: START and WAIT of this task
+        self._starts = self._waits = 0  # that are to come, or have come
         self._c = ffi.new("kt_task *", {"queue": queue.c, "run": run, "context": context})
         self.address = int(ffi.cast("uintptr_t", self._c))
-        queue.tasks.add(self)
+        with queue.lock:
+            queue.tasks.add(self)
+
+    @contextmanager
+    def expected(self, starts: int = 0, waits: int = 0) -> Iterator[None]:
+        """Meanwhile somebody lets the task be started, or waited for, so many times from now on,
+        which keeps it until then; nothing has happened where that raises."""
+        with _lock:
+            self._starts += starts
+            self._waits += waits
+        try:
+            _keep(self)
+            yield
+        except BaseException:
+            with _lock:
+                self._starts -= starts
+                self._waits -= waits
+            raise
 
     def start(self) -> None:
         """Lets the queue run it once."""
-        lib.kt_task_start(self._c)
+        with self.expected(starts=1):
+            lib.kt_task_start(self._c)
 
     def wait(self) -> None:
         """Returns once it has run as often as it was started."""
         lib.kt_task_wait(self._c)
 
     def wait_started(self) -> None:
-        """Returns once streams have come to all its `launches`."""
-        while self.counts()[0] < self.launches:
+        """Returns once streams have come to all its starts."""
+        while self.counts()[0] < self._starts:
             time.sleep(5e-5)
 
     def counts(self) -> tuple[int, int, int]:
-        """How often it was started, was done, and was waited for."""
+        """Numbers of times the task was started, was done, and was waited for."""
         out = ffi.new("int64_t[3]")
         lib.kt_task_counts(self._c, out, out + 1, out + 2)
         return out[0], out[1], out[2]
@@ -119,11 +151,30 @@ class Task:
     def finished(self) -> bool:
         """Whether streams have come to all host functions of this task, and its work is done."""
         started, done, waited = self.counts()
-        return started >= self.launches and done >= started and waited >= self.waits
+        return started >= self._starts and done >= started and waited >= self._waits
+
+    @property
+    def failed(self) -> bool:
+        """Whether `take_error` has something to tell."""
+        raise NotImplementedError
 
     def take_error(self) -> Exception | None:
-        """What its work has raised first since this was asked last."""
+        """The first error of the task's work since the last call; None: there was none."""
         raise NotImplementedError
+
+
+def _keep(*more: Task) -> None:
+    """Keeps these tasks, too, and no longer the first that are finished, as most do in the order in
+    which they were started; of those that failed somebody must learn first."""
+    finished = []  # which are not freed under the lock
+    with _lock:
+        _on_streams.update(dict.fromkeys(more))
+        for task in list(_on_streams):
+            if not task.finished:
+                break
+            if not task.failed:
+                finished.append(task)
+                del _on_streams[task]
 
 
 class CallTask(Task):
@@ -163,6 +214,10 @@ class CallTask(Task):
         work.keep, work.failures = keep, queue.failures
         super().__init__(queue, name, _RUN_CALL, work)
 
+    @property
+    def failed(self) -> bool:
+        return bool(self._own.status != lib.KT_OK)
+
     def take_error(self) -> Exception | None:
         status, self._own.status = self._own.status, lib.KT_OK
         try:
@@ -189,13 +244,17 @@ class PythonTask(Task):
         super().__init__(queue, name, lib.ktconv_run_python, self._handle)
 
     def call(self) -> None:
-        """What the queue's thread does."""
+        """Run the function, in the queue's thread."""
         try:
             self._function()
         except Exception as error:
             self._error = self._error or error
             self._on_error()
             self.queue.failures[0] += 1
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
 
     def take_error(self) -> Exception | None:
         error, self._error = self._error, None

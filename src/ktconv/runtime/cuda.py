@@ -1,4 +1,4 @@
-"""What of CUDA PyTorch does not have: host functions, and what a graph needs while it lives.
+"""Functions of CUDA that PyTorch lacks: host functions, and memory that lives as long as a graph.
 
 Calls go to the driver, libcuda, of which a process has one, whatever CUDA runtime its PyTorch was
 built with; its functions have kept their names and arguments since CUDA 11.3. Streams of the

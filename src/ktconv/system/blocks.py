@@ -65,7 +65,10 @@ def new_block(size: int) -> U8:
             return np.frombuffer(mmap.mmap(-1, max(1, size), flags=_PRIVATE), np.uint8)[:size]
         block = _anonymous(size + HUGE_PAGE)
     except OSError as error:
-        raise ResourceError(f"{size:,} bytes of memory cannot be had: {error.strerror}") from None
+        raise ResourceError(
+            f"{size:,} bytes of memory cannot be had: {error.strerror}",
+            "free memory, raise the limit of the process (ulimit -v), or use fewer threads",
+        ) from None
     start = -native.address_of(block) % HUGE_PAGE
     return block[start : start + size]
 

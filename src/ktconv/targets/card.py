@@ -91,7 +91,7 @@ def adapter_words(adapters: Sequence[str]) -> list[str]:
 
 def adapter_lines(plan: AnyPlan[Any]) -> str:
     """A line of the list for each adapter that was added to the weights, and one where weights
-    beside the experts were encoded again for them."""
+    outside the experts were encoded again for them."""
     again = len(plan.checkpoint.encoded_again) if plan.others else 0
     lines = "".join(
         f"- LoRA in all weights: {_one_line(one.directory.name)}"
@@ -101,7 +101,7 @@ def adapter_lines(plan: AnyPlan[Any]) -> str:
     )
     if again:
         lines += (
-            f"- Encoded in FP8 again, with LoRA: {counted(again, 'weight')} beside the experts, "
+            f"- Encoded in FP8 again, with LoRA: {counted(again, 'weight')} outside the experts, "
             f"which `ktconv.json` names ({ENCODED_AGAIN})\n"
         )
     return lines

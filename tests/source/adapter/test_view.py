@@ -190,7 +190,7 @@ def test_fp8_beside_the_experts_is_encoded_again(kind: str, tmp_path: Path) -> N
     assert report["passed"], report["failures"]
     assert library.inspect(tmp_path / "out")["encoded_again"] == [f"{QUERY}.weight"]
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "- Encoded in FP8 again, with LoRA: 1 weight beside the experts" in card
+    assert "- Encoded in FP8 again, with LoRA: 1 weight outside the experts" in card
 
 
 def test_the_manifest_says_what_is_encoded_again(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,7 @@ class Staging:
 
 
 class Graph:
-    """What a captured graph needs as long as it may be replayed."""
+    """A captured graph, with everything it needs as long as it may be replayed."""
 
     def __init__(self, driver: cuda.Cuda, capture: cuda.Capture) -> None:
         self.number, self._driver, self._gone = capture.number, driver, native.Flag()
@@ -55,7 +56,7 @@ class Graph:
     def take(self, stream: int, inputs: Inputs) -> Staging:
         """Memory for a call on a stream: that of an earlier one which has been synchronized there,
         or new."""
-        idle = self._idle[_key(stream, inputs)]
+        idle = self._idle[_key(stream, inputs[1:])]
         if idle:
             return idle.pop()
         shapes = [(one.dtype, one.shape) for one in (*inputs[1:], inputs.x)]
@@ -66,16 +67,18 @@ class Graph:
         self.kept.append(memory)
         return Staging(x, ids, weights, y, memory)
 
-    def give(self, stream: int, inputs: Inputs, staging: Staging) -> None:
-        """The end of a call: what the stream does next comes after it."""
-        self._idle[_key(stream, inputs)].append(staging)
+    def give(self, stream: int, staging: Staging) -> None:
+        """The end of what reads it: what the stream does next comes after that."""
+        key = _key(stream, (staging.x, staging.ids, staging.weights))
+        self._idle[key].append(staging)
 
 
-def _key(stream: int, inputs: Inputs) -> object:
-    return stream, *((one.dtype, one.shape) for one in inputs[1:])
+def _key(stream: int, given: Sequence[Tensor]) -> object:
+    return stream, *((one.dtype, one.shape) for one in given)
 
 
 _graphs: dict[int, Graph] = {}
+native.immortal(_graphs)  # replays and the ends of graphs may come after the interpreter's
 _lock = threading.Lock()
 
 
@@ -101,8 +104,11 @@ def _graph_of(driver: cuda.Cuda, stream: int) -> Graph | None:
 class StreamSum:
     """A deferred sum that the queue computes after what it belongs to."""
 
-    def __init__(self, total: Tensor, task: native.Task, graph: Graph | None) -> None:
-        self.total, self._task, self.graph = total, task, graph
+    def __init__(
+        self, total: Tensor, task: native.Task, staging: Staging, graph: Graph | None
+    ) -> None:
+        self.total, self._task, self.staging, self.graph = total, task, staging, graph
+        self.has_result = False  # the call that it belongs to
 
     def wait(self) -> Tensor:
         if self.graph is not None:
@@ -123,11 +129,12 @@ class OnStream:
     """A call that a stream makes."""
 
     like: Tensor
-    _inputs: Inputs
     _staging: Staging
     _task: native.Task
     _stream: torch.cuda.Stream
     _graph: Graph | None
+    _left: StreamSum | None  # to the next layer
+    _added: StreamSum | None  # of the layer before
 
     def result(self) -> Tensor:
         """Waits for nothing: the result is there for what follows on the current stream."""
@@ -136,12 +143,22 @@ class OnStream:
             stream = torch.cuda.current_stream(device)
             if stream != self._stream:
                 stream.wait_stream(self._stream)
-            _launch_wait(self._task, stream.cuda_stream)
+            _launch_wait(self._task, stream.cuda_stream, self._graph)
             y = self._staging.y.to(device, non_blocking=True)
         if self._graph is not None:
-            self._graph.give(stream.cuda_stream, self._inputs, self._staging)
+            self._give_back(self._graph, stream.cuda_stream)
         raise_failure(self._task.queue)
         return as_input(self.like, y)
+
+    def _give_back(self, graph: Graph, stream: int) -> None:
+        """Memory that nobody reads any more. What is deferred reads this call's until the call that
+        adds it is done."""
+        if self._left is None:
+            graph.give(stream, self._staging)
+        else:
+            self._left.has_result = True
+        if self._added is not None and self._added.has_result:
+            graph.give(stream, self._added.staging)
 
 
 def begin(
@@ -183,7 +200,7 @@ def _begin(
         add_to=_carried(share.carried, graph),
         split=(now, later, share.keep) if deferring else None,
     )  # fmt: skip
-    tasks, left = [first], None
+    tasks, left = [first], None  # what is deferred
     if deferring:
         total = torch.empty(staging.y.shape, dtype=torch.float32, device="cpu")
         tasks.append(
@@ -191,27 +208,32 @@ def _begin(
                 f"{name} (deferred)", staging.x, later, staging.weights, total, skip=skip
             )
         )  # fmt: skip
-        left = Deferred(
-            share.producer, share.consumer or 0, inputs.tokens, StreamSum(total, tasks[1], graph)
-        )
+        left = StreamSum(total, tasks[1], staging, graph)
     for task in tasks:
         task.owners = task.owners, staging, share.carried
         _launch_start(task, stream.cuda_stream, graph)
-    return OnStream(inputs.like, inputs, staging, first, stream, graph), left
+    added = share.carried.sum if share.carried is not None else None
+    running = OnStream(
+        inputs.like, staging, first, stream, graph, left,
+        added if isinstance(added, StreamSum) else None,
+    )  # fmt: skip
+    if left is None:
+        return running, None
+    return running, Deferred(share.producer, share.consumer or 0, inputs.tokens, left)
 
 
 def _launch_start(task: native.Task, stream: int, graph: Graph | None) -> None:
-    if graph is None:
-        task.queue.keep(task)
-    else:
+    if graph is not None:
         graph.kept.append(task)
-    task.launches += 1
-    cuda.driver().launch(stream, native.START, task.address)
+    with task.expected(starts=graph is None):
+        cuda.driver().launch(stream, native.START, task.address)
 
 
-def _launch_wait(task: native.Task, stream: int) -> None:
-    task.waits += 1
-    cuda.driver().launch(stream, native.WAIT, task.address)
+def _launch_wait(task: native.Task, stream: int, graph: Graph | None) -> None:
+    if graph is not None:
+        graph.kept.append(task)
+    with task.expected(waits=graph is None):
+        cuda.driver().launch(stream, native.WAIT, task.address)
 
 
 def launch_task(task: native.Task, stream: int) -> None:
@@ -223,7 +245,7 @@ def launch_task(task: native.Task, stream: int) -> None:
 def launch_wait(task: native.Task, stream: int) -> None:
     """Lets a stream, by its handle, wait for a task that was started before."""
     raise_failure(task.queue)
-    _launch_wait(task, stream)
+    _launch_wait(task, stream, _graph_of(cuda.driver(), stream))
 
 
 def _filled(inputs: Inputs, stream: int, graph: Graph | None) -> Staging:
@@ -287,7 +309,7 @@ def wait_for(queue: native.Queue) -> None:
 
 
 def drain(pool: Pool) -> None:
-    """As `wait_for`, of a pool that may have no such queue; raises what has failed."""
+    """Wait for all work that streams have given a pool; raises what has failed."""
     if pool.has_tasks:
         wait_for(pool.tasks)
         raise_failure(pool.tasks)

@@ -159,7 +159,7 @@ class QuantizeTogether(NamedTuple):
 
 
 def together(tasks: Iterable[Task]) -> Iterator[Task]:
-    """The same tasks in the same order, those of small matrices together."""
+    """Put tasks of small matrices together, up to TOGETHER_BYTES; the order stays."""
     few: list[QuantizeTask] = []
     packed = stored = 0
     files: set[Path] = set()

@@ -252,9 +252,9 @@ class Adapter:
         return self._scale_of_all(layer, projection, a[1])
 
     def covered(self, layer: int, projection: Projection, experts: int) -> Sequence[int]:
-        """Those of this many experts whose matrix the adapter changes: all of them, but for those
-        that its config leaves out. CheckpointError where other matrices are missing, and for one of
-        an expert beyond them."""
+        """Numbers of the experts, of `experts` in all, whose matrix the adapter changes: all but
+        those that its config leaves out. CheckpointError where other matrices are missing, and for
+        one of an expert beyond them."""
         stacks = [self._stacks.get(_Stack(layer, projection, side), {}) for side in SIDES]
         if (layer, projection) in self._parameters or all(None in one for one in stacks):
             return range(experts)

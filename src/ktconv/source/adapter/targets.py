@@ -1,4 +1,4 @@
-"""Which modules an adapter is of, as PEFT reads its config: what is missing there was not trained.
+"""The modules that an adapter changes, as PEFT reads its config: others were not trained.
 
 A name in target_modules or exclude_modules is that of a module, or the end of one from a dot on; a
 text in place of a list is a pattern for whole names. layers_to_transform leaves only layers of

@@ -62,7 +62,7 @@ class ExpertPart(NamedTuple):
 
 
 class _Added(NamedTuple):
-    """What an adapter adds to a projection of a layer, and the experts whose it is."""
+    """An adapter's part in a projection of a layer, and the experts that it changes."""
 
     adapter: Adapter
     scale: float

@@ -130,7 +130,7 @@ class PrunedView:
 
     def _refuse_some(self, pattern: str) -> None:
         """CheckpointError for a pattern of names that is of some experts: their numbers change. It
-        is read and not run, since a pattern of a checkpoint can take for ever."""
+        is read and not run, since a pattern of a checkpoint can run without end."""
         found = _AFTER_EXPERTS.search(pattern)
         if found is None or not _SOME_NUMBERS.search(_ANY_NUMBER.sub("", found[1])):
             return

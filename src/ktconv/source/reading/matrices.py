@@ -349,7 +349,8 @@ class MatrixReader:
         return data, scales
 
     def begin(self, chunk: range) -> int | None:
-        """Where in its tensor the rows of `chunk` lie as `read` leaves them; None: they do not."""
+        """The byte of the tensor at which the rows of `chunk` lie as `read` leaves them; None: they
+        do not lie so."""
         matrix, unit = self.matrix, self.matrix.element
         if unit.by_package or matrix.col_stride != 1:
             return None

@@ -330,7 +330,7 @@ def bias_tensors(module: str, matrix: ExpertMatrix) -> list[Tensor]:
 
 
 def matrix_kinds(matrices: Iterable[ExpertMatrix]) -> Counter[tuple[int, int, str]]:
-    """How many of these have which rows, columns, and dtype of weights."""
+    """The number of matrices by rows, columns, and dtype of weights."""
     return Counter((one.rows, one.cols, weight_dtype(one)) for one in matrices)
 
 

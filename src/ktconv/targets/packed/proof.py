@@ -33,7 +33,7 @@ class Proof:
     @staticmethod
     @cache
     def plain(rule: str) -> Proof:
-        """That all columns count the same; asked for every matrix of a model."""
+        """A proof in which all columns count the same; asked for every matrix of a model."""
         return Proof(native.Choice.plain(rule))
 
     @property

@@ -150,7 +150,7 @@ class CalibratedMatrix(QuantizeTask):
         return [self._packed(piece) for piece in pieces]
 
     def _packed(self, piece: Piece) -> tuple[native.Audit, native.ByteSums]:
-        """What was chosen for a piece, packed."""
+        """Pack the codes and scales chosen for a piece."""
         assert self.codes is not None
         part, view, packed, scale = piece.part, piece.view, piece.packed, piece.scale
         owned, layout = part.owned, part.layout
