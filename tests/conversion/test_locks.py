@@ -36,7 +36,9 @@ from ktconv.writer.journal import Journal, OutputLock
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 LAYERS = 12
-STOPPED_AT = 50  # of the calls that change the disk, of which there are several hundred
+# Of the calls that change the disk: three units are staged, and the second one is written while the
+# first is made final.
+STOPPED_AT = 20
 
 
 @pytest.fixture(scope="module")

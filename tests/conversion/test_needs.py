@@ -15,7 +15,7 @@ from ktconv.conversion.run import DISK_MARGIN, disk_needed, fit_threads, manifes
 from ktconv.errors import MemoryLimitError
 from ktconv.quantize.packed import task
 from ktconv.quantize.packed.run import Request, prepare, quantize_cpu
-from ktconv.source.reading import matrices
+from ktconv.source.reading.matrices import loaded_together
 from ktconv.system import machine
 from ktconv.targets.packed.target import Options
 from ktconv.writer.manifest import MANIFEST
@@ -87,11 +87,10 @@ def test_matrices_are_converted_one_by_one_where_memory_is_scarce(
     """With the bytes of those that share calls, and in less memory, which is not refused."""
     model = write_model(tmp_path / "model", layers=1)
     steps: list[int] = []
-    own = matrices.loaded_together
 
     def loaded(wanted: Any, *others: Any) -> Any:
         steps.append(len(wanted))
-        return own(wanted, *others)
+        return loaded_together(wanted, *others)
 
     monkeypatch.setattr(task, "loaded_together", loaded)
     request = Request(str(model), tmp_path / "one", Options(numa=1), threads=16)
