@@ -114,8 +114,8 @@ class Task:
 
     @contextmanager
     def expected(self, starts: int = 0, waits: int = 0) -> Iterator[None]:
-        """Meanwhile somebody lets the task be started, or waited for, so many times from now on,
-        which keeps it until then; nothing has happened where that raises."""
+        """Announce starts and waits that the block puts on a stream; the task is kept until all
+        of them have come. Takes them back where the block raises."""
         with _lock:
             self._starts += starts
             self._waits += waits

@@ -499,8 +499,8 @@ def loaded_together(
 def _naming(
     run: Sequence[tuple[MatrixReader, range]], fd: Opened, room: U8, bounce: U8
 ) -> Iterator[None]:
-    """Where chunks that lie one behind the other cannot be read inside the block, raise the error
-    of the one that cannot; what is read at once has the name of the first."""
+    """Raise the error of the chunk that cannot be read inside the block, among chunks that lie one
+    behind the other; what is read at once has the name of the first."""
     try:
         yield
     except ResourceError:
