@@ -70,7 +70,7 @@ def graph_of(own: list[KTMoEWrapper], given: list[Any]) -> torch.cuda.CUDAGraph:
 
 
 def ways_of(own: list[KTMoEWrapper], near: Any, given: list[Any]) -> dict[str, Any]:
-    """What is timed, by its name."""
+    """Functions to be timed, by the names that the table has."""
     begin = wrapper.begin
     native_graph = graph_of(own, given)
     plain, queued.is_plain = queued.is_plain, lambda *_: False

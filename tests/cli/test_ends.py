@@ -285,7 +285,7 @@ main()
 def interrupted(
     number: int, again: int, patience: float, model: Path, output: Path, *more: str
 ) -> list[str]:
-    """What a run says that gets a signal at its second write, and another as it cleans up."""
+    """Lines of a run that gets a signal at its second write, and another as it cleans up."""
     ended = python(AT_WORK, int(number), int(again), patience, model, output, *more)
     assert ended.returncode == 130, ended.stderr
     lines = [line for line in ended.stderr.splitlines() if line and " done, " not in line]

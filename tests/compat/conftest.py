@@ -10,6 +10,7 @@ import pytest
 
 if TYPE_CHECKING:
     from ktconv.compat.kt import KTMoEWrapper
+    from ktconv.compat.kt.cpu_infer import CPUInfer
 
 with suppress(ImportError):  # modules skip themselves; a conftest that did would end the whole run
     import torch
@@ -51,6 +52,31 @@ def batch(tokens: int = 5, seed: int = 0, top_k: int = TOP_K, hidden: int = HIDD
         torch.rand(tokens, EXPERTS, generator=made).argsort(dim=1)[:, :top_k].contiguous(),
         torch.rand(tokens, top_k, generator=made),
     )
+
+
+class ByAddresses(NamedTuple):
+    """A task of CPUInfer, and y [T, H], zeros until it has run; `used` is what it reads."""
+
+    task: Callable[[], None]
+    y: Any
+    used: object
+
+
+def forward_by_addresses(queue: CPUInfer, own: Stacks, given: Batch) -> ByAddresses:
+    """The forward of a layer of these weights, by the addresses of its tensors."""
+    from ktconv.compat.kt import moe
+
+    config = moe.MOEConfig(EXPERTS, TOP_K, HIDDEN, own.up.shape[1])
+    config.pool = queue.backend_
+    for name, stack in zip(("gate", "up", "down"), own, strict=True):
+        setattr(config, f"{name}_proj", stack.data_ptr())
+    layer = moe.CLASSES["AMXBF16_MOE"](config)
+    layer.load_weights()
+    tokens = len(given.x)
+    size, y = torch.tensor([tokens], dtype=torch.int32), torch.zeros_like(given.x)
+    ids, weights, x, out = (one.data_ptr() for one in (given.ids, given.weights, given.x, y))
+    task = layer.forward_task(size.data_ptr(), TOP_K, ids, weights, x, out)
+    return ByAddresses(task, y, (own, given, size))
 
 
 def expected(own: Stacks, x: Any, ids: Any, weights: Any, skip: Any = None) -> Any:

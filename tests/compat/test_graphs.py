@@ -14,14 +14,25 @@ import pytest
 
 from ktconv.errors import ResourceError, UsageError
 
-from .conftest import EXACT, EXPERTS, HIDDEN, TOP_K, Make, batch, error, expected, stacks
+from .conftest import (
+    EXACT,
+    EXPERTS,
+    HIDDEN,
+    TOP_K,
+    Make,
+    batch,
+    error,
+    expected,
+    forward_by_addresses,
+    stacks,
+)
 
 torch = pytest.importorskip("torch")
 
 from helpers.far import FAR, far_device  # noqa: E402
 from ktconv._native import ffi  # noqa: E402
 
-from ktconv.compat.kt import KTMoEWrapper, moe, streams  # noqa: E402
+from ktconv.compat.kt import KTMoEWrapper, streams  # noqa: E402
 from ktconv.compat.kt.cpu_infer import CPUInfer  # noqa: E402
 from ktconv.compat.kt.streams import wait_for  # noqa: E402
 from ktconv.native import PythonTask  # noqa: E402
@@ -59,7 +70,7 @@ class Captured:
 
 
 def test_a_graph_repeats_what_it_captured(make: Make, device: Any) -> None:
-    """With new inputs, in the bits of calls; several sizes, layers and replays, in any order."""
+    """Replays with new inputs give the bits of calls, for several sizes and layers in any order."""
     wrappers = [make(stacks(n), layer_idx=n) for n in range(3)]
     graphs = {tokens: Captured(device, wrappers, tokens) for tokens in (1, 6)}
     for seed, tokens in enumerate((6, 1, 1, 6)):
@@ -100,7 +111,7 @@ def test_calls_under_way_at_once_have_memory_of_their_own(make: Make, device: An
 
 
 def test_a_stream_forked_within_a_capture(make: Make, device: Any) -> None:
-    """As SGLang does it: experts of the GPU on the main stream meanwhile."""
+    """SGLang computes the GPU's experts on the main stream meanwhile."""
     wrapper, main, side = make(), device.new_stream(), device.new_stream()
     given = batch(4)
     x, ids, weights = (one.to(FAR) for one in given)
@@ -292,7 +303,7 @@ def _nap(until: threading.Event) -> None:
 
 
 def test_what_was_submitted_outlives_its_queue_object() -> None:
-    """As `wrapper.cpu_infer.submit(task)` has it."""
+    """`wrapper.cpu_infer.submit(task)` makes an object that is gone before the task runs."""
     begin, done = threading.Event(), list[int]()
     queue = CPUInfer(1)
     queue.submit(partial(_nap, begin))
@@ -333,7 +344,7 @@ def test_tasks_of_several_threads() -> None:
 def test_a_failure_is_nan_and_an_error_of_the_next_call(
     make: Make, device: Any, graph: bool
 ) -> None:
-    """In words, once; other layers go on."""
+    """The error is told in words, once; other layers go on."""
     missing = torch.tensor([0, 1, 2, 3, 4, 5, 6, 6])
     wrapper, other, given = make(mapping=missing), make(layer_idx=1), batch(5)
     wrapper.layer.packed.layer._table[2].up = ffi.NULL
@@ -424,16 +435,8 @@ def test_experts_with_something_around_them(make: Make, device: Any) -> None:
 def test_cpu_infer_on_a_stream(device: Any) -> None:
     """Tasks by addresses: queued when the stream comes there, repeated by a graph, waited for."""
     queue, own, given = CPUInfer(2), stacks(3), batch(5)
-    config = moe.MOEConfig(EXPERTS, TOP_K, HIDDEN, own.up.shape[1])
-    config.pool = queue.backend_
-    for name, stack in zip(("gate", "up", "down"), own, strict=True):
-        setattr(config, f"{name}_proj", stack.data_ptr())
-    layer = moe.CLASSES["AMXBF16_MOE"](config)
-    layer.load_weights()
-    size, y = torch.tensor([5], dtype=torch.int32), torch.zeros(5, HIDDEN, dtype=torch.bfloat16)
-    task = layer.forward_task(
-        size.data_ptr(), TOP_K, *(one.data_ptr() for one in (given.ids, given.weights, given.x, y))
-    )
+    made = forward_by_addresses(queue, own, given)
+    task, y = made.task, made.y
     stream = device.new_stream()
     queue.submit_with_cuda_stream(stream.cuda_stream, task)
     assert y.count_nonzero() == 0

@@ -9,13 +9,22 @@ import pytest
 
 from ktconv.errors import UsageError
 
-from .conftest import EXACT, EXPERTS, HIDDEN, TOP_K, Make, batch, error, expected, stacks
+from .conftest import (
+    EXACT,
+    EXPERTS,
+    Make,
+    batch,
+    error,
+    expected,
+    forward_by_addresses,
+    stacks,
+)
 
 torch = pytest.importorskip("torch")
 
 from ktconv._native import ffi  # noqa: E402
 
-from ktconv.compat.kt import KTMoEWrapper, moe, streams  # noqa: E402
+from ktconv.compat.kt import KTMoEWrapper, streams  # noqa: E402
 from ktconv.compat.kt.cpu_infer import CPUInfer  # noqa: E402
 
 pytestmark = [
@@ -171,16 +180,8 @@ def test_memory_ends_with_the_graph(make: Make) -> None:
 
 def test_cpu_infer_on_a_stream() -> None:
     queue, own, given = CPUInfer(2), stacks(3), batch(5)
-    config = moe.MOEConfig(EXPERTS, TOP_K, HIDDEN, own.up.shape[1])
-    config.pool = queue.backend_
-    for name, stack in zip(("gate", "up", "down"), own, strict=True):
-        setattr(config, f"{name}_proj", stack.data_ptr())
-    layer = moe.CLASSES["AMXBF16_MOE"](config)
-    layer.load_weights()
-    size, y = torch.tensor([5], dtype=torch.int32), torch.zeros(5, HIDDEN, dtype=torch.bfloat16)
-    task = layer.forward_task(
-        size.data_ptr(), TOP_K, *(one.data_ptr() for one in (given.ids, given.weights, given.x, y))
-    )
+    made = forward_by_addresses(queue, own, given)
+    task, y = made.task, made.y
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         queue.submit_with_cuda_stream(handle(), task)

@@ -1,8 +1,8 @@
 """A GPU for machines that have none: tensors that say they are on cuda:0, and are as strict.
 
 What mixes them with tensors of the CPU raises. Copies that do not block and host functions are done
-when the stream that has them is waited for, or computes, and no sooner; a stream does not wait for
-another unless it is told to. Host functions run on a thread of their own and may not call CUDA.
+when the stream that has them is waited for, or computes, and no sooner; a stream waits for
+another only after `wait_stream`. Host functions run on a thread of their own and may not call CUDA.
 While a graph is captured nothing is done but recorded, what a graph cannot have raises, and results
 are NaN; a replay does what was recorded with what memory has then.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -98,7 +99,7 @@ class Queue:
             return found[0] if found else None
 
 
-class Task:
+class Task(ABC):
     """Work of a queue, that runs as often as it is started; `name` is what messages call it. It
     lives until all that `expected` tells of has happened; what else names its `address` must keep
     it."""
@@ -160,13 +161,13 @@ class Task:
         return started >= self._starts and done >= started and waited >= self._waits
 
     @property
+    @abstractmethod
     def failed(self) -> bool:
         """Whether `take_error` has something to tell."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take_error(self) -> Exception | None:
         """The first error of the task's work since the last call; None: there was none."""
-        raise NotImplementedError
 
 
 def _keep(*more: Task) -> None:

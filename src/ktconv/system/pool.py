@@ -12,8 +12,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from ktconv import native
@@ -72,14 +73,21 @@ class Pool(native.Pool):
 
         run_placed([(numa.cpus_of(self.os_nodes[node]), [touch])])
 
-    def submit(self, work: Callable[[], Any]) -> Future[Any]:
-        """Runs `work` in a thread of its own, after all that was submitted before. UsageError for a
-        pool that is closed or the parent process's, and where the interpreter is about to end."""
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """Work may be given to the pool's queues inside. UsageError for a pool that is closed or
+        the parent process's."""
         if not self._is_here():
             raise UsageError("the pool belongs to the parent process", "make one in this process")
         with self._submitting:
             if self._closed:
                 raise UsageError("the pool is closed")
+            yield
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        """Runs `work` in a thread of its own, after all that was submitted before. UsageError for a
+        pool that is closed or the parent process's, and where the interpreter is about to end."""
+        with self._open():
             if self._queue is None:
                 self._queue = ThreadPoolExecutor(1, "ktconv")
             try:
@@ -91,11 +99,7 @@ class Pool(native.Pool):
     def tasks(self) -> native.Queue:
         """The queue of what CUDA streams start. UsageError as for `submit`; ResourceError where the
         system does not allow its thread."""
-        if not self._is_here():
-            raise UsageError("the pool belongs to the parent process", "make one in this process")
-        with self._submitting:
-            if self._closed:
-                raise UsageError("the pool is closed")
+        with self._open():
             if self._tasks is None:
                 try:
                     self._tasks = native.Queue()

@@ -23,8 +23,8 @@ _ALL = "all-linear"  # of target_modules
 class TargetModules:
     """The modules that `content` of adapter_config.json names; all where it names none.
 
-    `there`: modules of experts that the adapter has, by which it is told which number of a name
-    counts as the layer's. CheckpointError for patterns that cannot be matched.
+    `there`: modules of experts that the adapter has. Their names show which number of a name is
+    the layer's. CheckpointError for patterns that cannot be matched.
     """
 
     def __init__(self, config: Path, content: Mapping[str, Any], there: Iterable[str]) -> None:
