@@ -10,7 +10,6 @@ from ktconv.native.encoding import EncodedAudit
 from ktconv.native.packing import new_scratch
 from ktconv.native.source import DTYPES, Matrix, stored_unit
 
-
 BLOCK_TYPES = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4")  # that are encoded
 
 
