@@ -509,23 +509,25 @@ ALONE void q6_k_blocks(const runs *run, int lanes, uint8_t *out) {
 
 typedef void blocks_fn(const runs *run, int lanes, uint8_t *out);
 
-/* `lanes` runs of `length` columns from x on, as many as a vector has; other lanes are zeros. Runs
- * without importance count as if all columns had the same. */
-INLINE void load_runs(runs *to, const float *x, const float *importance, int lanes,
-                      const int length) {
-  float (*const values)[LANES] = (float (*)[LANES])to->x;
-  float (*const weights)[LANES] = (float (*)[LANES])to->w;
+typedef float one_lane __attribute__((may_alias));
+
+/* `lanes` runs of `length` columns from x on, as many as a vector has; other lanes are zeros. */
+INLINE void load_columns(vf *to, const float *x, int lanes, const int length) {
+  one_lane(*const values)[LANES] = (one_lane(*)[LANES])to;
   for (int lane = 0; lane < LANES; lane++)
     for (int k = 0; k < length; k++) values[k][lane] = lane < lanes ? x[length * lane + k] : 0.0f;
+}
+
+/* The importance of such columns; NULL: all 1. Runs without any count as if all columns had the
+ * same. */
+INLINE void load_importance(vf *to, const float *importance, int lanes, const int length) {
   vf sum = {0};
   if (importance) {
-    for (int lane = 0; lane < LANES; lane++)
-      for (int k = 0; k < length; k++)
-        weights[k][lane] = lane < lanes ? importance[length * lane + k] : 0.0f;
-    for (int k = 0; k < length; k++) sum += to->w[k];
+    load_columns(to, importance, lanes, length);
+    for (int k = 0; k < length; k++) sum += to[k];
   }
   for (int k = 0; k < length; k++)
-    to->w[k] = importance ? pick(sum > 0.0f, to->w[k], all(1.0f)) : all(1.0f);
+    to[k] = importance ? pick(sum > 0.0f, to[k], all(1.0f)) : all(1.0f);
 }
 
 /* The largest magnitude whose factors binary16 has. */
@@ -553,26 +555,28 @@ static kt_status blocks_any(const kt_blocks_job *job) {
   const int64_t rows = job->source->rows, cols = job->source->cols;
   const int vectors = length == RUN ? 1 : SIX;
   const int64_t stride = kt_scratch_stride(cols), batch = (int64_t)length * LANES * vectors;
+  const int64_t row_bytes = cols / job->unit_cols * job->unit_bytes;
   const float limit = limit_of(job->dtype);
-  uint8_t *out = job->blocks;
   for (int64_t n = 0; n < rows; n += KT_BLOCKS_ROWS) {
     const int64_t count = rows - n < KT_BLOCKS_ROWS ? rows - n : KT_BLOCKS_ROWS;
     job->decode(job->source, n, count, job->scratch, stride);
     for (int64_t r = 0; r < count; r++) {
-      const float *const x = job->scratch + r * stride;
-      const uint32_t peak = kt_row_max_bits(x, cols);
+      const uint32_t peak = kt_row_max_bits(job->scratch + r * stride, cols);
       if (peak >= KT_NONFINITE_BITS) return KT_ERR_NONFINITE;
       if (kt_float(peak) > limit) return KT_ERR_SCALE;
-      for (int64_t k = 0; k < cols; k += batch) {
-        runs run[SIX];
-        const int lanes = (int)((cols - k < batch ? cols - k : batch) / length);
-        for (int p = 0; p < vectors; p++) {
-          const int64_t at = k + p * LANES * length;
-          const float *const importance = job->importance ? job->importance + at : NULL;
-          load_runs(run + p, x + at, importance, lanes - p * LANES, length);
-        }
-        encode(run, lanes, out);
-        out += (int64_t)lanes * length / job->unit_cols * job->unit_bytes;
+    }
+    for (int64_t k = 0; k < cols; k += batch) { /* importance is loaded once for these rows */
+      runs run[SIX];
+      const int lanes = (int)((cols - k < batch ? cols - k : batch) / length);
+      for (int p = 0; p < vectors; p++)
+        load_importance(run[p].w, job->importance ? job->importance + k + p * LANES * length : NULL,
+                        lanes - p * LANES, length);
+      uint8_t *const out = job->blocks + n * row_bytes + k / job->unit_cols * job->unit_bytes;
+      for (int64_t r = 0; r < count; r++) {
+        const float *const x = job->scratch + r * stride + k;
+        for (int p = 0; p < vectors; p++)
+          load_columns(run[p].x, x + p * LANES * length, lanes - p * LANES, length);
+        encode(run, lanes, out + r * row_bytes);
       }
     }
   }

@@ -142,14 +142,14 @@ CONFLICTS = (
         )
     ),
     Conflict(
-        f"--with !{_GGUF} {_NO_MIX}",
-        "--with names the GGUF file of a whole model, and does not apply to --method {--method}",
-        "omit it, or use --method gguf-q4_k or another one that writes GGUF files",
-    ),
-    Conflict(
         "--with --experts-only",
         "--with and --experts-only cannot be combined",
         "give one of them",
+    ),
+    Conflict(
+        f"--with --method={','.join((*output_formats(), *ENCODED_METHODS))} {_NO_MIX}",
+        "--with names the GGUF file of a whole model, and does not apply to --method {--method}",
+        "omit it, or use --method gguf-q4_k or another one that writes GGUF files",
     ),
     *(
         Conflict(

@@ -10,7 +10,7 @@ from typing import Any
 from ktconv.errors import CheckpointError
 from ktconv.source import Checkpoint, MoELayer, open_checkpoint, source_identity
 from ktconv.source.gguf.file import read_raw_pairs
-from ktconv.system.units import listed
+from ktconv.system.units import counted, listed
 
 # Pairs that the output has of its own.
 _OWN = ("general.alignment", "general.file_type", "general.quantization_version")
@@ -74,6 +74,6 @@ def open_beside(path: Path) -> Beside:
 def _sizes(layer: MoELayer) -> str:
     gate = "with gates" if layer.gated else "without gates"
     return (
-        f"{len(layer.experts)} experts of hidden size {layer.hidden_size} and intermediate size "
+        f"{counted(len(layer.experts), 'expert')} of hidden size {layer.hidden_size} and intermediate size "
         f"{layer.intermediate_size} {gate}"
     )

@@ -196,8 +196,8 @@ class GgufTarget(Target):
         ]
         if self.beside is not None:
             name = str(self.beside.checkpoint.architecture)
-            first = text_pair("general.architecture", name)
-            return [first, *(one for one in self.beside.pairs if one != first), *own]
+            own_name = text_pair("general.architecture", name)
+            return [own_name, *(one for one in self.beside.pairs if one != own_name), *own]
         settings, name = self._checkpoint.config, _architecture(self._checkpoint)
         pairs = [
             text_pair("general.architecture", name),
