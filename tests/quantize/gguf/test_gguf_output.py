@@ -180,3 +180,27 @@ def test_refusals(model: Path, tmp_path: Path) -> None:
     refused(ktconv("quantize-cpu", narrow, out, *more, beside), 2, "is of another model")
     refused(ktconv("quantize-cpu", model, out, *more, model), 2, "is no GGUF model")
     assert not out.exists()
+
+
+def test_an_output_is_not_rounded_once_more(model: Path, tmp_path: Path) -> None:
+    beside = _beside(tmp_path / "beside.gguf")
+    ktconv_done("quantize-cpu", model, tmp_path / "o", "--method", "gguf-q4_0", "--with", beside)
+    for method in ("gguf-q8_0", "int8"):
+        words = ("quantize-cpu", tmp_path / "o", tmp_path / "again", "--method", method)
+        refused(ktconv(*words), 2, "is an output of ktconv in gguf-q4_0", "once more")
+    ktconv_done(*words, "--requantize")
+
+
+def test_compare_and_push_know_the_files(model: Path, tmp_path: Path) -> None:
+    for method in ("gguf-q8_0", "gguf-q4_0"):
+        ktconv_done("quantize-cpu", model, tmp_path / method, "--method", method)
+    words = ("--source", model, "--level", "weights", "--json")
+    found = ktconv_done("compare", tmp_path / "gguf-q8_0", tmp_path / "gguf-q4_0", *words)
+    sizes = [one["bytes"] for one in json.loads(found)["rows"][1:]]
+    there = [
+        sum(path.stat().st_size for path in (tmp_path / method).glob("*.gguf"))
+        for method in ("gguf-q8_0", "gguf-q4_0")
+    ]
+    assert sizes == there
+    shown = ktconv_done("push", tmp_path / "gguf-q8_0", "a/b", "--dry-run")
+    assert "model-00002-of-00002.gguf" in shown

@@ -143,7 +143,7 @@ def stats_of(found: native.EncodedAudit, view: native.Matrix) -> ErrorStats:
 
 
 def _errors(sums: ErrorStats) -> dict[str, float]:
-    """What the manifest records of a tensor."""
+    """Errors of a tensor, as the manifest records them."""
     errors = sums.as_dict()
     names = ("relative_rms_error", "max_error_steps", "zero_share")
     return {name: four_digits(errors[name]) for name in names}

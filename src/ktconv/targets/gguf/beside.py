@@ -25,7 +25,7 @@ class Beside:
     pairs: Sequence[bytes]
 
     def record(self) -> list[dict[str, Any]]:
-        """What the manifest says of its files."""
+        """Identity of its files, as the manifest records it."""
         return source_identity(self.checkpoint)
 
     def check(self, layers: Sequence[MoELayer]) -> None:
@@ -73,7 +73,8 @@ def open_beside(path: Path) -> Beside:
 
 def _sizes(layer: MoELayer) -> str:
     gate = "with gates" if layer.gated else "without gates"
+    experts = counted(len(layer.experts), "expert")
     return (
-        f"{counted(len(layer.experts), 'expert')} of hidden size {layer.hidden_size} and intermediate size "
+        f"{experts} of hidden size {layer.hidden_size} and intermediate size "
         f"{layer.intermediate_size} {gate}"
     )

@@ -94,7 +94,7 @@ class GgufTarget(Target):
 
     @property
     def notes(self) -> Sequence[str]:
-        """What KTransformers' LLAMAFILE, which reads the experts too, computes otherwise."""
+        """Sentences on KTransformers' LLAMAFILE, where it cannot compute the experts."""
         layers = self._checkpoint.layers
         if self.mismatch is not None:
             return [f"{self.mismatch.sentence}; llama.cpp computes what the model does"]
