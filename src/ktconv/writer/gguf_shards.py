@@ -29,7 +29,7 @@ def number_pair(key: str, value: int) -> bytes:
 
 
 def split_pairs(number: int, count: int, tensors: int) -> list[bytes]:
-    """Pairs of a file that is part `number` (from 0) of `count`, which have so many tensors."""
+    """Pairs of part `number` (from 0) of `count`; `tensors`: of all parts."""
     return [
         _string("split.no") + pack("<IH", _U16, number),
         _string("split.count") + pack("<IH", _U16, count),
