@@ -28,8 +28,8 @@ KT_INLINE void scales_of(const kt_weight *w, int64_t n, int64_t k, __m512 scale[
   scale[0] = scale[1] = _mm512_set1_ps(256.0f * one);
 }
 
-#define BLOCKS ((kt_float_form){KT_FP8_TILE, KT_FP8_BLOCK, lines, scales_of})
-#define ROWS ((kt_float_form){KT_FP8_TILE, 0, lines, NULL})
+#define BLOCKS ((kt_float_form){KT_FP8_TILE, KT_FP8_BLOCK, lines, scales_of, 0})
+#define ROWS ((kt_float_form){KT_FP8_TILE, 0, lines, NULL, 0})
 KT_FLOAT_KERNELS(BLOCKS, of_blocks)
 KT_FLOAT_KERNELS(ROWS, of_rows)
 
