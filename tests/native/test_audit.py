@@ -195,7 +195,7 @@ def test_levels_agree_to_the_bit(fmt: str, rule: Rule, weighted: bool) -> None:
 @formats
 @pytest.mark.parametrize("odd", [1.0, np.nan, np.inf, -3e38, 1e-44])
 def test_levels_agree_on_odd_numbers_and_codes(fmt: str, odd: float) -> None:
-    """Codes that no packer writes, and numbers whose squares are not finite, in some blocks of rows."""
+    """Codes that no packer writes, numbers whose squares are not finite: in blocks of some rows."""
     source = Source(fmt, 32, 2304, "F32", kinds=("ordinary",), rule="search")
     packed, scale = quantize_pack(source, source.matrix())
     bits, codes = source.bits(), unpack_codes(source.fmt, packed, 32, 2304)
