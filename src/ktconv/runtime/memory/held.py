@@ -32,6 +32,7 @@ from ktconv.runtime.memory.needs import (
 from ktconv.system import blocks, machine
 from ktconv.system.arrays import U8, Array
 from ktconv.system.blocks import rounded
+from ktconv.system.files import read_ahead
 from ktconv.system.nodes import cpus_of
 from ktconv.system.pool import Pool
 from ktconv.system.regular_files import opened_regular
@@ -302,7 +303,7 @@ def _ask_for(fd: int, packed: PackedWeights, tensors: Sequence[TensorId]) -> Non
     for tensor in tensors:
         place = packed.place(tensor)
         if asked < _AHEAD:
-            os.posix_fadvise(fd, place.offset, place.nbytes, os.POSIX_FADV_WILLNEED)
+            read_ahead(fd, place.offset, place.nbytes)
         asked += place.nbytes
 
 
