@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from ktconv.conversion.run import Report
 from ktconv.formats import (
     FORMATS,
     Format,
+    kt_layout,
     kt_path,
     parse_tensor_name,
     reference,
@@ -156,6 +158,17 @@ def truths(
 
 
 Key = tuple[object, ...]
+
+_own_offsets = kt_layout._all_offsets
+_small_offsets = lru_cache(64)(_own_offsets)
+
+
+def _offsets(fmt: Format, rows: int, cols: int) -> Any:
+    """Places of codes, which are computed once for each size of small matrices."""
+    return (_small_offsets if rows * cols <= 1 << 16 else _own_offsets)(fmt, rows, cols)
+
+
+vars(kt_layout)["_all_offsets"] = _offsets
 
 _KEPT = 1000
 _MADE: dict[Key, Truth] = {}  # many tests convert the same matrices
