@@ -551,16 +551,19 @@ static void check_sums_of(const transposed_trial *t) {
   const kt_layout *const layout = &t->w[0].packed.layout;
   const int rounds = layout->group && layout->scale_dtype != KT_SCALE_UE8M0;
   const double bound = rounds ? 4e-3 : kt_format_of(layout)->splits ? 1e-4 : 1e-5;
-  double wrong = 0, squares = 0;
-  for (int64_t i = 0; i < t->tokens; i++)
-    for (int64_t c = 0; c < t->cols; c++) {
+  const int64_t numbers = t->matrices * t->rows;
+  double wrong = 0, squares = 0, *const column = malloc((size_t)numbers * sizeof *column);
+  for (int64_t c = 0; c < t->cols; c++) {
+    for (int64_t k = 0; k < numbers; k++) column[k] = weight_value(t, k, c);
+    for (int64_t i = 0; i < t->tokens; i++) {
       double sum = 0;
-      for (int64_t k = 0; k < t->matrices * t->rows; k++)
-        sum += (double)from_bits((uint32_t)t->x[i * t->matrices * t->rows + k] << 16) *
-               weight_value(t, k, c);
+      for (int64_t k = 0; k < numbers; k++)
+        sum += (double)from_bits((uint32_t)t->x[i * numbers + k] << 16) * column[k];
       wrong += pow((double)t->sum[i * t->cols + c] - sum, 2);
       squares += sum * sum;
     }
+  }
+  free(column);
   if (sqrt(wrong / squares) <= bound) return;
   printf("FAILED: transposed product of format %d, groups of %d, scales %d, %d x [%d, %d], %d "
          "tokens: %g\n",
