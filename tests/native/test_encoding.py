@@ -133,6 +133,19 @@ def e4m3_levels() -> F32:
     )
 
 
+def test_the_reference_of_mxfp8_is_the_encoder(isa: str) -> None:
+    """formats/mxfp8.py, which packs weights in memory: also zeros, and the smallest scale."""
+    rng = np.random.default_rng(9)
+    values = rng.standard_normal((32, 128), np.float32) * np.exp2(
+        rng.integers(-126, 120, (32, 1))
+    ).astype(np.float32)
+    values[3, :40] = 0
+    values[4, :32] = np.float32(1.75)
+    codes, scale, _ = native.encode(source_of(values), Encoding("mxfp8", 32))
+    found, exponents = reference.quantize(FORMATS["mxfp8"], values)
+    assert np.array_equal(exponents, scale) and np.array_equal(found, codes)
+
+
 @pytest.mark.parametrize(("kind", "top"), [("mxfp4", 2), ("mxfp8", 8)])
 def test_mx_formats_follow_their_definition(isa: str, kind: str, top: int) -> None:
     source = source_of(
