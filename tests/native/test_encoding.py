@@ -12,7 +12,7 @@ from helpers.looped import each
 from native.support import Source, assert_same
 
 from ktconv import native
-from ktconv.formats import FORMATS, fp8
+from ktconv.formats import FORMATS, fp8, mxfp8
 from ktconv.formats.decode import bf16_to_f32, f16_to_f32
 from ktconv.native import Encoding, audit_encoded, encode
 from ktconv.system.arrays import F32, U8, Array
@@ -134,16 +134,12 @@ def e4m3_levels() -> F32:
 
 
 def test_the_reference_of_mxfp8_is_the_encoder(isa: str) -> None:
-    """formats/mxfp8.py, which packs weights in memory: also zeros, and the smallest scale."""
-    rng = np.random.default_rng(9)
-    values = rng.standard_normal((32, 128), np.float32) * np.exp2(
-        rng.integers(-126, 120, (32, 1))
-    ).astype(np.float32)
-    values[3, :40] = 0
-    values[4, :32] = np.float32(1.75)
-    codes, scale, _ = native.encode(source_of(values), Encoding("mxfp8", 32))
-    found, exponents = reference.quantize(FORMATS["mxfp8"], values)
-    assert np.array_equal(exponents, scale) and np.array_equal(found, codes)
+    """formats/mxfp8.py, which packs weights that are in memory."""
+    source = source_of(Encoding("mxfp8", 32), kinds=(*KINDS, "int4 ties"))
+    codes, scales = encode(Encoding("mxfp8", 32), source.matrix())
+    found, exponents = mxfp8.quantize(FORMATS["mxfp8"], source.values())
+    assert_same("scales", exponents, scales)
+    assert_same("codes", found, codes)
 
 
 @pytest.mark.parametrize(("kind", "top"), [("mxfp4", 2), ("mxfp8", 8)])

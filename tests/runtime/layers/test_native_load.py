@@ -158,7 +158,8 @@ def test_the_page_says_the_same() -> None:
     said = {(name, key) for names, key in rows for name in re.findall("`([^`]*)`", names)}
     held = {(KINDS[kind].name, key) for kind, key in HELD.items() if key}
     floats = {(name, key) for name, key in held if "fp" in name or "mx" in name}
-    assert said == {("bf16", "bf16"), ("gguf-mxfp4", "mxfp4")} | floats
+    others = {("bf16", "bf16"), ("gguf-mxfp4", "mxfp4"), ("fp8-block", "bf16")}
+    assert said == others | floats
 
 
 @pytest.mark.parametrize("kind", [kind for kind, key in HELD.items() if key])
@@ -617,6 +618,15 @@ def test_kernels_compute_the_same_on_each_level(tmp_path: Path, tiles: Any) -> N
             assert kernel_error(experts) < KERNEL_BOUND
     finally:
         native.use_isa(before)
+
+
+def test_bf16_holds_numbers_under_powers_of_two(tmp_path: Path) -> None:
+    model, weights, _ = encoded_model(tmp_path / "model", "mxfp8")
+    assert [one.key for one in native_formats(open_checkpoint(model).layers[0])] == [
+        "mxfp8",
+        "bf16",
+    ]
+    expect_values(native_experts(model, method="bf16"), weights)
 
 
 def test_numbers_beyond_bf16_are_refused(tmp_path: Path) -> None:
