@@ -44,6 +44,7 @@ typedef struct kt_float_form {
   kt_float_lines_fn *lines;
   kt_float_scales_fn *scales; /* of groups */
   int ahead;                  /* bytes by which weights are prefetched; 0: KT_FLOAT_AHEAD */
+  float before;               /* by what sums of groups are multiplied before; 0: by nothing */
 } kt_float_form;
 
 #define KT_FLOAT_EACH_TOKEN                                                                        \
@@ -121,9 +122,9 @@ KT_INLINE void kt_float_micro(const kt_float_form form, const int tokens, const 
       if (form.group) form.scales(w, n, k + c + i * group, scale);
       KT_FLOAT_EACH_TOKEN for (int half = 0; half < 2; half++) {
         float *const to = out + t * KT_STRIP + 16 * half;
-        const __m512 all = form.group
-                               ? _mm512_fmadd_ps(sum[t][i][half], scale[half], _mm512_loadu_ps(to))
-                               : sum[t][i][half];
+        __m512 all = sum[t][i][half];
+        if (form.before != 0) all = _mm512_mul_ps(all, _mm512_set1_ps(form.before));
+        if (form.group) all = _mm512_fmadd_ps(all, scale[half], _mm512_loadu_ps(to));
         _mm512_storeu_ps(to, all);
       }
     }
