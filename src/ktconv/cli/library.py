@@ -431,6 +431,8 @@ def bench(
     method: Listed = "",
     shape: Iterable[str] | None = None,
     model: Name | None = None,
+    generate: Listed = "",
+    source: Name | None = None,
     memory: BenchMemory = "auto",
     layer: int | None = None,
     top_k: int | None = None,
@@ -480,8 +482,10 @@ def generate(
 ) -> Report:
     """Write text with a converted model: experts on the kernels, the rest by transformers.
 
-    report = ktconv.generate("OUTPUT", source="MODEL", prompt="Once upon a time")
-    report["text"], report["decode_tokens_s"]
+    The document has the text, its tokens, and how fast they came.
+
+        report = ktconv.generate("OUTPUT", source="MODEL", prompt="Once upon a time")
+        report["text"], report["decode_tokens_s"]
     """
     return _run("generate", locals())
 
