@@ -52,6 +52,17 @@ def check_layers(
     converted = moe_layers(directory)
     if not converted:
         raise CheckpointError(*no_packed_experts(directory))
+    check_numbers(settings, layers, converted, directory, built)
+
+
+def check_numbers(
+    settings: ModelSettings,
+    layers: Collection[int],
+    converted: Collection[int],
+    directory: Path,
+    built: int = 0,
+) -> None:
+    """`check_layers` of a directory that has the experts of the layers `converted`."""
     lacking = sorted(set(layers) - set(converted))
     if lacking:
         raise CheckpointError(
