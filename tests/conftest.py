@@ -154,8 +154,20 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logfinish() -> None:
+    spare_work()
     if len(sys.modules) - _frozen > MANY_MODULES:  # as transformers, which a test imported
         freeze()
+
+
+def spare_work() -> None:
+    """Leave out what no test looks at, once the modules are there that do it."""
+    transformers: Any = sys.modules.get("transformers.configuration_utils")
+    if hasattr(transformers, "PreTrainedConfig"):
+        # Its text, which takes as long as a model, is made for a line of a log that nobody shows.
+        transformers.PreTrainedConfig.__repr__ = object.__repr__
+    plan: Any = sys.modules.get("ktconv.model.streamed.plan")
+    if hasattr(plan, "MEASURED_SECONDS"):
+        plan.MEASURED_SECONDS = 0.005  # tests judge no times
 
 
 def freeze() -> None:

@@ -160,13 +160,14 @@ void kt_file_unmap(const kt_mapped *mapped);
  *   KT_FORMAT_GINT8    8     32, 64 or 128  F32, BF16     32      code * scale, -128..127
  *   KT_FORMAT_NVFP4    4.5   0              F32           32      E2M1 * E4M3 * scale; the E4M3 of
  *                                                                 16 columns, among the codes
+ *   KT_FORMAT_MXFP8    8     32             UE8M0         32      E4M3 * scale
  *
  * All want rows % 32 == 0 and cols % group == 0. Codes and scales have two forms:
  *
  *   plain   row-major, as checkpoints store them: codes
  *             INT8, INT4    int8 [rows, cols]
  *             BF16          uint16 [rows, cols]
- *             FP8           uint8 [rows, cols]
+ *             FP8, MXFP8    uint8 [rows, cols]
  *             MXFP4, GINT4  uint8 [rows, cols / 2], even columns in the low nibbles;
  *                           a nibble of GINT4 is code + 8
  *             GINT8         uint8 [rows, cols], code + 128
@@ -194,7 +195,8 @@ typedef enum kt_format {
   KT_FORMAT_MXFP4 = 4,
   KT_FORMAT_GINT4 = 5,
   KT_FORMAT_GINT8 = 6,
-  KT_FORMAT_NVFP4 = 7
+  KT_FORMAT_NVFP4 = 7,
+  KT_FORMAT_MXFP8 = 8
 } kt_format;
 
 typedef enum kt_scale_dtype {

@@ -17,7 +17,7 @@ typedef struct kind {
   int exact; /* the same bits on every level */
 } kind;
 
-enum { INT8, INT4, BF16, FP8, FP8_ROWS, MXFP4, GINT4_32, GINT4_128, GINT8_64, NVFP4, KINDS };
+enum { INT8, INT4, BF16, FP8, FP8_ROWS, MXFP4, GINT4_32, GINT4_128, GINT8_64, NVFP4, MXFP8, KINDS };
 
 static const kind kinds[KINDS] = {
     [INT8] = {"int8", {KT_FORMAT_INT8, 0, KT_SCALE_F32}, 1},
@@ -30,6 +30,7 @@ static const kind kinds[KINDS] = {
     [GINT4_128] = {"gint4 128", {KT_FORMAT_GINT4, 128, KT_SCALE_F32}, 1},
     [GINT8_64] = {"gint8 64", {KT_FORMAT_GINT8, 64, KT_SCALE_BF16}, 1},
     [NVFP4] = {"nvfp4", {KT_FORMAT_NVFP4, 0, KT_SCALE_F32}, 0},
+    [MXFP8] = {"mxfp8", {KT_FORMAT_MXFP8, 32, KT_SCALE_UE8M0}, 0},
 };
 
 /* One with a number for everything that its formula has. */
@@ -103,7 +104,8 @@ static inline void draw_codes(const kt_layout *layout, uint8_t *codes, int64_t e
     case KT_FORMAT_INT4: codes[i] = (uint8_t)(byte % 15 - 7); break;
     case KT_FORMAT_BF16: ((uint16_t *)(void *)codes)[i] = bf16(unit() / 16); break;
     case KT_FORMAT_GINT8: codes[i] = byte; break;
-    case KT_FORMAT_FP8: codes[i] = (byte & 0x7f) > 0x50 ? byte & 0xbf : byte; break;
+    case KT_FORMAT_FP8:
+    case KT_FORMAT_MXFP8: codes[i] = (byte & 0x7f) > 0x50 ? byte & 0xbf : byte; break;
     case KT_FORMAT_NVFP4: /* scales from 2^-3 to 15 * 2^-3 */
       codes[i / 32 * 18 + i % 32 / 2] = byte;
       codes[i / 32 * 18 + 16 + i % 32 / 16] = (uint8_t)(0x20 + byte % 32);
@@ -138,7 +140,8 @@ static inline float code_value(const kt_layout *layout, const uint8_t *codes, in
   case KT_FORMAT_INT4: return 16.0f * (float)((const int8_t *)codes)[i];
   case KT_FORMAT_BF16: return wide(((const uint16_t *)(const void *)codes)[i]);
   case KT_FORMAT_GINT8: return (float)(codes[i] - 128);
-  case KT_FORMAT_FP8: return e4m3(codes[i]);
+  case KT_FORMAT_FP8:
+  case KT_FORMAT_MXFP8: return e4m3(codes[i]);
   case KT_FORMAT_MXFP4: return nibble & 8 ? -e2m1[nibble & 7] : e2m1[nibble];
   case KT_FORMAT_NVFP4: {
     const uint8_t *const block = codes + i / 32 * 18;

@@ -6,7 +6,9 @@
  * A pool says that each of its threads, on a CPU of its own, is on another node. Weights are
  * unreadable before each call: the first read of a page faults, and the handler counts it by part
  * and CPU and makes the page readable. All parts' pages are read, each by its team alone, and a
- * call has the same bits on both pools. Exit code: 0 all as it should be, 1 something else, 2 no
+ * call has the same bits on both pools. Scratch, which is read-only before each call, is written
+ * by one team in each of its halves, whatever the sizes of calls: only the call itself writes to
+ * the first, too. Exit code: 0 all as it should be, 1 something else, 2 no
  * memory. */
 #define _GNU_SOURCE
 #include "layers.h"
@@ -16,11 +18,22 @@
 #include <stdio.h>
 
 enum { HIDDEN = 256, INNER = 512, EXPERTS = 6, PARTS = 2, TOP_K = 2, MOST = 64, CALLS = 20 };
-enum { BLOCK = 4 << 20 };
+enum { BLOCK = 4 << 20, SCRATCH = 16 << 20 };
 
 static uint8_t *block[PARTS];
+static uint8_t *scratch;
 static int cpu_of[PARTS];
-static volatile int64_t reads[PARTS][PARTS + 1]; /* by part and team; last: another CPU */
+static volatile int64_t reads[PARTS][PARTS + 1];  /* by part and team; last: another CPU */
+static volatile int64_t writes[PARTS][PARTS + 1]; /* to scratch, by its half and team */
+static const uintptr_t books =
+    4 * 4096;                   /* not counted: what the caller prepares, first in a half */
+static _Thread_local int calls; /* whose thread is the first of team 0 */
+
+static int team_here(void) {
+  for (int i = 0; i < PARTS; i++)
+    if (sched_getcpu() == cpu_of[i]) return i;
+  return PARTS;
+}
 
 static void on_read(int signal_number, siginfo_t *info, void *context) {
   const size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -28,12 +41,16 @@ static void on_read(int signal_number, siginfo_t *info, void *context) {
   (void)context;
   for (int part = 0; part < PARTS; part++)
     if (at >= block[part] && at < block[part] + BLOCK) {
-      int team = PARTS;
-      for (int i = 0; i < PARTS; i++)
-        if (sched_getcpu() == cpu_of[i]) team = i;
-      __atomic_fetch_add(&reads[part][team], 1, __ATOMIC_RELAXED);
+      __atomic_fetch_add(&reads[part][team_here()], 1, __ATOMIC_RELAXED);
       if (mprotect((uint8_t *)((uintptr_t)at / page * page), page, PROT_READ) == 0) return;
     }
+  if (at >= scratch && at < scratch + SCRATCH) {
+    const int half = at >= scratch + SCRATCH / 2;
+    if (at >= scratch + half * (SCRATCH / 2) + books)
+      __atomic_fetch_add(&writes[half][calls ? 0 : team_here()], 1, __ATOMIC_RELAXED);
+    if (mprotect((uint8_t *)((uintptr_t)at / page * page), page, PROT_READ | PROT_WRITE) == 0)
+      return;
+  }
   signal(signal_number, SIG_DFL);
 }
 
@@ -85,11 +102,7 @@ static void call(const kt_moe *moe, kt_pool *pool, int64_t tokens, float *y) {
                          .id_size = 8,
                          .x_dtype = KT_F32,
                          .y_dtype = KT_F32};
-  const size_t size = kt_moe_scratch_size(moe, tokens, TOP_K, pool);
-  void *const scratch = aligned_alloc(64, (size + 63) / 64 * 64);
-  if (!scratch) exit(2);
-  failures += kt_moe_forward(moe, pool, &c, scratch, size) != KT_OK;
-  free(scratch);
+  failures += kt_moe_forward(moe, pool, &c, scratch, SCRATCH) != KT_OK;
 }
 
 /* Two CPUs that this process may use; 0 if there is one only. */
@@ -117,13 +130,16 @@ static void check(int number, kt_pool *pool, kt_pool *alone) {
     make_part(&moe, part, experts[part]);
   }
   memset((void *)reads, 0, sizeof reads);
+  memset((void *)writes, 0, sizeof writes);
   hide_weights();
   if (kt_moe_touch(&moe, pool) != KT_OK) failures++;
   for (int i = 0; i < CALLS; i++) {
     const int64_t tokens = i % 3 == 0 ? 1 : i % 3 == 1 ? 7 : MOST;
     const uint64_t before = state;
     hide_weights();
+    if (mprotect(scratch, SCRATCH, PROT_READ) != 0) exit(2);
     call(&moe, pool, tokens, y);
+    if (mprotect(scratch, SCRATCH, PROT_READ | PROT_WRITE) != 0) exit(2);
     state = before;
     call(&moe, alone, tokens, other);
     if (memcmp(y, other, (size_t)tokens * HIDDEN * sizeof *y) != 0) {
@@ -138,6 +154,14 @@ static void check(int number, kt_pool *pool, kt_pool *alone) {
         printf("%s: %lld pages of part %d were read by team %d\n", kinds[number].name,
                (long long)reads[part][team], part, team);
       }
+  if (!writes[0][0] || writes[0][1] || writes[1][0] || !writes[1][1]) {
+    failures++;
+    printf(
+        "%s: %lld and %lld pages of the first half of scratch were written by the teams, %lld and "
+        "%lld of the second\n",
+        kinds[number].name, (long long)writes[0][0], (long long)writes[0][1],
+        (long long)writes[1][0], (long long)writes[1][1]);
+  }
 }
 
 int main(void) {
@@ -151,8 +175,11 @@ int main(void) {
     block[part] = mmap(NULL, BLOCK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (block[part] == MAP_FAILED) return 2;
   }
+  scratch = mmap(NULL, SCRATCH, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (scratch == MAP_FAILED) return 2;
   struct sigaction action = {.sa_sigaction = on_read, .sa_flags = SA_SIGINFO};
   if (sigaction(SIGSEGV, &action, NULL) != 0) return 2;
+  calls = 1;
   if (kt_pool_create(PARTS, cpu_of, nodes, &pool) != KT_OK) return 2;
   if (kt_pool_create(1, NULL, NULL, &alone) != KT_OK) return 2;
   for (int number = 0; number < KINDS; number++) check(number, pool, alone);

@@ -14,7 +14,7 @@ static uint64_t packings[MOST_LAYOUTS][MOST_LEVELS]; /* by quantize_pack, or by 
 static inline void find_layouts(void) {
   static const int32_t groups[] = {0, 16, 32, 64, 128, 256};
   kt_layout_traits traits;
-  for (int32_t format = 0; format <= KT_FORMAT_NVFP4; format++)
+  for (int32_t format = 0; format <= KT_FORMAT_MXFP8; format++)
     for (size_t g = 0; g < sizeof groups / sizeof *groups; g++)
       for (int32_t scale = KT_SCALE_NONE; scale <= KT_SCALE_UE8M0; scale++) {
         const kt_layout layout = {format, groups[g], scale};
@@ -25,8 +25,8 @@ static inline void find_layouts(void) {
 }
 
 static inline const char *layout_name(const kt_layout *layout) {
-  static const char *const formats[] = {"int8",  "int4",  "bf16",  "fp8",
-                                        "mxfp4", "gint4", "gint8", "nvfp4"};
+  static const char *const formats[] = {"int8",  "int4",  "bf16",  "fp8",  "mxfp4",
+                                        "gint4", "gint8", "nvfp4", "mxfp8"};
   static const char *const scales[] = {"", ",f32", ",bf16", ",ue8m0"};
   static char name[40];
   snprintf(name, sizeof name, "%s,%d%s", formats[layout->format], layout->group,

@@ -13,6 +13,7 @@
 #include "../src/format/scales.h"
 #include "../src/train/strips.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -119,8 +120,8 @@ static weights make_weights(const kt_layout *layout, int64_t rows, int64_t cols)
   const int32_t dtype = layout->scale_dtype;
   for (size_t i = 0; i < size; i++) {
     packed[i] = (uint8_t)draw();
-    if (layout->format == KT_FORMAT_NVFP4 && (packed[i] & 0x7f) == 0x7f)
-      packed[i] ^= 0x40; /* NaN */
+    const int of_e4m3 = layout->format == KT_FORMAT_NVFP4 || layout->format == KT_FORMAT_MXFP8;
+    if (of_e4m3 && (packed[i] & 0x7f) == 0x7f) packed[i] ^= 0x40; /* NaN */
   }
   if (scales) {
     draw_scales(dtype, plain_scale, kt_scale_count(layout, rows, cols));
@@ -148,7 +149,8 @@ static float code_value(const kt_layout *layout, const uint8_t *codes, int64_t i
   case KT_FORMAT_INT8:
   case KT_FORMAT_INT4: return (float)((const int8_t *)codes)[i];
   case KT_FORMAT_BF16: return from_bits((uint32_t)((const uint16_t *)(const void *)codes)[i] << 16);
-  case KT_FORMAT_FP8: return copysignf(e4m3, byte & 0x80 ? -1.0f : 1.0f);
+  case KT_FORMAT_FP8:
+  case KT_FORMAT_MXFP8: return copysignf(e4m3, byte & 0x80 ? -1.0f : 1.0f);
   case KT_FORMAT_MXFP4: return copysignf(e2m1[nibble & 7], nibble & 8 ? -1.0f : 1.0f);
   case KT_FORMAT_GINT8: return (float)(byte - 128);
   default: return (float)(nibble - 8);
@@ -190,6 +192,7 @@ static void check_scalar_strip(const weights *w, int64_t column, const uint8_t *
       const int64_t at = n * w->packed.cols + column + i;
       float value = code_value(layout, w->codes, at);
       if (layout->scale_dtype == KT_SCALE_UE8M0) value *= scale_value(w, n, column + i);
+      if (layout->format == KT_FORMAT_MXFP8 && fabsf(value) < FLT_MIN) value *= 0.0f;
       const int plain_bf16 = layout->format == KT_FORMAT_BF16;
       const uint16_t expected =
           plain_bf16 ? ((const uint16_t *)(const void *)w->codes)[at] : exact_bits(value);
@@ -238,7 +241,7 @@ static void check_weights(const kt_layout *layout, int64_t rows, int64_t cols) {
 /* Every layout that there is. */
 static void check_formats(void) {
   static const int32_t groups[] = {0, 32, 64, 128};
-  for (int32_t format = 0; format <= KT_FORMAT_NVFP4; format++)
+  for (int32_t format = 0; format <= KT_FORMAT_MXFP8; format++)
     for (int32_t i = 0; i < 4; i++)
       for (int32_t dtype = KT_SCALE_NONE; dtype <= KT_SCALE_UE8M0; dtype++) {
         const kt_layout layout = {format, groups[i], dtype};
@@ -551,16 +554,19 @@ static void check_sums_of(const transposed_trial *t) {
   const kt_layout *const layout = &t->w[0].packed.layout;
   const int rounds = layout->group && layout->scale_dtype != KT_SCALE_UE8M0;
   const double bound = rounds ? 4e-3 : kt_format_of(layout)->splits ? 1e-4 : 1e-5;
-  double wrong = 0, squares = 0;
-  for (int64_t i = 0; i < t->tokens; i++)
-    for (int64_t c = 0; c < t->cols; c++) {
+  const int64_t numbers = t->matrices * t->rows;
+  double wrong = 0, squares = 0, *const column = malloc((size_t)numbers * sizeof *column);
+  for (int64_t c = 0; c < t->cols; c++) {
+    for (int64_t k = 0; k < numbers; k++) column[k] = weight_value(t, k, c);
+    for (int64_t i = 0; i < t->tokens; i++) {
       double sum = 0;
-      for (int64_t k = 0; k < t->matrices * t->rows; k++)
-        sum += (double)from_bits((uint32_t)t->x[i * t->matrices * t->rows + k] << 16) *
-               weight_value(t, k, c);
+      for (int64_t k = 0; k < numbers; k++)
+        sum += (double)from_bits((uint32_t)t->x[i * numbers + k] << 16) * column[k];
       wrong += pow((double)t->sum[i * t->cols + c] - sum, 2);
       squares += sum * sum;
     }
+  }
+  free(column);
   if (sqrt(wrong / squares) <= bound) return;
   printf("FAILED: transposed product of format %d, groups of %d, scales %d, %d x [%d, %d], %d "
          "tokens: %g\n",
@@ -606,7 +612,7 @@ static void check_transposed(const kt_layout *layout, int64_t matrices, int64_t 
 static void check_all_transposed(void) {
   static const int64_t tokens[] = {1, 16, 17, 35, 64, 100, 192};
   static const int32_t groups[] = {0, 32, 64, 128};
-  for (int32_t format = 0; format <= KT_FORMAT_NVFP4; format++)
+  for (int32_t format = 0; format <= KT_FORMAT_MXFP8; format++)
     for (int32_t i = 0; i < 4; i++)
       for (int32_t dtype = KT_SCALE_NONE; dtype <= KT_SCALE_UE8M0; dtype++) {
         const kt_layout layout = {format, groups[i], dtype};

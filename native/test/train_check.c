@@ -62,6 +62,8 @@ static const trial trials[] = {
     {MXFP4, SILU, 0, 64, 96, 2, 13, 16, FOR_GATE | FOR_UP, 0, OTHERS},
     {MXFP4, {KT_SOFTCAP, 0.5f, 2.0f, INFINITY}, 1, 96, 64, 1, 1, 5, FOR_ALL, 0, FLOATS},
     {NVFP4, SILU, 0, 64, 96, 2, 13, 16, FOR_ALL, 0, OTHERS},
+    {MXFP8, {KT_SWIGLU, 1.702f, 1.0f, 7.0f}, 1, 64, 96, 2, 35, 16, FOR_ALL, 0, OTHERS},
+    {MXFP8, {KT_SWIGLU_CLAMPED, 0, 0, 0.25f}, 0, 96, 32, 1, 5, 5, FOR_UP, 0.25f, FLOATS},
     {GINT4_32, SILU, 0, 64, 96, 3, 13, 16, FOR_ALL, 0.25f, FLOATS},
     {GINT4_32, {KT_UNGATED_GELU_TANH, 0, 0, INFINITY}, 0, 96, 32, 1, 5, 1, FOR_UP, 0, MIXED},
     {GINT4_128, SILU, 0, 128, 128, 1, 35, 33, FOR_DOWN, 0, BFLOATS},

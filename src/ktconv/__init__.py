@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         bench,
         compare,
         doctor,
+        generate,
         inspect,
         load_layer,
         merge,
@@ -39,6 +40,7 @@ __all__ = [
     "bench",
     "compare",
     "doctor",
+    "generate",
     "inspect",
     "load_layer",
     "merge",
@@ -58,6 +60,7 @@ __all__ = [
 _MODULES = frozenset(
     (
         "bench",
+        "generate",
         "inspect",
         "merge",
         "plan",

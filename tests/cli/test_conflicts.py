@@ -58,7 +58,7 @@ def value_of(option: Any, folder: Path) -> str:
         return str(choices[0])
     if getattr(option, "max", None) is not None or option.metavar in ("N", "K", "T", "F", "B", "R"):
         return "1"
-    return {"SIZE": "1GB", "[ADDRESS]": "auto", "LIST": "1", "SHAPE": "1,1,1,1"}.get(
+    return {"SIZE": "1GB", "[ADDRESS]": "auto", "LIST": "1", "SHAPE": "1,1,1,1", "N,N": "2,2"}.get(
         option.metavar, str(folder / "given")
     )
 

@@ -35,7 +35,7 @@ def test_the_main_commands_come_first_and_no_line_is_cut() -> None:
     headings = re.findall(r"^(\w[\w ]+):$", text, re.MULTILINE)
     assert headings == ["Main commands", "Outputs", "Planning", "This machine", "Options"]
     main = [name for name, row in COMMANDS.items() if row.panel == MAIN]
-    assert main == ["quantize-cpu", "quantize-gpu", "merge", "verify", "bench"]
+    assert main == ["quantize-cpu", "quantize-gpu", "merge", "verify", "bench", "generate"]
     for name, row in COMMANDS.items():
         assert re.search(rf"^  {name} +{re.escape(row.summary)}$", text, re.MULTILINE)
     assert "..." not in text.replace("[ARGS]...", "")
@@ -178,7 +178,7 @@ def test_a_summary_is_one_line_that_begins_with_a_verb(name: str) -> None:
     assert len(row.summary) <= 58 and not row.summary.endswith(".")
     assert row.summary.split()[0] in {
         "Change", "Check", "Compare", "Convert", "Count", "Drop", "Measure", "Merge", "Plan",
-        "Print", "Quantize", "Send", "Show",
+        "Print", "Quantize", "Send", "Show", "Write",
     }  # fmt: skip
     first = (PARSED[name].help or "").split()[0]
     assert not OPENERS.match(first)

@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.process]
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 MODULES = (
     "bench",
+    "generate",
     "inspect",
     "merge",
     "plan",
@@ -278,6 +279,10 @@ CASES: dict[str, tuple[Callable[[Path, Path], Any], Callable[[Path, Path], list[
             "--seconds", 0, "--format", "json",
         ],
     ),
+    "generate": (
+        lambda made, _: ktconv.generate(made / "one", prompt="a", source=EXAMPLE, max_tokens=2),
+        lambda made, _: [made / "one", *SOURCE, "--prompt", "a", "--max-tokens", 2],
+    ),
     "push": (
         lambda made, _: ktconv.push(made / "one", "org/name", dry_run=True),
         lambda made, _: [made / "one", "org/name", "--dry-run"],
@@ -298,7 +303,7 @@ def test_a_function_returns_what_json_prints(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if name == "stats":
+    if name in ("stats", "generate"):
         pytest.importorskip("transformers")
     monkeypatch.setattr(run, "Meter", QuickMeter)  # no figure is judged
     function, words = CASES[name]

@@ -26,6 +26,7 @@ COMMANDS: dict[str, Any] = dict(cast("Any", typer.main.get_command(app)).command
 READ = {
     "bench": {"--compare"},
     "compare": {"outputs", "--config", "--map", "--text"},
+    "generate": {"output", "--config"},
     "inspect": {"--config", "--map"},
     "merge": {"layers_dir", "--config", "--map"},
     "plan": {"--load", "--config", "--map"},
@@ -44,6 +45,7 @@ READ = {
 # Directories that commands fill, by rules of their own: an OUTPUT, a cache, scratch space.
 FILLED = {
     "compare": {"--cache-dir"},
+    "generate": {"--cache-dir"},
     "merge": {"output"},
     "prune": {"output"},
     "quantize-cpu": {"output", "--cache-dir", "--ray-scratch"},

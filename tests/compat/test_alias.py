@@ -86,6 +86,15 @@ if __name__ == "__main__":
 """.replace("COUNT", str(SFT_NAMES))
 
 
+MODULE = """
+import os, sys
+from importlib.util import find_spec
+origin = str(find_spec("kt_kernel").origin)
+print("ktconv" in origin, sys.argv[1:], os.path.basename(sys.argv[0]))
+sys.exit(7)
+"""
+
+
 def launched(*arguments: str, directory: Path, **more: Any) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "ktconv.compat.kt", *arguments]
     return subprocess.run(line, capture_output=True, text=True, cwd=directory, check=False, **more)
@@ -93,13 +102,19 @@ def launched(*arguments: str, directory: Path, **more: Any) -> subprocess.Comple
 
 def test_a_program_and_its_children_see_ktconv(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    for given in (["program.py"], ["-m", "program"]):
-        done = launched(*given, "--port", "1", directory=tmp_path)
-        assert done.returncode == 7, done.stderr
-        assert done.stderr.count(LINE) == 1, done.stderr
-        own, arguments = done.stdout.splitlines()
-        assert own == "ktconv.compat.kt.cpu_infer"
-        assert arguments == "['--port', '1'] program.py"
+    done = launched("program.py", "--port", "1", directory=tmp_path)
+    assert done.returncode == 7, done.stderr
+    assert done.stderr.count(LINE) == 1, done.stderr
+    own, arguments = done.stdout.splitlines()
+    assert own == "ktconv.compat.kt.cpu_infer"
+    assert arguments == "['--port', '1'] program.py"
+
+
+def test_a_module_that_is_run_as_a_program(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(MODULE)
+    done = launched("-m", "program", "--port", "1", directory=tmp_path)
+    assert (done.returncode, done.stderr.count(LINE)) == (7, 1), done.stderr
+    assert done.stdout == "True ['--port', '1'] program.py\n"
 
 
 def test_the_line_is_said_once_by_all_processes(tmp_path: Path) -> None:

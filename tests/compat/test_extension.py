@@ -85,6 +85,7 @@ def test_masked_experts_add_nothing() -> None:
     [
         ("FP8", "AMXFP8_MOE"), ("FP8_PERCHANNEL", "AMXFP8PerChannel_MOE"),
         ("RAWINT4", "AMXInt4_KGroup_MOE"), ("MXFP4", "AMXFP4_KGroup_MOE"),
+        ("MXFP8", "AMXMXFP8_KGroup_MOE"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("each", [False, True])
@@ -93,7 +94,8 @@ def test_stored_codes_are_read_by_their_addresses(kind: str, name: str, each: bo
     queue, own = CPUInfer(config), raw(kind)
     parts = queue.parts
     assert parts == 2
-    own = {key: [(one.float() / 64).to(one.dtype) if "scale" in key else one for one in tensors]
+    own = {key: [(one.float() / 64).to(one.dtype) if "scale" in key and one.is_floating_point()
+                 else one for one in tensors]
            for key, tensors in own.items()}  # fmt: skip
     fields: dict[str, Any] = {}
     kept = []

@@ -47,10 +47,12 @@ def raw(kind: str, seed: int = 0) -> dict[str, list[Any]]:
             "FP8_PERCHANNEL": ((torch.float8_e4m3fn, rows, cols), (torch.float32, rows, 1)),
             "RAWINT4": ((torch.uint8, rows, cols // 2), (torch.bfloat16, rows, cols // 32)),
             "MXFP4": ((torch.uint8, rows, cols // 2), ("power", rows, cols // 32)),
+            "MXFP8": ((torch.float8_e4m3fn, rows, cols), (torch.uint8, rows, cols // 32)),
         }[kind]
         found[name] = [draw(*codes) for _ in range(EXPERTS)]
         if scale:
-            found[f"{name}_scale"] = [draw(*scale).abs() for _ in range(EXPERTS)]
+            drawn = [draw(*scale) for _ in range(EXPERTS)]
+            found[f"{name}_scale"] = drawn if kind == "MXFP8" else [one.abs() for one in drawn]
     return found
 
 
@@ -86,7 +88,7 @@ def written(wrapper: Any, expert: int, sizes: list[list[int]]) -> list[list[byte
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("kind", ["BF16", "FP8", "FP8_PERCHANNEL", "RAWINT4", "MXFP4"])
+@pytest.mark.parametrize("kind", ["BF16", "FP8", "FP8_PERCHANNEL", "RAWINT4", "MXFP4", "MXFP8"])
 def test_bytes_are_those_of_the_checkpoint(make: Make, kind: str, parts: int, ranks: int) -> None:
     wrapper = make(None, method=kind, moe_intermediate_size=WIDTH, threadpool_count=parts)
     own = raw(kind, seed=parts)

@@ -80,7 +80,7 @@ def test_d5_one_rule_for_maps_of_files(
     assert error(wrapper.forward(*given), expected(own, *given)) < bound
 
 
-@pytest.mark.parametrize("method", ["AMXINT4", "AMXINT8", "BF16", "FP8", "RAWINT4", "MXFP4"])
+@pytest.mark.parametrize("method", ["AMXINT4", "AMXINT8", "BF16", "FP8", "RAWINT4", "MXFP8"])
 @pytest.mark.parametrize("mapping", [PERMUTATION, REPLICAS])
 def test_d5_the_same_rule_for_maps_of_tensors(make: Make, method: str, mapping: Any) -> None:
     """The bits are those of weights that are in the order of slots already."""
@@ -108,6 +108,7 @@ def test_files_and_tensors_give_the_same_bits(make: Make, files: dict[str, Path]
         ("fp8 block, DeepSeek-V4", "FP8", EXACT),
         ("fp8 channel", "FP8_PERCHANNEL", EXACT),
         ("mxfp4, DeepSeek-V4", "MXFP4", EXACT),
+        ("mxfp8", "MXFP8", EXACT),
         ("int4 packed, group 32", "RAWINT4", 0.025),
         ("int4 packed, unused index", "GPTQ_INT4", 0.025),
         ("gptq symmetric", "GPTQ_INT4", 0.025),

@@ -71,7 +71,6 @@ def test_arguments_have_the_names_order_and_defaults_of_kt_kernel() -> None:
         ({"swiglu_alpha": float("nan")}, "swiglu_alpha must be 0"),
         ({"mode": "sft"}, "'BF16' cannot be used with mode='sft'"),
         ({"mode": "train"}, "the mode 'train' is unknown"),
-        ({"method": "MXFP8"}, "'MXFP8' cannot be used: no kernel"),
         ({"method": "SYCL_GPTQ_INT4"}, "no code for SYCL"),
         ({"method": "AMXINT2"}, "'AMXINT2' cannot be used: unknown"),
         ({"method": None}, "not a string"),
@@ -92,10 +91,10 @@ def test_arguments_that_are_refused(make: Make, changes: dict[str, Any], message
 
 def test_an_unknown_method_is_answered_with_the_list(make: Make) -> None:
     with pytest.raises(UsageError) as refused:
-        make(own=None, method="MXFP8")
+        make(own=None, method="SYCL_GPTQ_INT4")
     assert refused.value.hint == (
-        "supported: AMXINT4, AMXINT8, RAWINT4, GPTQ_INT4, FP8, FP8_PERCHANNEL, MXFP4, NVFP4, "
-        "BF16, LLAMAFILE, MOE_INT4, MOE_INT8"
+        "supported: AMXINT4, AMXINT8, RAWINT4, GPTQ_INT4, FP8, FP8_PERCHANNEL, MXFP4, MXFP8, "
+        "NVFP4, BF16, LLAMAFILE, MOE_INT4, MOE_INT8"
     )
 
 
@@ -105,7 +104,8 @@ def test_an_unknown_method_is_answered_with_the_list(make: Make) -> None:
     [
         ("AMXINT4", 0.25), ("MOE_INT4", 0.25), ("AMXINT8", 0.025), ("MOE_INT8", 0.025),
         ("BF16", EXACT), ("FP8", 0.05), ("FP8_PERCHANNEL", 0.05), ("RAWINT4", 0.22),
-        ("GPTQ_INT4", 0.22), ("MXFP4", 0.26), ("NVFP4", 0.2),
+        ("GPTQ_INT4", 0.22), ("MXFP4", 0.26), ("MXFP8", 0.05),
+        ("NVFP4", 0.2),
     ],
 )  # fmt: skip
 def test_every_method_packs_tensors(make: Make, method: str, bound: float) -> None:

@@ -107,7 +107,7 @@ def test_a_run_by_the_first_search_is_refused(
     done(model, output, *stage)
     state = output / STATE / "run.json" if stage else output / "ktconv.json"
     edit_json(state, lambda content: content["options"].pop("search"))
-    refused(run(model, output), 2, "options.search: nothing there, 2 now")
+    refused(run(model, output), 2, "begun by an earlier version of ktconv, whose search")
     done(model, output, "--overwrite")
 
 

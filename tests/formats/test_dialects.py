@@ -69,6 +69,7 @@ def test_numbers_are_the_same_in_every_dialect() -> None:
         ("GPTQ_INT4", "gptq-int4", "gint4-128"),
         ("MXFP4A16", "mxfp4", "mxfp4"),
         ("NVFP4", "nvfp4", "nvfp4"),
+        ("MXFP8", "mxfp8", "mxfp8"),
     ],
 )
 def test_names_of_other_programs(name: str, method: str, kernel: str, tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ def test_other_names_are_refused(name: str, tmp_path: Path) -> None:
 def test_a_format_without_kernels_has_no_name_there() -> None:
     with pytest.raises(UsageError, match="unknown method 'awq'"):
         format_named("awq")
-    refused(ktconv("bench", "--method", "mxfp8"), 2, "unknown method 'mxfp8'")
+    refused(ktconv("bench", "--method", "awq"), 2, "unknown method 'awq'")
 
 
 def test_the_page_has_the_names() -> None:

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from ktconv.conversion.run import Report
 from ktconv.formats import (
     FORMATS,
     Format,
+    kt_layout,
     kt_path,
     parse_tensor_name,
     reference,
@@ -147,35 +149,48 @@ def truths(
     choice = Choice(scale or ("amax" if compat else "search"))
     for (layer, expert, proj), values in matrices.items():
         exact = round_to_bf16(values) if compat else values
+        key = fmt.key, choice.rule, exact.shape, _content(exact)
         inner, hidden = values.shape if proj != "down" else values.shape[::-1]
         for part in range(numa):
             index = split(proj, hidden, inner, part, numa).index
-            found[layer, expert, proj, part] = _truth(fmt, exact, index, choice)
+            found[layer, expert, proj, part] = _truth(fmt, exact, key, index, choice)
     return found
 
 
+Key = tuple[object, ...]
+
+_own_offsets = kt_layout._all_offsets
+_small_offsets = lru_cache(64)(_own_offsets)
+
+
+def _offsets(fmt: Format, rows: int, cols: int) -> Any:
+    """Places of codes, which are computed once for each size of small matrices."""
+    return (_small_offsets if rows * cols <= 1 << 16 else _own_offsets)(fmt, rows, cols)
+
+
+vars(kt_layout)["_all_offsets"] = _offsets
+
 _KEPT = 1000
-_MADE: dict[tuple[object, ...], Truth] = {}  # many tests convert the same matrices
-_CODED: dict[tuple[object, ...], Any] = {}
+_MADE: dict[Key, Truth] = {}  # many tests convert the same matrices
+_CODED: dict[Key, Any] = {}
 
 
-def _truth(fmt: Format, values: NDArray[np.float32], index: Any, choice: Choice) -> Truth:
-    """The values of a part of a matrix."""
-    piece = np.ascontiguousarray(values[index])
-    key = _key(fmt, piece, choice)
-    if key not in _MADE:
+def _truth(fmt: Format, values: NDArray[np.float32], key: Key, index: Any, choice: Choice) -> Truth:
+    """The values of a part of a matrix that `key` stands for."""
+    part = *key, str(index)
+    if part not in _MADE:
+        piece = np.ascontiguousarray(values[index])
         if piece.shape[1] == values.shape[1]:  # whole rows, each of which is coded by itself
-            codes, scales = (one[index[0]] for one in _coded(fmt, values, choice))
+            codes, scales = (one[index[0]] for one in _coded(fmt, values, key, choice))
         else:
-            codes, scales = _coded(fmt, piece, choice)
+            codes, scales = _coded(fmt, piece, part, choice)
         payload = pack_codes(fmt, codes).tobytes()
-        _keep(_MADE, key, Truth(piece, codes, scales, payload))
-    return _MADE[key]
+        _keep(_MADE, part, Truth(piece, codes, scales, payload))
+    return _MADE[part]
 
 
-def _coded(fmt: Format, matrix: NDArray[np.float32], choice: Choice) -> Any:
+def _coded(fmt: Format, matrix: NDArray[np.float32], key: Key, choice: Choice) -> Any:
     """Codes and scales."""
-    key = _key(fmt, matrix, choice)
     if key not in _CODED:
         found = reference.quantize(fmt, matrix, choice)
         for one in found:
@@ -184,12 +199,11 @@ def _coded(fmt: Format, matrix: NDArray[np.float32], choice: Choice) -> Any:
     return _CODED[key]
 
 
-def _key(fmt: Format, matrix: NDArray[np.float32], choice: Choice) -> tuple[object, ...]:
-    content = hashlib.blake2b(np.ascontiguousarray(matrix).data).digest()
-    return fmt.key, choice.rule, matrix.shape, content
+def _content(matrix: NDArray[np.float32]) -> bytes:
+    return hashlib.sha256(np.ascontiguousarray(matrix).data).digest()
 
 
-def _keep(made: dict[tuple[object, ...], Any], key: tuple[object, ...], value: Any) -> None:
+def _keep(made: dict[Key, Any], key: Key, value: Any) -> None:
     if len(made) == _KEPT:
         made.clear()
     made[key] = value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,13 @@ class Batch(NamedTuple):
     dy: Tensor
 
 
+@cache  # the same experts in many tests
+def _matrices(index: int, inner: int, hidden: int) -> tuple[F32, ...]:
+    rng = np.random.default_rng([7, index])
+    shapes = (inner, hidden), (inner, hidden), (hidden, inner)
+    return tuple(_scaled(rng.standard_normal(s, np.float32), s[1] ** -0.5) for s in shapes)
+
+
 def packed(
     method: str,
     hidden: int = 256,
@@ -46,10 +54,8 @@ def packed(
     gated = activation is None or activation.gated
 
     def matrices(index: int) -> Any:
-        rng = np.random.default_rng([7, index])
-        shapes = (inner, hidden), (inner, hidden), (hidden, inner)
-        made = [_scaled(rng.standard_normal(s, np.float32), s[1] ** -0.5) for s in shapes]
-        return (made[0] * np.float32(scale) if gated else None), made[1], made[2]
+        gate, up, down = _matrices(index, inner, hidden)
+        return (gate * np.float32(scale) if gated else None), up, down
 
     more: Any = {"parts": parts, "activation": activation}
     return pack_experts(FORMATS[method], matrices, origins, hidden, inner, **more)

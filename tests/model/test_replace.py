@@ -226,7 +226,7 @@ def test_options_are_checked(model: Any, int8: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not a directory"):
         replace_experts(model, tmp_path / "absent")
     with pytest.raises(CheckpointError, match="contains no packed experts"):
-        replace_experts(model, EXAMPLE)
+        replace_experts(model, tmp_path)
     with pytest.raises(UsageError, match="does not support mmx"):
         replace_experts(model, int8, isa="mmx")
     with pytest.raises(UsageError, match="0 threads"):

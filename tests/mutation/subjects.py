@@ -74,7 +74,7 @@ SUBJECTS = {
         ),
     ),
     "stored formats": Subject(
-        ("fp8/fp8.c", "fp4/mxfp4.c", "fp4/nvfp4.c", "bf16/bf16.c"),
+        ("fp8/fp8.c", "fp8/mxfp8.c", "fp4/mxfp4.c", "fp4/nvfp4.c", "bf16/bf16.c"),
         (
             "tests/native/test_layouts.py", "tests/native/test_training.py",
             "tests/native/kernels/test_nvfp4.py", "tests/native/kernels/test_bf16.py",

@@ -193,6 +193,36 @@ def test_levels_agree_to_the_bit(fmt: str, rule: Rule, weighted: bool) -> None:
 
 
 @formats
+@pytest.mark.parametrize("odd", [1.0, np.nan, np.inf, -3e38, 1e-44])
+def test_levels_agree_on_odd_numbers_and_codes(fmt: str, odd: float) -> None:
+    """Codes that no packer writes, numbers whose squares are not finite: in blocks of some rows."""
+    source = Source(fmt, 32, 2304, "F32", kinds=("ordinary",), rule="search")
+    packed, scale = quantize_pack(source, source.matrix())
+    bits, codes = source.bits(), unpack_codes(source.fmt, packed, 32, 2304)
+    bits[3, [9, 700, 2100]] = np.float32(odd).view(np.uint32)
+    bits[5, 1030:1100] = np.float32(odd).view(np.uint32)
+    codes[4, 2000] = codes[20, 63] = codes[20, 64] = codes[5, 1] = -1 << source.fmt.traits.bits - 1
+    packed, scale[6] = pack_codes(source.fmt, codes), np.inf
+    before, found = native.isa(), []
+    try:
+        for level in native.isa_available():
+            native.use_isa(level)
+            one = native.audit(fmt, source.matrix(bits), 32, 0, packed, scale, source.choice)
+            assert one.invalid == 4
+            per_row = one.row_error, one.row_amax, one.row_squared_error, one.row_squared_source
+            found.append(
+                (
+                    repr(one.squared_value),
+                    one.zeros,
+                    *(np.nan_to_num(each).tobytes() for each in per_row),
+                )
+            )
+    finally:
+        native.use_isa(before)
+    assert len(set(found)) == 1
+
+
+@formats
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_not_finite_source(isa: str, fmt: str, value: float) -> None:
     source = Source(fmt, 32, FORMATS[fmt].traits.col_multiple, "F32", kinds=("ordinary",))

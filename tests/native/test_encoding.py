@@ -12,7 +12,7 @@ from helpers.looped import each
 from native.support import Source, assert_same
 
 from ktconv import native
-from ktconv.formats import FORMATS, fp8
+from ktconv.formats import FORMATS, fp8, mxfp8
 from ktconv.formats.decode import bf16_to_f32, f16_to_f32
 from ktconv.native import Encoding, audit_encoded, encode
 from ktconv.system.arrays import F32, U8, Array
@@ -131,6 +131,15 @@ def e4m3_levels() -> F32:
     return np.where(exponent == 0, small, (8 + mantissa) * 2.0 ** (exponent - 10)).astype(
         np.float32
     )
+
+
+def test_the_reference_of_mxfp8_is_the_encoder(isa: str) -> None:
+    """formats/mxfp8.py, which packs weights that are in memory."""
+    source = source_of(Encoding("mxfp8", 32), kinds=(*KINDS, "int4 ties"))
+    codes, scales = encode(Encoding("mxfp8", 32), source.matrix())
+    found, exponents = mxfp8.quantize(FORMATS["mxfp8"], source.values())
+    assert_same("scales", exponents, scales)
+    assert_same("codes", found, codes)
 
 
 @pytest.mark.parametrize(("kind", "top"), [("mxfp4", 2), ("mxfp8", 8)])

@@ -3,14 +3,16 @@ level and in the audit, and errors like those of the search in binary32."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers.paths import NATIVE, ROOT
 from native.support import F32, Source, assert_same, quantize_pack
 
 from ktconv import native
-from ktconv.formats import FORMATS, reference
+from ktconv.formats import FORMATS, fixed_search, reference
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.formats.search import Choice
 
@@ -21,6 +23,25 @@ LEVELS = ("avx512-base", "avx512-vnni")  # parts of a level, with sums of their 
 # Where sums of blocks are added up, and where INT8 has more steps; of short rows, with one tile.
 COLS = {"int4": (128, 384, 4096, 8320, 16512), "int8": (64, 192, 448, 512, 2112, 4160, 8128, 8192)}
 SHAPES = [(fmt, cols) for fmt, widths in COLS.items() for cols in widths]
+
+
+def test_where_the_search_begins_is_written_alike() -> None:
+    """A coefficient that is wrong by 1/256 in one place changes the scale of hardly any row."""
+
+    def numbers(text: str, begin: str, end: str) -> list[int]:
+        found = re.sub(r"/ 256\.0", "", text.partition(begin)[2].partition(end)[0])
+        return [int(one) for one in re.findall(r"-?[0-9]{4,}", found)]
+
+    wanted = list(fixed_search._COEFFICIENTS)
+    assert len(wanted) == 20
+    for path, begin, end in (
+        (NATIVE / "src/quantize/fixed.h", "double c[20] = {", "}"),
+        (NATIVE / "src/audit/packed_fixed.h", "coefficients[20] = {", "}"),
+        (ROOT / "docs/formats.md", "       7483;", "\n\n"),
+    ):
+        text = path.read_text()
+        first = [7483] if path.suffix == ".md" else []
+        assert first + numbers(text, begin, end) == wanted, path
 
 
 def rows_of_all_kinds(cols: int, seed: int = 0) -> F32:

@@ -29,7 +29,7 @@ Array = NDArray[Any]
 
 # Methods whose results are the same bits on every level.
 EXACT = ("int4", "int8", "gint4-32", "gint4-64", "gint4-128", "gint8-64")
-OTHERS = ("bf16", "fp8", "fp8-channel", "mxfp4", "nvfp4")
+OTHERS = ("bf16", "fp8", "fp8-channel", "mxfp4", "mxfp8", "nvfp4")
 # hidden, intermediate, experts, top-k, parts
 LAYERS = [(256, 256, 4, 2, 1), (384, 256, 5, 3, 2), (128, 512, 3, 3, 4), (1152, 128, 1, 1, 1)]
 TOKENS = [1, 3, 17, 40]

@@ -29,6 +29,7 @@ LAYOUTS = [
     Layout("fp8", 128),
     Layout("mxfp4", 32, "ue8m0"),
     Layout("mxfp4", 32, "bf16"),
+    Layout("mxfp8", 32, "ue8m0"),
     Layout("nvfp4"),
     *(Layout("gint4", group, dtype) for group in (32, 64, 128) for dtype in ("f32", "bf16")),
     Layout("gint8", 32, "f32"),
@@ -155,6 +156,7 @@ EXISTING = {
     "gint4": ((32, 64, 128), ("f32", "bf16"), 1),
     "gint8": ((32, 64, 128), ("f32", "bf16"), 1),
     "nvfp4": ((0,), ("f32",), 1),
+    "mxfp8": ((32,), ("ue8m0",), 1),
 }
 
 

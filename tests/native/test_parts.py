@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.process]
 PARTS = ("avx512-base", "avx512-vnni", "avx512-bf16", "avx512-vbmi", "avx512-zen")
 # Those whose bits are the same with every order of sums.
 INTEGERS = ("int4", "int8", "gint4-32", "gint8-64")
-FLOATS = ("bf16", "fp8", "fp8-channel", "mxfp4", "nvfp4")
+FLOATS = ("bf16", "fp8", "fp8-channel", "mxfp4", "mxfp8", "nvfp4")
 HIDDEN, INTERMEDIATE, EXPERTS = 384, 128, 2
 
 

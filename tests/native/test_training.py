@@ -43,6 +43,7 @@ CASES: dict[str, tuple[Activation, Callable[[Array, Array], Array]]] = {
     "bf16": (Activation(), lambda g, u: g * sigmoid(g) * u),
     "fp8": (Activation("swiglu", 1.702, 1.0), lambda g, u: g * sigmoid(1.702 * g) * (u + 1)),
     "mxfp4": (Activation("ungated_gelu_tanh"), lambda g, u: gelu_tanh(u)),
+    "mxfp8": (Activation("swiglu", 1.702, 1.0), lambda g, u: g * sigmoid(1.702 * g) * (u + 1)),
 }
 
 

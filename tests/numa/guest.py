@@ -98,6 +98,21 @@ def share(layer: MoELayer) -> float:
     return -1.0 if found is None else found
 
 
+def workspace_share(pool: Pool) -> float:
+    """Share of the pages of the pool's workspaces that lie on the node whose team uses them."""
+    local = pages = 0
+    for memory in pool.workspaces:
+        cuts = [memory.nbytes * node // pool.nodes for node in range(pool.nodes + 1)]
+        for number, node in enumerate(pool.os_nodes):
+            region = native.Ranges([memory[cuts[number] : cuts[number + 1]]])
+            found = native.pages_by_node(region, max(NODES) + 1)
+            assert found is not None
+            on_nodes, _ = found  # others have never been written to
+            local += on_nodes[node]
+            pages += sum(on_nodes)
+    return local / pages if pages else 0.0
+
+
 @contextmanager
 def heard() -> Iterator[list[str]]:
     """Sentences of the library."""
@@ -208,6 +223,7 @@ def check_placement(path: Path, wanted: Any) -> None:
     check("its parts", layer.parts == len(NODES), layer.parts)
     check("its answers", (answers(layer) == wanted).all())
     check("its pages after calls", share(layer) > 0.97, share(layer))
+    check("workspace", (found := workspace_share(layer.pool)) > 0.97, found)
     copy = MoELayer.load(path, memory="copy")
     check("copied", share(copy) == 1.0 and (answers(copy) == wanted).all(), copy.memory)
     if several:

@@ -15,8 +15,10 @@ from helpers.encoded import KINDS, encoded_model
 from helpers.families import Raw, raw
 from helpers.family_list import MADE, SAVED
 from helpers.family_models import EXPERTS, write
+from helpers.paths import EXAMPLE
 from helpers.saved import written
 
+import ktconv
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.prune.run import Request, prepare, prune
 from ktconv.source import Checkpoint, ModelSource, open_checkpoint
@@ -175,6 +177,14 @@ def test_experts_by_token_stay(name: str, tmp_path: Path) -> None:
 def test_a_router_that_is_not_one_matrix(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no router of layer 0 under a known name"):
         pruned(written("zaya", tmp_path), IDS)
+
+
+def test_an_output_whose_experts_have_other_names(tmp_path: Path) -> None:
+    """KTransformers' names of MXFP4, beside which the router keeps that of the model."""
+    ktconv.quantize_cpu(str(EXAMPLE), str(tmp_path / "model"), method="mxfp4")
+    with pytest.raises(CheckpointError, match="has no router of layer 0") as refusal:
+        pruned(tmp_path / "model", IDS)
+    assert "prune the source, and convert that" in str(refusal.value.hint)
 
 
 @pytest.mark.parametrize("name", TOWERS)

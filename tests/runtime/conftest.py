@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,16 +24,18 @@ def pool() -> Iterator[Pool]:
         yield made
 
 
+@cache  # the same experts in all tests
+def matrices(index: int) -> Any:
+    rng = np.random.default_rng([3, index])
+    shapes = (INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)
+    return tuple(rng.standard_normal(s, np.float32) * np.float32(0.1) for s in shapes)
+
+
 @pytest.fixture
 def make_layer(pool: Pool) -> Callable[..., MoELayer]:
     """make_layer("int8", parts=2, here=[0, None, 2, ...]): random experts, None is not there."""
 
     def make(method: str = "int8", here: list[int | None] | None = None, **more: Any) -> MoELayer:
-        def matrices(index: int) -> Any:
-            rng = np.random.default_rng([3, index])
-            shapes = (INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)
-            return tuple(rng.standard_normal(s, np.float32) * np.float32(0.1) for s in shapes)
-
         there = list(range(EXPERTS)) if here is None else here
         return MoELayer(pack_experts(FORMATS[method], matrices, there, HIDDEN, INNER, **more), pool)
 

@@ -192,6 +192,7 @@ def packed_layer(name: str, **more: Any) -> Any:
         ("bf16", 1),
         ("fp8", 1),
         ("mxfp4", 2),
+        ("mxfp8", 2),
     ],
 )
 def test_activations_are_rounded_as_the_kernels_do(name: str, parts: int) -> None:

@@ -14,7 +14,8 @@ enum {
   KT_AUDIT_ROWS = 16,       /* rows of half a tile */
   KT_AUDIT_COLS = 64,       /* columns that are added at once: of INT8 half a tile */
   KT_AUDIT_GROUP_COLS = 32, /* the same of groups, a tile */
-  KT_AUDIT_BLOCK = 512,     /* columns that are unpacked at once */
+  KT_AUDIT_BLOCK = 1024,    /* columns that are unpacked at once, at most */
+  KT_AUDIT_SUMMED = 512,    /* columns of encoded bytes whose sums are binary32 */
   KT_AUDIT_GATHERED = 128   /* the same of sources whose rows lie side by side */
 };
 

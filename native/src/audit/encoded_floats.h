@@ -168,9 +168,9 @@ INLINE void audit_floats(const kt_encoded_job *job, const number n, const int64_
   const kt_matrix *const m = job->source;
   const int across = is_across(m), nibbles = n.sign == 3;
   const int64_t at_once = across ? 2 * KT_AUDIT_ROWS : 1, high = tall ? TALL : at_once;
-  const int64_t block = across ? KT_AUDIT_GATHERED : KT_AUDIT_BLOCK;
+  const int64_t block = across ? KT_AUDIT_GATHERED : KT_AUDIT_SUMMED;
   const int span = fixed == LANES ? LANES : PIECE;
-  group_state of_row[2 * KT_AUDIT_ROWS] = {{0}}, of_block[KT_AUDIT_BLOCK / TALL] = {{0}};
+  group_state of_row[2 * KT_AUDIT_ROWS] = {{0}}, of_block[KT_AUDIT_SUMMED / TALL] = {{0}};
   sums all = {{0}, {0}, {0}, {0}, 0, 0};
   for (int64_t first = 0; first < m->rows; first += high)
     for (int64_t col = 0, width; col < m->cols; col += width) {
@@ -180,8 +180,8 @@ INLINE void audit_floats(const kt_encoded_job *job, const number n, const int64_
         uint8_t room[ROOM_BYTES];
         const stored s = stored_from(m, row, col, width, room);
         for (int64_t r = 0; r < at_once; r++) {
-          float w[KT_AUDIT_BLOCK];
-          uint8_t unpacked[KT_AUDIT_BLOCK];
+          float w[KT_AUDIT_SUMMED];
+          uint8_t unpacked[KT_AUDIT_SUMMED];
           source_values(m, stored_on(s, r), row + r, col, width, w);
           const uint8_t *const codes = float_codes(job, row + r, col, width, nibbles, unpacked);
           row_sums sum = {{0}, {0}, {0}, {0}, {0}, {0}};
@@ -197,7 +197,7 @@ INLINE void audit_floats(const kt_encoded_job *job, const number n, const int64_
           if (are_usual(&sum)) {
             add_sums(&sum, &all);
           } else {
-            float values[KT_AUDIT_BLOCK];
+            float values[KT_AUDIT_SUMMED];
             float_values(job, n, codes, line, col, width, fixed, tall, values);
             add_extreme(w, values, width, &all);
           }
@@ -222,7 +222,7 @@ static __attribute__((noinline)) void audit_bf16(const kt_encoded_job *job,
   const kt_matrix *const m = job->source;
   const int across = is_across(m);
   const int64_t at_once = across ? 2 * KT_AUDIT_ROWS : 1;
-  const int64_t block = across ? KT_AUDIT_GATHERED : KT_AUDIT_BLOCK;
+  const int64_t block = across ? KT_AUDIT_GATHERED : KT_AUDIT_SUMMED;
   sums all = {{0}, {0}, {0}, {0}, 0, 0};
   for (int64_t row = 0; row < m->rows; row += at_once)
     for (int64_t col = 0, width; col < m->cols; col += width) {
@@ -230,7 +230,7 @@ static __attribute__((noinline)) void audit_bf16(const kt_encoded_job *job,
       width = least(block, m->cols - col);
       const stored s = stored_from(m, row, col, width, room);
       for (int64_t r = 0; r < at_once; r++) {
-        float w[KT_AUDIT_BLOCK];
+        float w[KT_AUDIT_SUMMED];
         row_sums sum = {{0}, {0}, {0}, {0}, {0}, {0}};
         int32_t zeros = 0, others = 0;
         source_values(m, stored_on(s, r), row + r, col, width, w);
@@ -251,7 +251,7 @@ static __attribute__((noinline)) void audit_bf16(const kt_encoded_job *job,
         if (are_usual(&sum)) {
           add_sums(&sum, &all);
         } else {
-          float values[KT_AUDIT_BLOCK];
+          float values[KT_AUDIT_SUMMED];
           for (int64_t c = 0; c < width; c++)
             values[c] = from_bits((uint32_t)half_at(codes + 2 * c) << 16);
           add_extreme(w, values, width, &all);

@@ -110,7 +110,7 @@ INLINE float largest(const float *lane) {
   return larger(larger(four[0], four[1]), larger(four[2], four[3]));
 }
 
-/* Sums of KT_AUDIT_BLOCK columns at most are binary32, of more binary64. */
+/* Sums of KT_AUDIT_SUMMED columns at most are binary32, of more binary64. */
 INLINE void add_sums(const row_sums *sum, sums *all) {
   for (int i = 0; i < LANES; i++) {
     all->source[i] += (double)sum->source[i];
@@ -187,7 +187,7 @@ INLINE void audit_codes(const kt_encoded_job *job, const int bits, const int hal
   const kt_matrix *const m = job->source;
   const int across = is_across(m);
   const int64_t at_once = across ? 2 * KT_AUDIT_ROWS : 1;
-  const int64_t block = across ? KT_AUDIT_GATHERED : KT_AUDIT_BLOCK;
+  const int64_t block = across ? KT_AUDIT_GATHERED : KT_AUDIT_SUMMED;
   const float smallest = half ? 0x1p-14f : 0x1p-126f; /* of scales that are precise enough */
   group_state groups[2 * KT_AUDIT_ROWS] = {{0}};
   sums all = {{0}, {0}, {0}, {0}, 0, 0};
@@ -197,7 +197,7 @@ INLINE void audit_codes(const kt_encoded_job *job, const int bits, const int hal
       width = least(block, m->cols - col);
       const stored s = stored_from(m, row, col, width, room);
       for (int64_t r = 0; r < at_once; r++) {
-        float w[KT_AUDIT_BLOCK];
+        float w[KT_AUDIT_SUMMED];
         source_values(m, stored_on(s, r), row + r, col, width, w);
         row_sums sum = {{0}, {0}, {0}, {0}, {0}, {0}};
         const uint8_t *const codes = job->codes + ((row + r) * m->cols + col) * bits / 8;
@@ -217,7 +217,7 @@ INLINE void audit_codes(const kt_encoded_job *job, const int bits, const int hal
         if (are_usual(&sum)) {
           add_sums(&sum, &all);
         } else {
-          float values[KT_AUDIT_BLOCK];
+          float values[KT_AUDIT_SUMMED];
           integer_values(job, row + r, col, width, values);
           add_extreme(w, values, width, &all);
         }

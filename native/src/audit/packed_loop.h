@@ -110,8 +110,6 @@ INLINE float scale_at(const kt_audit_job *job, int64_t row, int64_t group) {
 
 /* ---- Comparing --------------------------------------------------------------- */
 
-/* A level may have its own `compare_runs`, in the same order: bits of sums are the same. */
-#ifndef KT_AUDIT_OWN_RUNS
 /* Of one lane: 4 of 64 columns, or 2 of 32. */
 INLINE float square_sum(const float *x, const int cols) {
   const float sum = x[0] * x[0] + x[LANES] * x[LANES];
@@ -184,6 +182,26 @@ INLINE void compare_runs(const float *w, const int8_t *codes, float step, float 
   group->zeros += count_of(codes, 0, cols, runs);
   if (invalid) group->invalid += count_of(codes, invalid, cols, runs);
 }
+
+/* `width` columns of a row. A level may have a quicker loop with the same bits of sums, which
+ * returns 0 where it cannot. */
+#ifdef KT_AUDIT_QUICK_RUNS
+static __attribute__((noinline)) void compare_any(const float *w, const int8_t *codes, float step,
+                                                  float limit, int cut, int8_t invalid, int cols,
+                                                  int64_t runs, row_state *row) {
+  compare_runs(w, codes, step, limit, cut, invalid, cols, runs, row);
+}
+
+INLINE void compare_row(const float *w, const int8_t *codes, float step, float limit, const int cut,
+                        const int8_t invalid, const int cols, int64_t width, row_state *row) {
+  if (!quick_runs(w, codes, step, limit, cut, invalid, cols, width / cols, row))
+    compare_any(w, codes, step, limit, cut, invalid, cols, width / cols, row);
+}
+#else
+INLINE void compare_row(const float *w, const int8_t *codes, float step, float limit, const int cut,
+                        const int8_t invalid, const int cols, int64_t width, row_state *row) {
+  compare_runs(w, codes, step, limit, cut, invalid, cols, width / cols, row);
+}
 #endif
 
 /* The sums of a row once more, where binary32 squares overflow or vanish. */
@@ -214,10 +232,13 @@ static double total(const double *lane) {
   return sum;
 }
 
+/* Of numbers that are 0 or more, whose order does not matter: in halves, which are vectors. */
 static float largest(const float *lane) {
-  float most = 0;
-  for (int i = 0; i < LANES; i++) most = larger(lane[i], most);
-  return most;
+  float most[LANES / 2];
+  for (int i = 0; i < LANES / 2; i++) most[i] = larger(lane[i], lane[i + LANES / 2]);
+  for (int i = 0; i < LANES / 4; i++) most[i] = larger(most[i], most[i + LANES / 4]);
+  for (int i = 0; i < LANES / 8; i++) most[i] = larger(most[i], most[i + LANES / 8]);
+  return larger(most[0], most[1]);
 }
 
 /* A row's results for one group; the next one begins. */
@@ -274,11 +295,11 @@ INLINE void compare_block(const kt_audit_job *job, stored s, int64_t row, int64_
     source_values(job->source, from, row + r, col, width, w);
     const float limit = cut && step[r] > 0 ? format->top * step[r] : INFINITY;
     if (grouped)
-      compare_runs(w, codes[r], step[r], limit, cut, 0, KT_AUDIT_GROUP_COLS,
-                   width / KT_AUDIT_GROUP_COLS, state + r);
+      compare_row(w, codes[r], step[r], limit, cut, 0, KT_AUDIT_GROUP_COLS, width, state + r);
+    else if (format->planes == 1)
+      compare_row(w, codes[r], step[r], limit, cut, -128, KT_AUDIT_COLS, width, state + r);
     else
-      compare_runs(w, codes[r], step[r], limit, cut, format->planes == 1 ? -128 : -8, KT_AUDIT_COLS,
-                   width / KT_AUDIT_COLS, state + r);
+      compare_row(w, codes[r], step[r], limit, cut, -8, KT_AUDIT_COLS, width, state + r);
   }
 }
 

@@ -14,7 +14,7 @@ KT_INLINE void lines(const uint8_t *tile, const int q, __m512 line[4]) {
                    line + 2 + half);
 }
 
-#define FORM ((kt_float_form){KT_BF16_TILE, 0, lines, NULL})
+#define FORM ((kt_float_form){KT_BF16_TILE, 0, lines, NULL, KT_BF16_TILE, 0})
 KT_FLOAT_KERNELS(FORM, kernels)
 
 void kt_bf16_product_float_avx512(const kt_weight *w, int64_t strip, int64_t strips,

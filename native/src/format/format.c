@@ -10,6 +10,7 @@ static const kt_weight_format *const table[] = {
     [KT_FORMAT_BF16] = &kt_bf16_format,   [KT_FORMAT_FP8] = &kt_fp8_format,
     [KT_FORMAT_MXFP4] = &kt_mxfp4_format, [KT_FORMAT_GINT4] = &kt_gint4_format,
     [KT_FORMAT_GINT8] = &kt_gint8_format, [KT_FORMAT_NVFP4] = &kt_nvfp4_format,
+    [KT_FORMAT_MXFP8] = &kt_mxfp8_format,
 };
 
 const kt_weight_format *kt_format_of(const kt_layout *layout) {

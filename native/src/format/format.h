@@ -72,7 +72,7 @@ struct kt_weight_format {
 };
 
 extern const kt_weight_format kt_int8_format, kt_int4_format, kt_bf16_format, kt_fp8_format,
-    kt_mxfp4_format, kt_gint4_format, kt_gint8_format, kt_nvfp4_format;
+    kt_mxfp4_format, kt_gint4_format, kt_gint8_format, kt_nvfp4_format, kt_mxfp8_format;
 
 /* The table row of a layout; NULL if there is no such format, group or scale dtype. */
 const kt_weight_format *kt_format_of(const kt_layout *layout);

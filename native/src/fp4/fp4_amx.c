@@ -15,19 +15,6 @@ KT_TARGET_BEGIN(AMX)
 
 /* ---- MXFP4 ------------------------------------------------------------------- */
 
-/* Whether bf16 holds the numbers of all codes times each of these scales. */
-static int are_exact(const uint8_t *scale, int64_t count) {
-  const __m512i first = _mm512_set1_epi8(KT_MXFP4_EXACT_FIRST);
-  const __m512i last = _mm512_set1_epi8((char)KT_MXFP4_EXACT_LAST);
-  __mmask64 outside = 0;
-  for (int64_t i = 0; i < count; i += 64) {
-    const __mmask64 there = count - i < 64 ? 0xffffffff : ~(__mmask64)0; /* count: strips of 32 */
-    const __m512i v = _mm512_maskz_loadu_epi8(there, scale + i);
-    outside |= _mm512_mask_cmplt_epu8_mask(there, v, first) | _mm512_cmpgt_epu8_mask(v, last);
-  }
-  return outside == 0;
-}
-
 KT_INLINE void unpack_mxfp4(kt_amx_codes codes, uint8_t *tiles, const int part) {
   kt_mxfp4_decode_part(codes.at, codes.scale, part, tiles);
 }
@@ -76,7 +63,8 @@ void kt_mxfp4_stream_amx(const kt_weight *w, int64_t strip, const uint8_t *x, in
   const int64_t count = w->cols / KT_TILE_COLS * KT_STRIP;
   *sums = kt_sums_of(out, tokens);
   if (w->layout.scale_dtype == KT_SCALE_UE8M0 &&
-      are_exact((const uint8_t *)w->scale + strip * count, count)) {
+      kt_powers_within((const uint8_t *)w->scale + strip * count, count, KT_MXFP4_EXACT_FIRST,
+                       KT_MXFP4_EXACT_LAST)) {
     kt_amx_stream_unpacked(form, mxfp4_strip, w, strip, x, stride, tokens, NULL, beside, out);
     return;
   }

@@ -36,16 +36,12 @@ KT_INLINE void mxfp4_decode(const kt_weight *w, int64_t n, int64_t k, float *out
 
 KT_INLINE void mxfp4_scales(const kt_weight *w, int64_t n, int64_t k, float scale[KT_STRIP]) {
   const int64_t at = kt_group_scale_index(w->cols, KT_MXFP4_GROUP, n, k / KT_MXFP4_GROUP);
-  for (int r = 0; r < KT_STRIP; r++) {
-    uint32_t bits;
-    if (w->layout.scale_dtype == KT_SCALE_BF16) {
-      bits = (uint32_t)((const uint16_t *)w->scale)[at + r] << 16;
-    } else { /* the byte is the exponent; 0 means 2^-127, the one denormal */
-      const uint32_t exponent = (uint32_t)((const uint8_t *)w->scale)[at + r] << 23;
-      bits = exponent ? exponent : 0x00400000u;
-    }
-    scale[r] = kt_float(bits);
+  if (w->layout.scale_dtype == KT_SCALE_UE8M0) {
+    kt_float_powers((const uint8_t *)w->scale + at, scale);
+    return;
   }
+  for (int r = 0; r < KT_STRIP; r++)
+    scale[r] = kt_float((uint32_t)((const uint16_t *)w->scale)[at + r] << 16);
 }
 
 void kt_mxfp4_product_avx2(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,

@@ -34,8 +34,8 @@ KT_INLINE void nvfp4_scales(const kt_weight *w, int64_t n, int64_t k, __m512 sca
   for (int half = 0; half < 2; half++) scale[half] = kt_nvfp4_scales(from + 16 * half);
 }
 
-#define MXFP4 ((kt_float_form){KT_FP4_TILE, KT_MXFP4_GROUP, lines, mxfp4_scales})
-#define NVFP4 ((kt_float_form){KT_NVFP4_TILE, KT_NVFP4_GROUP, lines, nvfp4_scales})
+#define MXFP4 ((kt_float_form){KT_FP4_TILE, KT_MXFP4_GROUP, lines, mxfp4_scales, 0, 0})
+#define NVFP4 ((kt_float_form){KT_NVFP4_TILE, KT_NVFP4_GROUP, lines, nvfp4_scales, 3072, 0})
 KT_FLOAT_KERNELS(MXFP4, of_mxfp4)
 KT_FLOAT_KERNELS(NVFP4, of_nvfp4)
 

@@ -3,20 +3,17 @@
 #ifndef KT_FP4_SCALES_AVX512_H
 #define KT_FP4_SCALES_AVX512_H
 
+#include "../gemm/powers_avx512.h"
 #include "fp4.h"
 
-/* 16 packed scales of MXFP4 as floats. UE8M0: the byte is the exponent; 0 means 2^-127, the one
- * denormal. */
+/* 16 packed scales of MXFP4 as floats. */
 KT_INLINE __m512 kt_mxfp4_scales(int32_t dtype, const void *scale, int64_t at) {
   if (dtype == KT_SCALE_BF16) {
     const uint16_t *const from = (const uint16_t *)scale + at;
     const __m256i bits = _mm256_loadu_si256((const __m256i *)(const void *)from);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
   }
-  const uint8_t *const from = (const uint8_t *)scale + at;
-  const __m128i codes = _mm_loadu_si128((const __m128i *)(const void *)from);
-  const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(codes), 23);
-  return _mm512_castsi512_ps(_mm512_max_epu32(bits, _mm512_set1_epi32(0x00400000)));
+  return kt_power_scales((const uint8_t *)scale + at);
 }
 
 /* 16 E4M3 scales of NVFP4, as halves of the same mantissa, whose exponents are 8 smaller. */

@@ -8,33 +8,19 @@
 
 /* ---- MXFP4 ------------------------------------------------------------------- */
 
-/* What scales of 16 rows add to bf16 bits: (code - 127) << 7, twice for each row. */
-KT_INLINE __m512i kt_mxfp4_exponents(const uint8_t *scale) {
-  const __m128i codes = _mm_loadu_si128((const __m128i *)(const void *)scale);
-  const __m512i steps = _mm512_sub_epi32(_mm512_cvtepu8_epi32(codes), _mm512_set1_epi32(127));
-  const __m512i high = _mm512_slli_epi32(steps, 23);
-  return _mm512_or_si512(high, _mm512_srli_epi32(high, 16));
-}
-
-/* Zeros stay as they are. */
-KT_INLINE __m512i kt_mxfp4_scaled_line(__m512i line, __m512i exponents) {
-  const __mmask32 nonzero = _mm512_test_epi16_mask(line, _mm512_set1_epi16(0x7fff));
-  return _mm512_mask_add_epi16(line, nonzero, line, exponents);
-}
-
 /* Lines 4 part .. 4 part + 3 of both halves of a tile of bf16, part < 4; out: 64-byte aligned.
  * exponents: NULL, or those of the 32 rows. */
 KT_INLINE void kt_mxfp4_decode_part(const uint8_t *tile, const uint8_t *exponents, const int part,
                                     uint8_t *out) {
   const __m512i table = kt_fp4_table(), zero = _mm512_setzero_si512();
-  const __m512i add0 = exponents ? kt_mxfp4_exponents(exponents) : zero;
-  const __m512i add1 = exponents ? kt_mxfp4_exponents(exponents + KT_HALF_ROWS) : zero;
+  const __m512i add0 = exponents ? kt_power_exponents(exponents) : zero;
+  const __m512i add1 = exponents ? kt_power_exponents(exponents + KT_HALF_ROWS) : zero;
   KT_UNROLL(4)
   for (int p = 4 * part; p < 4 * part + 4; p++) {
     __m512i line0, line1;
     kt_fp4_decode(table, _mm512_loadu_si512(tile + p / 2 * KT_LINE), p % 2, &line0, &line1);
-    _mm512_store_si512(out + p * KT_LINE, kt_mxfp4_scaled_line(line0, add0));
-    _mm512_store_si512(out + KT_BF16_HALF_TILE + p * KT_LINE, kt_mxfp4_scaled_line(line1, add1));
+    _mm512_store_si512(out + p * KT_LINE, kt_times_powers(line0, add0));
+    _mm512_store_si512(out + KT_BF16_HALF_TILE + p * KT_LINE, kt_times_powers(line1, add1));
   }
 }
 

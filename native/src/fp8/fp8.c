@@ -1,4 +1,4 @@
-/* The table row of FP8 weights, their packing and scalar product. */
+/* The table row of FP8 weights, the packing of E4M3 codes, and the scalar product. */
 #include "fp8.h"
 
 #include "../cpu.h"
@@ -11,13 +11,13 @@ static int64_t byte_at(int64_t cols, int64_t n, int64_t k) {
          r % KT_HALF_ROWS / 4 * 16 + r / KT_HALF_ROWS * 8 + r % 4 * 2 + k % 2;
 }
 
-static int is_finite(const uint8_t *codes, int64_t count) {
+int kt_fp8_is_finite(const uint8_t *codes, int64_t count) {
   int found = 0;
   for (int64_t i = 0; i < count; i++) found |= (codes[i] & 0x7f) == 0x7f;
   return !found;
 }
 
-static void pack_tile(const uint8_t *codes, size_t row_size, uint8_t *tile) {
+void kt_fp8_pack_tile(const uint8_t *codes, size_t row_size, uint8_t *tile) {
   for (int r = 0; r < KT_STRIP; r++, codes += row_size) {
     uint8_t *const to = tile + r % KT_HALF_ROWS / 4 * 16 + r / KT_HALF_ROWS * 8 + r % 4 * 2;
     for (int pair = 0; pair < KT_TILE_COLS / 2; pair++)
@@ -25,10 +25,15 @@ static void pack_tile(const uint8_t *codes, size_t row_size, uint8_t *tile) {
   }
 }
 
-static void unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_t n,
+void kt_fp8_unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_t n,
                        uint8_t *codes) {
   (void)rows;
   for (int64_t k = 0; k < cols; k++) codes[k] = packed[byte_at(cols, n, k)];
+}
+
+uint16_t kt_fp8_number(const kt_weight *w, int64_t n, int64_t k) {
+  const unsigned code = w->codes[byte_at(w->cols, n, k)];
+  return (uint16_t)(kt_e4m3_bf16[code & 0x7f] | (code & 0x80) << 8);
 }
 
 static double scale_of(const kt_weight *w, int64_t n, int64_t k) {
@@ -38,11 +43,8 @@ static double scale_of(const kt_weight *w, int64_t n, int64_t k) {
 }
 
 static void decode_row(const kt_weight *w, int64_t n, double *out) {
-  for (int64_t k = 0; k < w->cols; k++) {
-    const uint8_t code = w->codes[byte_at(w->cols, n, k)];
-    const double magnitude = kt_bf16_value(kt_e4m3_bf16[code & 0x7f]);
-    out[k] = (code & 0x80 ? -magnitude : magnitude) * scale_of(w, n, k);
-  }
+  for (int64_t k = 0; k < w->cols; k++)
+    out[k] = kt_bf16_value(kt_fp8_number(w, n, k)) * scale_of(w, n, k);
 }
 
 void kt_fp8_product_scalar(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
@@ -50,13 +52,8 @@ void kt_fp8_product_scalar(const kt_weight *w, int64_t strip, int64_t strips, co
   kt_bf16_product_rows(decode_row, w, strip, strips, x, stride, tokens, out, panel);
 }
 
-static uint16_t number(const kt_weight *w, int64_t n, int64_t k) {
-  const unsigned code = w->codes[byte_at(w->cols, n, k)];
-  return (uint16_t)(kt_e4m3_bf16[code & 0x7f] | (code & 0x80) << 8);
-}
-
 void kt_fp8_transpose_scalar(const kt_weight *w, int64_t column, uint8_t *strip) {
-  kt_transpose_numbers(number, w, column, strip);
+  kt_transpose_numbers(kt_fp8_number, w, column, strip);
 }
 
 const kt_weight_format kt_fp8_format = {
@@ -68,9 +65,9 @@ const kt_weight_format kt_fp8_format = {
     .scale_dtypes = 1u << KT_SCALE_F32,
     .scale_rows = KT_FP8_BLOCK,
     .scale_units = 1,
-    .unpack_row = unpack_row,
-    .pack_tile = pack_tile,
-    .is_finite = is_finite,
+    .unpack_row = kt_fp8_unpack_row,
+    .pack_tile = kt_fp8_pack_tile,
+    .is_finite = kt_fp8_is_finite,
     .rows_kind = KT_ROWS_BF16,
     .product[KT_ISA_SCALAR] = kt_fp8_product_scalar,
     .transpose[KT_ISA_SCALAR] = kt_fp8_transpose_scalar,

@@ -1,5 +1,8 @@
-/* fp8.h - E4M3 weights (no infinities, NaN only with all bits set), scales per 128 x 128
- * block or per row.
+/* fp8.h - E4M3 weights (no infinities, NaN only with all bits set).
+ *
+ *   FP8     a binary32 scale per 128 x 128 block or per row
+ *   MXFP8   a power of two (UE8M0) per 32 columns of a row, in a matrix of their own (OCP
+ *           Microscaling)
  *
  * A packed line is 32 rows x 2 columns: byte (row r, column c) at
  *   r%16/4 * 16 + r/16 * 8 + r%4 * 2 + c
@@ -13,10 +16,33 @@
 
 enum { KT_FP8_TILE = 1024, KT_FP8_BLOCK = 128 };
 
+/* Codes of both formats: cells of their rows (format/format.h). */
+int kt_fp8_is_finite(const uint8_t *codes, int64_t count);
+void kt_fp8_pack_tile(const uint8_t *codes, size_t row_size, uint8_t *tile);
+void kt_fp8_unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_t n,
+                       uint8_t *codes);
+
+/* The number of (row n, column k) without its scale, bf16 bits. */
+uint16_t kt_fp8_number(const kt_weight *w, int64_t n, int64_t k);
+
 kt_transpose_fn kt_fp8_transpose_scalar, kt_fp8_transpose_avx512;
 kt_stream_fn kt_fp8_stream_amx;
 kt_transposed_fn kt_fp8_transposed_amx;
 kt_product_fn kt_fp8_product_scalar, kt_fp8_product_avx2, kt_fp8_product_avx512,
     kt_fp8_product_float_avx512, kt_fp8_product_amx;
+
+/* ---- MXFP8 ------------------------------------------------------------------- */
+
+enum { KT_MXFP8_GROUP = 32 };
+
+/* UE8M0 scales, whose products with all codes bf16 holds: 2^-9 * 2^-117 is the smallest normal
+ * number, 448 * 2^119 finite. */
+enum { KT_MXFP8_EXACT_FIRST = 10, KT_MXFP8_EXACT_LAST = 246 };
+
+kt_transpose_fn kt_mxfp8_transpose_scalar, kt_mxfp8_transpose_avx512;
+kt_stream_fn kt_mxfp8_stream_amx;
+kt_transposed_fn kt_mxfp8_transposed_amx;
+kt_product_fn kt_mxfp8_product_scalar, kt_mxfp8_product_avx2, kt_mxfp8_product_avx512,
+    kt_mxfp8_product_float_avx512, kt_mxfp8_product_amx;
 
 #endif

@@ -1,4 +1,4 @@
-/* FP8 products with AVX2 (float_gemm_avx2.h). */
+/* FP8 and MXFP8 products with AVX2 (float_gemm_avx2.h). */
 #include "../cpu.h"
 
 #if KT_X86
@@ -40,6 +40,19 @@ void kt_fp8_product_avx2(const kt_weight *w, int64_t strip, int64_t strips, cons
   }
   kt_float_product(decode, NULL, 0, w, strip, strips, x, stride, tokens, out, panel);
   kt_float_scale_rows(w, strip, strips, tokens, out);
+}
+
+/* ---- MXFP8 ------------------------------------------------------------------- */
+
+KT_INLINE void powers_of(const kt_weight *w, int64_t n, int64_t k, float scale[KT_STRIP]) {
+  const int64_t at = kt_group_scale_index(w->cols, KT_MXFP8_GROUP, n, k / KT_MXFP8_GROUP);
+  kt_float_powers((const uint8_t *)w->scale + at, scale);
+}
+
+void kt_mxfp8_product_avx2(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
+                           int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
+  kt_float_product(decode, powers_of, KT_MXFP8_GROUP, w, strip, strips, x, stride, tokens, out,
+                   panel);
 }
 
 KT_TARGET_END

@@ -8,4 +8,7 @@
 /* bf16 bits of the 128 magnitudes; exact. */
 extern const uint16_t kt_e4m3_bf16[128];
 
+/* The same, byte by byte: all lower ones, all upper ones. */
+extern const uint8_t kt_e4m3_bytes[2][128];
+
 #endif

@@ -113,6 +113,17 @@ KT_INLINE void kt_float_scale_rows(const kt_weight *w, int64_t strip, int64_t st
   }
 }
 
+/* 32 scales that are powers of two (UE8M0): the byte is the exponent; 0 means 2^-127, the one
+ * denormal. */
+KT_INLINE void kt_float_powers(const uint8_t *codes, float scale[KT_STRIP]) {
+  for (int r = 0; r < KT_STRIP; r += 8) {
+    const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(codes + r));
+    const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23);
+    const __m256i least = _mm256_max_epu32(bits, _mm256_set1_epi32(0x00400000));
+    _mm256_storeu_ps(scale + r, _mm256_castsi256_ps(least));
+  }
+}
+
 /* Numbers of E4M3 in the upper bytes of 8 words, as binary32: as halves of the same mantissa, whose
  * exponents are 8 smaller. */
 KT_INLINE __m256 kt_float_e4m3(__m128i words) {

@@ -24,7 +24,7 @@ enum {
   KT_FLOAT_K_BLOCK = 128, /* columns that are decoded to the panel: 32 KiB of a strip */
   KT_FLOAT_PAD = 16,      /* floats behind a row of activations: not all in one set of the cache */
   KT_FLOAT_TILES = KT_FLOAT_K_BLOCK * KT_STRIP, /* floats of the panel before activations */
-  KT_FLOAT_AHEAD = 8192                         /* bytes by which weights are prefetched */
+  KT_FLOAT_AHEAD = 8192                         /* bytes by which most formats are prefetched */
 };
 _Static_assert((KT_FLOAT_TILES + KT_MAX_TOKENS * (KT_FLOAT_K_BLOCK + KT_FLOAT_PAD)) * 4 <=
                    KT_PANEL_SIZE,
@@ -43,6 +43,8 @@ typedef struct kt_float_form {
   int group;     /* columns that share a scale: 16, or a multiple of 32; 0: all */
   kt_float_lines_fn *lines;
   kt_float_scales_fn *scales; /* of groups */
+  int ahead;                  /* bytes by which weights are prefetched; 0: KT_FLOAT_AHEAD */
+  float before;               /* by what sums of groups are multiplied before; 0: by nothing */
 } kt_float_form;
 
 #define KT_FLOAT_EACH_TOKEN                                                                        \
@@ -62,10 +64,12 @@ KT_INLINE __m512 kt_float_one(const float *x) {
   return one;
 }
 
-/* What lies AHEAD of columns 2q and 2q + 1; past the end of the codes it does nothing. */
+/* What columns 2q and 2q + 1 of a tile `ahead` will need; past the end of the codes it does
+ * nothing. */
 KT_INLINE void kt_float_prefetch(const kt_float_form form, const uint8_t *tile, const int q) {
   const int size = form.tile_size / (KT_TILE_COLS / 2); /* of these columns */
-  const uintptr_t from = (uintptr_t)tile + KT_FLOAT_AHEAD + (uintptr_t)(q * size);
+  const int ahead = form.ahead ? form.ahead : KT_FLOAT_AHEAD;
+  const uintptr_t from = (uintptr_t)tile + (uintptr_t)(ahead + q * size);
   if (size >= KT_LINE || q % 2 == 0)
     for (int i = 0; i < size; i += KT_LINE) __builtin_prefetch((const void *)(from + (uintptr_t)i));
 }
@@ -118,9 +122,9 @@ KT_INLINE void kt_float_micro(const kt_float_form form, const int tokens, const 
       if (form.group) form.scales(w, n, k + c + i * group, scale);
       KT_FLOAT_EACH_TOKEN for (int half = 0; half < 2; half++) {
         float *const to = out + t * KT_STRIP + 16 * half;
-        const __m512 all = form.group
-                               ? _mm512_fmadd_ps(sum[t][i][half], scale[half], _mm512_loadu_ps(to))
-                               : sum[t][i][half];
+        __m512 all = sum[t][i][half];
+        if (form.before != 0) all = _mm512_mul_ps(all, _mm512_set1_ps(form.before));
+        if (form.group) all = _mm512_fmadd_ps(all, scale[half], _mm512_loadu_ps(to));
         _mm512_storeu_ps(to, all);
       }
     }
@@ -236,6 +240,7 @@ KT_INLINE void kt_float_product(const kt_float_form form, const kt_float_kernels
 
 /* Two columns of 16 rows, in turn, as binary32. */
 KT_INLINE void kt_float_pairs(__m512i pairs, __m512 *even, __m512 *odd) {
+  __asm__("" : "+v"(pairs)); /* else loaded once for each of the two */
   *even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
   *odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)));
 }

@@ -2,7 +2,10 @@
  *
  *   INT8   one code in a byte, 64 columns
  *   INT4   two codes in a byte, 128 columns: byte j of a row of a tile holds column j in its low
- *          and column j+64 in its high nibble */
+ *          and column j+64 in its high nibble
+ *
+ * From KT_..._LEAST_STREAMED tokens on a product is faster when it fetches the next strip itself;
+ * for fewer, the core reads longer runs of lines faster than they are prefetched in parts. */
 #ifndef KT_INT_H
 #define KT_INT_H
 

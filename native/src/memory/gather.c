@@ -128,6 +128,14 @@ static void gather_batch(batch *b, size_t count, int32_t node, kt_gathered *g) {
   for (size_t k = 0; k < left && !g->error; k++) ++*(b->reason[k] == -ENOMEM ? &g->full : &g->busy);
 }
 
+/* In pieces: of a longer one Linux reads no more than a request to the device has, or its
+ * read-ahead. */
+static void want(uintptr_t from, uintptr_t size) {
+  const uintptr_t most = 512 << 10;
+  for (uintptr_t done = 0; done < size; done += most)
+    madvise((void *)(from + done), size - done < most ? size - done : most, MADV_WILLNEED);
+}
+
 kt_status kt_memory_gather(const kt_range *ranges, int64_t range_count, int32_t os_node,
                            kt_gathered *gathered) {
   if (!ranges || !gathered || range_count < 0 || os_node < 0 || os_node >= KT_MAX_NODES)
@@ -140,7 +148,7 @@ kt_status kt_memory_gather(const kt_range *ranges, int64_t range_count, int32_t 
     while (s.first < s.end) {
       if (asked < s.end && asked < s.first + ahead / 2) { /* only a wish: own memory has no file */
         const uintptr_t size = s.end - asked < ahead ? s.end - asked : ahead;
-        madvise((void *)asked, size, MADV_WILLNEED);
+        want(asked, size);
         asked += size;
       }
       gather_batch(&b, take(&s, &b), os_node, &g);

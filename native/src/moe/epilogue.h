@@ -39,9 +39,9 @@ typedef struct kt_epilogue {
   void (*add_weighted)(const kt_weighted *weighted, int64_t first, int64_t end);
   /* The numbers of tokens first .. end of one strip: out[t][32], which may be the sums. */
   void (*numbers)(const kt_sums *sums, int64_t first, int64_t end, float *out);
-  /* y = (part 0 + add) + part 1 + ..., in that order; parts lie `stride` floats apart; add may be
-   * NULL, or y; n % 16 == 0. */
-  void (*sum)(const float *part, int64_t parts, int64_t stride, const float *add, int64_t n,
+  /* y = (part 0 + add) + part 1 + ..., in that order, of n numbers of each part from `at` on; add
+   * may be NULL, or y; n % 16 == 0. */
+  void (*sum)(const float *const *part, int64_t parts, int64_t at, const float *add, int64_t n,
               float *y);
 } kt_epilogue;
 

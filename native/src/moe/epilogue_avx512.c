@@ -157,13 +157,13 @@ static void numbers(const kt_sums *sums, int64_t first, int64_t end, float *out)
   FOR_KIND(sums, 0, numbers_kind, sums, first, end, out);
 }
 
-static void sum(const float *part, int64_t parts, int64_t stride, const float *add, int64_t n,
+static void sum(const float *const *part, int64_t parts, int64_t at, const float *add, int64_t n,
                 float *y) {
   for (int64_t i = 0; i < n; i += 16) {
-    __m512 total = _mm512_loadu_ps(part + i);
+    __m512 total = _mm512_loadu_ps(part[0] + at + i);
     if (add) total = _mm512_add_ps(total, _mm512_loadu_ps(add + i));
     for (int64_t p = 1; p < parts; p++)
-      total = _mm512_add_ps(total, _mm512_loadu_ps(part + p * stride + i));
+      total = _mm512_add_ps(total, _mm512_loadu_ps(part[p] + at + i));
     _mm512_storeu_ps(y + i, total);
   }
 }

@@ -50,11 +50,11 @@ static void numbers(const kt_sums *sums, int64_t first, int64_t end, float *out)
     for (int64_t r = 0; r < KT_STRIP; r++) out[t * KT_STRIP + r] = number(sums, 0, t, r);
 }
 
-static void sum(const float *part, int64_t parts, int64_t stride, const float *add, int64_t n,
+static void sum(const float *const *part, int64_t parts, int64_t at, const float *add, int64_t n,
                 float *y) {
   for (int64_t i = 0; i < n; i++) {
-    float total = add ? part[i] + add[i] : part[i];
-    for (int64_t p = 1; p < parts; p++) total += part[p * stride + i];
+    float total = add ? part[0][at + i] + add[i] : part[0][at + i];
+    for (int64_t p = 1; p < parts; p++) total += part[p][at + i];
     y[i] = total;
   }
 }

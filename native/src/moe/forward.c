@@ -80,40 +80,71 @@ static int64_t most_groups(const kt_run *r, int64_t slots) {
   return kt_smaller(kt_smaller(r->moe->experts, slots), full + 1);
 }
 
-static void lay_out_parts(kt_arena *a, kt_forward_run *f, int64_t slots, int there) {
-  const kt_run *const r = &f->run;
+/* Threads of the largest team: each part has shares of so many. */
+static int64_t most_threads(const kt_run *r) {
   int64_t threads = 1;
   for (int64_t t = 0; t < r->team_count; t++) threads = kt_larger(threads, kt_team_threads(r, t));
-  f->partial_stride = r->moe->hidden + APART;
-  f->partial_size = r->tokens * f->partial_stride;
-  float *const partial = kt_take(a, r->moe->parts * f->partial_size, sizeof *partial);
-  const int64_t most = most_groups(r, slots);
-  kt_group *const groups = kt_take(a, r->moe->parts * most, sizeof *groups);
-  kt_share *const shares = kt_take(a, r->moe->parts * most * 3 * threads, sizeof *shares);
-  for (int64_t i = 0; there && i < r->moe->parts * most; i++) {
+  return threads;
+}
+
+static void lay_out_groups(kt_arena *a, kt_forward_run *f, int64_t part, int64_t slots, int there) {
+  const int64_t threads = most_threads(&f->run), most = most_groups(&f->run, slots);
+  kt_group *const groups = kt_take(a, most, sizeof *groups);
+  kt_share *const shares = kt_take(a, most * 3 * threads, sizeof *shares);
+  for (int64_t i = 0; there && i < most; i++) {
     kt_share *const own = shares + i * 3 * threads;
     groups[i] = (kt_group){.inner = own, .middle = own + threads, .down = own + 2 * threads};
   }
-  for (int64_t p = 0; there && p < r->moe->parts; p++)
-    f->parts[p] = (kt_part_work){groups + p * most, partial + p * f->partial_size};
+  if (there) f->parts[part].groups = groups;
 }
 
-/* All pointers of `f` for batches of up to f->run.tokens. Returns the bytes used. */
-static size_t lay_out(kt_forward_run *f, uint8_t *memory) {
-  kt_arena a = {memory, 0};
+/* What all teams use. */
+static void lay_out_shared(kt_arena *a, kt_forward_run *f, int64_t slots) {
   kt_run *const r = &f->run;
-  const int64_t threads = kt_pool_threads(r->pool), slots = r->tokens * r->top_k;
-  kt_take_route(&a, &r->route, r->moe->experts, slots);
-  f->teams = kt_take(&a, r->team_count, sizeof *f->teams);
-  f->parts = kt_take(&a, r->moe->parts, sizeof *f->parts);
-  f->workers = kt_take(&a, threads, sizeof *f->workers);
-  kt_take_adapted(&a, r, slots, &f->adapted);
-  kt_take_served(&a, r, slots, &f->served);
-  for (int64_t t = 0; t < r->team_count; t++)
-    lay_out_team(&a, f, memory ? f->teams + t : NULL, slots);
-  for (int64_t t = 0; t < threads; t++) lay_out_worker(&a, f, memory ? f->workers + t : NULL);
-  lay_out_parts(&a, f, slots, memory != NULL);
-  return a.used;
+  kt_take_route(a, &r->route, r->moe->experts, slots);
+  f->teams = kt_take(a, r->team_count, sizeof *f->teams);
+  f->parts = kt_take(a, r->moe->parts, sizeof *f->parts);
+  f->partials = kt_take(a, r->moe->parts, sizeof *f->partials);
+  f->workers = kt_take(a, kt_pool_threads(r->pool), sizeof *f->workers);
+  kt_take_adapted(a, r, slots, &f->adapted);
+  kt_take_served(a, r, slots, &f->served);
+}
+
+/* Of a team: first what the caller writes to before each job, then what the team's threads write to
+ * before others read it. */
+static void lay_out_region(kt_arena *a, kt_forward_run *f, int64_t index, int64_t slots,
+                           int there) {
+  const kt_run *const r = &f->run;
+  const int32_t threads = kt_team_threads(r, index), first = kt_first_thread(r, index);
+  const int64_t part = kt_first_part(r, index), end = kt_first_part(r, index + 1);
+  kt_team *const team = kt_take(a, 1, sizeof *team);
+  kt_worker *const workers = kt_take(a, threads, sizeof *workers);
+  for (int64_t p = part; p < end; p++) lay_out_groups(a, f, p, slots, there);
+  if (there) f->teams[index] = team;
+  lay_out_team(a, f, there ? team : NULL, slots);
+  for (int32_t i = 0; i < threads; i++) {
+    if (there) f->workers[first + i] = workers + i;
+    lay_out_worker(a, f, there ? workers + i : NULL);
+  }
+  for (int64_t p = part; p < end; p++) {
+    float *const partial = kt_take(a, r->tokens * f->partial_stride, sizeof *partial);
+    if (there) f->parts[p].partial = partial, f->partials[p] = partial;
+  }
+}
+
+/* All pointers of `f` for batches of up to f->run.tokens. Returns the bytes used. `size`: of the
+ * memory, if there is some. */
+static size_t lay_out(kt_forward_run *f, void *memory, size_t size) {
+  const int64_t slots = f->run.tokens * f->run.top_k;
+  size_t most = 0;
+  f->partial_stride = f->run.moe->hidden + APART;
+  for (int64_t index = 0; index < f->run.team_count; index++) {
+    kt_arena a = kt_team_arena(&f->run, memory, size, index);
+    if (index == 0) lay_out_shared(&a, f, slots);
+    lay_out_region(&a, f, index, slots, memory != NULL);
+    if (a.used > most) most = a.used;
+  }
+  return kt_teams_size(&f->run, most);
 }
 
 /* ---- Steps of a team ------------------------------------------------------ */
@@ -125,7 +156,7 @@ static void make_x_rows(const kt_forward_run *f, kt_team *t, kt_worker *w) {
       f->read(&f->x, f->run.first_token + token, 1, w->values, hidden);
       kt_rows_quantize(f->rows_kind, hidden, f->run.moe->layout.group, w->values,
                        t->x_rows + token * f->x_stride);
-      if (t == f->teams) kt_served_row(&f->run, &f->served, token, w->values);
+      if (t == f->teams[0]) kt_served_row(&f->run, &f->served, token, w->values);
     }
 }
 
@@ -199,8 +230,8 @@ static void finish(kt_forward_run *f, kt_worker *w) {
       const int64_t token = f->run.first_token + i;
       for (int64_t p = 0; !f->run.route.used[i] && p < f->run.moe->parts; p++)
         memset(f->parts[p].partial + i * f->partial_stride, 0, (size_t)hidden * sizeof(float));
-      f->epilogue->sum(f->parts[0].partial + i * f->partial_stride, f->run.moe->parts,
-                       f->partial_size, f->add ? f->add + token * hidden : NULL, hidden, w->values);
+      f->epilogue->sum(f->partials, f->run.moe->parts, i * f->partial_stride,
+                       f->add ? f->add + token * hidden : NULL, hidden, w->values);
       kt_rows_store(f->y_dtype, w->values, hidden, f->y + (size_t)token * f->y_size);
     }
 }
@@ -219,8 +250,8 @@ static void forward_job(void *context, int32_t thread) {
   kt_forward_run *f = context;
   const uint64_t mode = kt_float_mode_enter();
   const int64_t index = kt_team_of(&f->run, thread);
-  kt_team *t = f->teams + index;
-  kt_worker *w = f->workers + thread;
+  kt_team *t = f->teams[index];
+  kt_worker *w = f->workers[thread];
   w->rank = kt_team_rank(&f->run, thread);
   make_x_rows(f, t, w);
   kt_barrier_wait(&t->barrier, w->rank);
@@ -287,7 +318,7 @@ static void prepare_part(kt_forward_run *f, const kt_team *t, int64_t part) {
 
 static void prepare_team(kt_forward_run *f, int64_t index) {
   const kt_run *const r = &f->run;
-  kt_team *const t = f->teams + index;
+  kt_team *const t = f->teams[index];
   const int32_t threads = kt_team_threads(r, index);
   t->threads = threads;
   kt_barrier_init(&t->barrier, threads);
@@ -356,7 +387,7 @@ static kt_forward_run start(const kt_moe *moe, kt_low_rank low_rank, int saves, 
 size_t kt_forward_scratch_size(const kt_moe *moe, kt_low_rank low_rank, int64_t tokens,
                                int64_t top_k, const kt_pool *pool) {
   kt_forward_run f = start(moe, low_rank, 0, pool, tokens, top_k);
-  return lay_out(&f, NULL);
+  return lay_out(&f, NULL, 0);
 }
 
 size_t kt_moe_scratch_size(const kt_moe *moe, int64_t tokens, int64_t top_k, const kt_pool *pool) {
@@ -407,7 +438,7 @@ kt_status kt_forward(const kt_moe *moe, kt_low_rank low_rank, kt_pool *pool,
   kt_forward_run f = start(moe, low_rank, saved != NULL, pool, call->tokens, call->top_k);
   if (scratch_size < kt_forward_scratch_size(moe, low_rank, call->tokens, call->top_k, pool))
     return KT_ERR_SCRATCH;
-  lay_out(&f, scratch);
+  lay_out(&f, scratch, scratch_size);
   start_call(&f, call, saved);
   /* All is checked before y is written, of which x or add may be a part. */
   const kt_status good = each_batch(&f, call, check_batch_experts);

@@ -6,7 +6,7 @@
 
 #include <string.h>
 
-enum { LINE = 64, STRIPS_PER_THREAD = 4 };
+enum { LINE = 64, STRIPS_PER_THREAD = 4, PAGE = 4096, HUGE_PAGE = 2 << 20 };
 
 /* Of all parts. Their pointers alone would fill half of what a process can address. */
 static const int64_t most_experts = (int64_t)1 << 40;
@@ -30,6 +30,19 @@ void kt_take_route(kt_arena *arena, kt_route *route, int64_t experts, int64_t sl
   route->used = kt_take(arena, slots, sizeof *route->used);
   route->count = kt_take(arena, experts, sizeof *route->count);
   route->skip = kt_take(arena, experts, sizeof *route->skip);
+}
+
+static size_t page_for(size_t size) { return size < HUGE_PAGE ? PAGE : HUGE_PAGE; }
+
+kt_arena kt_team_arena(const kt_run *r, void *scratch, size_t scratch_size, int64_t team) {
+  const size_t region = scratch_size / (size_t)r->team_count;
+  const size_t whole = region / page_for(region) * page_for(region);
+  return (kt_arena){scratch ? (uint8_t *)scratch + (size_t)team * whole : NULL, 0};
+}
+
+size_t kt_teams_size(const kt_run *r, size_t most) {
+  const size_t page = page_for(most);
+  return r->team_count == 1 ? most : (size_t)r->team_count * ((most + page - 1) / page * page);
 }
 
 /* ---- Arguments --------------------------------------------------------------- */
@@ -157,17 +170,17 @@ int64_t kt_first_part(const kt_run *r, int64_t team) {
   return kt_ceil_div(team * r->moe->parts, r->team_count);
 }
 
-static int32_t first_thread(const kt_run *r, int64_t team) {
+int32_t kt_first_thread(const kt_run *r, int64_t team) {
   const int64_t node = kt_ceil_div(team * kt_pool_nodes(r->pool), r->team_count);
   return kt_pool_first_thread(r->pool, (int32_t)node);
 }
 
 int32_t kt_team_threads(const kt_run *r, int64_t team) {
-  return first_thread(r, team + 1) - first_thread(r, team);
+  return kt_first_thread(r, team + 1) - kt_first_thread(r, team);
 }
 
 int32_t kt_team_rank(const kt_run *r, int32_t thread) {
-  return thread - first_thread(r, kt_team_of(r, thread));
+  return thread - kt_first_thread(r, kt_team_of(r, thread));
 }
 
 int32_t kt_moe_part_node(int64_t parts, int64_t part, const kt_pool *pool) {

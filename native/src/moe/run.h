@@ -40,6 +40,13 @@ typedef struct kt_arena {
 void *kt_take(kt_arena *arena, int64_t count, size_t size);
 void kt_take_route(kt_arena *arena, kt_route *route, int64_t experts, int64_t slots);
 
+/* Memory of one team. Scratch is cut into as many regions of equal size as there are teams, so that
+ * a page stays with its team whatever the sizes of calls, and on the node of who first wrote to it.
+ * Regions are whole pages, and huge ones where they are larger than one. */
+kt_arena kt_team_arena(const kt_run *run, void *scratch, size_t scratch_size, int64_t team);
+/* Bytes of scratch where no team takes more than `most`. */
+size_t kt_teams_size(const kt_run *run, size_t most);
+
 /* ---- Arguments ---- */
 
 kt_status kt_check_layer(const kt_moe *moe);
@@ -69,6 +76,7 @@ kt_matrix kt_run_values(const kt_moe *moe, const void *data, int64_t tokens, int
 
 int64_t kt_team_of(const kt_run *run, int32_t thread);
 int32_t kt_team_threads(const kt_run *run, int64_t team);
+int32_t kt_first_thread(const kt_run *run, int64_t team);
 int32_t kt_team_rank(const kt_run *run, int32_t thread); /* position of a thread in its team */
 int64_t kt_first_part(const kt_run *run, int64_t team);  /* ... to that of the next team */
 

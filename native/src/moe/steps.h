@@ -68,15 +68,16 @@ typedef struct kt_forward_run {
   kt_rows_kind rows_kind;
   kt_activate_fn *activate;
   kt_share finish;
-  kt_team *teams;
+  kt_team **teams;
   kt_part_work *parts;
-  kt_worker *workers;
+  const float **partials; /* those of all parts */
+  kt_worker **workers;
   int64_t groups;
   int64_t most_tokens;  /* of a block */
   int64_t least_tokens; /* of one that is streamed */
   int64_t down_strips;  /* of an item */
   int64_t down_together;
-  int64_t x_stride, mid_stride, partial_stride, partial_size;
+  int64_t x_stride, mid_stride, partial_stride;
   kt_decode_rows_fn *read;
   kt_matrix x; /* of the whole call, to be rounded to bf16 */
   const float *add;

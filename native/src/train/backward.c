@@ -131,8 +131,9 @@ static size_t lay_out(kt_back *b, uint8_t *memory) {
   for (int64_t t = 0; t < threads; t++) lay_out_worker(&a, b, memory ? b->workers + t : NULL);
   b->partial_size = b->want.dx ? r->tokens * r->moe->hidden : 0;
   float *partial = kt_take(&a, r->moe->parts * b->partial_size, sizeof *partial);
+  b->partials = kt_take(&a, r->moe->parts, sizeof *b->partials);
   for (int64_t p = 0; memory && p < r->moe->parts; p++)
-    b->parts[p].partial = partial + p * b->partial_size;
+    b->partials[p] = b->parts[p].partial = partial + p * b->partial_size;
   return a.used;
 }
 
@@ -211,8 +212,7 @@ static void finish_token(const kt_back *b, const kt_back_worker *w, int64_t i) {
   const size_t size = (size_t)hidden * kt_value_size(b->want.dx_dtype);
   for (int64_t p = 0; !b->run.route.used[i] && p < b->run.moe->parts; p++)
     memset(b->parts[p].partial + i * hidden, 0, (size_t)hidden * sizeof(float));
-  b->epilogue->sum(b->parts[0].partial + i * hidden, b->run.moe->parts, b->partial_size, NULL,
-                   hidden, w->values);
+  b->epilogue->sum(b->partials, b->run.moe->parts, i * hidden, NULL, hidden, w->values);
   kt_rows_store(b->want.dx_dtype, w->values, hidden, (uint8_t *)b->want.dx + (size_t)token * size);
 }
 

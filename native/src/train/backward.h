@@ -148,6 +148,7 @@ typedef struct kt_back {
   float *exact; /* wanted gradients of LoRA matrices one after the other, where they become bf16 */
   kt_share zeros, rows, down, finish, slot_weights, last, round;
   kt_back_team *teams;
+  const float **partials; /* of each part */
   kt_back_part *parts;
   kt_back_worker *workers;
 } kt_back;

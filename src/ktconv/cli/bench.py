@@ -12,6 +12,7 @@ from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
 from ktconv.cli.help import ADVANCED, CASES, OUTPUT
 from ktconv.cli.output import notify, print_text
 from ktconv.cli.parsing import MOST_PARTS, choice, flag, option
+from ktconv.cli.sources import source_named
 from ktconv.errors import UsageError
 
 BenchMode = Literal["infer", "sft"]
@@ -22,7 +23,31 @@ _NOT_OF_PACKING = (
     "--compare", "--experts", "--layer", "--memory", "--mode", "--model", "--numa", "--peers",
     "--plot", "--routing", "--threads", "--tokens", "--tolerance", "--top-k",
 )  # fmt: skip
+_NOT_OF_WHOLE = (
+    "--compare", "--iters", "--isa", "--layer", "--peers", "--plot", "--routing", "--seconds",
+    "--tokens", "--tolerance", "--top-k",
+)  # fmt: skip
 CONFLICTS = (
+    Conflict("--generate !--model", "--generate belongs to --model", "give --model DIR too"),
+    Conflict("--source !--generate", "--source belongs to --generate", "give --generate 512,128"),
+    Conflict(
+        "--generate --model --mode=sft",
+        "--generate does not belong to --mode sft",
+        "leave --mode out",
+    ),
+    Conflict(
+        "--generate --model --stage=pack",
+        "--generate does not belong to --stage pack",
+        "leave --stage out",
+    ),
+    *(
+        Conflict(
+            f"--generate --model {name}",
+            f"{name} does not belong to --generate",
+            f"leave {name} out",
+        )
+        for name in _NOT_OF_WHOLE
+    ),
     *(
         Conflict(
             f"{name} --mode={mode}", f"{name} does not belong to --mode {mode}", f"leave {name} out"
@@ -101,6 +126,24 @@ def bench(
             panel=CASES,
             detail="Takes a checkpoint too whose numbers the kernels compute with: rawint4, fp8, "
             "mxfp4, bf16 and others.",
+        ),
+    ] = None,
+    generate: Annotated[
+        str,
+        option(
+            "Measure all of --model: prompt and new tokens.",
+            "N,N",
+            panel=CASES,
+            detail="Tokens per second of the model on the kernels and of transformers alone, in "
+            "the experts and outside, e.g. 512,128.",
+        ),
+    ] = "",
+    source: Annotated[
+        str | None,
+        option(
+            "The checkpoint of --model, for --generate.",
+            "MODEL",
+            panel=CASES,
         ),
     ] = None,
     memory: Annotated[
@@ -234,6 +277,16 @@ def bench(
             return
         if model is not None and not Path(model).is_dir():
             raise UsageError(f"--model {model} is not a directory")
+        if generate:
+            from ktconv.model import require_packages
+
+            with interruptible(lambda: NOTHING_WRITTEN):
+                require_packages()
+                from ktconv.generate.figures import run_whole
+
+                original = source_named(source)
+                run_whole(str(model), original, generate, threads, memory, seed, *show)
+            return
         request = Request(
             methods=command.parse_methods(method),
             shapes=command.parse_shapes(shapes),

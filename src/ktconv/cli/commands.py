@@ -62,6 +62,7 @@ COMMANDS = {
         "Measure the MoE kernels on this machine",
         "a kernel is wrong, or a row is slower than in `--compare`",
     ),
+    "generate": Row("generate:generate", MAIN, "Write text with a converted model"),
     "compare": Row(
         "compare:compare",
         OUTPUTS,

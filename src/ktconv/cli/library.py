@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ktconv.cli.bench import BenchMemory, BenchMode, BenchStage
     from ktconv.cli.compare import CompareLevel
+    from ktconv.cli.generate import GenerateMemory
     from ktconv.cli.mix import MixEngine
     from ktconv.cli.plan import PlacementName
     from ktconv.cli.prune import Measure, PruneEngine
@@ -42,6 +43,7 @@ __all__ = [
     "bench",
     "compare",
     "doctor",
+    "generate",
     "inspect",
     "load_layer",
     "merge",
@@ -430,6 +432,8 @@ def bench(
     method: Listed = "",
     shape: Iterable[str] | None = None,
     model: Name | None = None,
+    generate: Listed = "",
+    source: Name | None = None,
     memory: BenchMemory = "auto",
     layer: int | None = None,
     top_k: int | None = None,
@@ -457,6 +461,34 @@ def bench(
         report["rows"]
     """
     return _run("bench", locals())
+
+
+def generate(
+    output: Name,
+    *,
+    prompt: str,
+    source: Name | None = None,
+    revision: str | None = None,
+    download: bool = False,
+    cache_dir: Name | None = None,
+    config: Name | None = None,
+    adapter: Name | Iterable[Name] | None = None,
+    chat: bool | None = None,
+    max_tokens: int = 128,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    threads: int = 0,
+    memory: GenerateMemory = "auto",
+) -> Report:
+    """Write text with a converted model: experts on the kernels, the rest by transformers.
+
+    The document has the text, its tokens, and how fast they came.
+
+        report = ktconv.generate("OUTPUT", source="MODEL", prompt="Once upon a time")
+        report["text"], report["decode_tokens_s"]
+    """
+    return _run("generate", locals())
 
 
 def push(

@@ -86,6 +86,18 @@ def _print(lines: Iterable[str]) -> None:
     sys.stdout.flush()
 
 
+def print_piece(text: str) -> bool:
+    """Write a piece of a text to stdout at once; False where its reader is gone. Control characters
+    but ends of lines and tabs are escaped. A program gets the whole text in the document."""
+    if calls.is_called():
+        return True
+    lines = ("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
+    sys.stdout.write(_encodable("\n".join(lines), sys.stdout))
+    sys.stdout.flush()
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    return not getattr(raw, "lost", False)
+
+
 def _encodable(text: str, stream: TextIO) -> str:
     """`text` with escapes for characters that the stream's encoding cannot represent."""
     encoding = stream.encoding or "utf-8"

@@ -56,6 +56,11 @@ class OutputStream(io.FileIO):
         super().__init__(descriptor, "w", closefd=False)
         self._forgiven, self._lost = forgiven, False
 
+    @property
+    def lost(self) -> bool:
+        """Whether what is written is dropped."""
+        return self._lost
+
     def write(self, data: Any) -> int:
         size = memoryview(data).nbytes
         try:

@@ -158,6 +158,11 @@ class Reading:
         return name + (f":{found.file}" if found.file else "")
 
 
+def source_named(model: str | None) -> ModelSource | None:
+    """The source of an option without options about it; None without it."""
+    return USUAL.source_if(model)
+
+
 USUAL = Reading()  # no option is given
 
 

@@ -66,6 +66,7 @@ DISK_MARGIN = 64 << 20  # for index, manifest and what file systems need themsel
 SCAN_BYTES = 1 << 30  # of scales, which a dry run looks at too
 MANIFEST_EXPANSION = 5  # memory of parsed JSON, per byte of text
 WITHDRAW_SECONDS = 1.0  # a run that was interrupted ends soon
+_SEARCH = "search"  # option that older versions, which had one search, did not record
 MEMORY_MARGIN = 96 << 20  # interpreter objects that grow while running
 
 
@@ -374,7 +375,15 @@ class Conversion(ABC):
 
     def _refuse_others(self, there: Record) -> None:
         """OutputError unless the run that left this record is continued by this one."""
-        if found := changed(run_record(self.plan), there):
+        ours = run_record(self.plan)
+        now, before = ours["options"], there.get("options", {})
+        if _SEARCH in now and _SEARCH not in before and now["scale"] == before.get("scale"):
+            raise OutputError(
+                f"{self.output} was begun by an earlier version of ktconv, whose search chooses "
+                "other scales",
+                "continue with that version, or start again with --overwrite",
+            )
+        if found := changed(ours, there):
             raise OutputError(
                 f"{self.output} was begun with other settings or another source: "
                 f"{first_few(found, between='; ')}",

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ktconv import native
 from ktconv.conversion.plan import LayerUnit, Unit
-from ktconv.errors import VerificationError
+from ktconv.errors import KtconvError, VerificationError
 from ktconv.source import ExpertMatrix, MoELayer, Projection, TensorRef
 from ktconv.source.reading.buffers import COPY_BYTES, Buffers
 from ktconv.source.reading.matrices import source_bytes, spans_of
@@ -101,27 +101,49 @@ def pieces_of(
         advance(len(piece))
 
 
+class Piece(NamedTuple):
+    """Bytes of a tensor from `offset` on."""
+
+    name: str
+    size: int
+    offset: int
+
+
 @contextmanager
-def written(staging: Staging, name: str, target: U8, offset: int) -> Iterator[U8]:
-    """Bytes of a tensor from `offset` on as the system has them, as many as `target` takes, inside
-    the block: mapped, or read into `target`."""
+def written(staging: Staging, pieces: Sequence[Piece], target: U8) -> Iterator[U8]:
+    """The bytes of pieces that follow one another in a file as the system has them, as many as
+    `target` takes, inside the block: mapped, or read into `target`."""
+    name, _, offset = pieces[0]
     mapped = staging.mapped(name, target.nbytes, offset)
     if mapped is None:
-        staging.read(name, target.data, offset)
+        _read_back(staging, pieces, target)
         yield target
         return
     try:
         yield mapped.data
     except VerificationError:
-        staging.read(name, target.data, offset)  # raises where the file has become shorter
+        _read_back(staging, pieces, target)  # raises where the file has become shorter
         raise
     finally:  # also where something failed: that can be the doing of what was lost
         if mapped.lost:
-            staging.read(name, target.data, offset)
+            _read_back(staging, pieces, target)
             raise VerificationError(
                 f"{name} could not be read back",
                 "check this machine's disk, then run the same command again",
             )
+
+
+def _read_back(staging: Staging, pieces: Sequence[Piece], target: U8) -> None:
+    """Read pieces into `target`: all at once, and where that fails one by one, so that the error
+    names the tensor that cannot be read."""
+    try:
+        staging.read(pieces[0].name, target.data, pieces[0].offset)
+    except KtconvError:
+        start = 0
+        for name, size, offset in pieces:
+            staging.read(name, target[start : start + size].data, offset)
+            start += size
+        raise
 
 
 def refuse_other(name: str, found: U8, wanted: U8) -> int:
@@ -167,7 +189,8 @@ def write_stretches(
         if not verify:
             _digest(run, data)
             continue
-        with written(staging, first.name, target[:size], first.offset) as found:
+        pieces = [Piece(one.name, one.data.nbytes, one.offset) for one in run]
+        with written(staging, pieces, target[:size]) as found:
             total = native.same_bytes(found, data)
             if total != sum(one.total for one in run) % 2**64:
                 _name_other(run, found)
@@ -235,7 +258,7 @@ def write_tensor(
         staging.write(name, piece.data, offset)
         if verify:
             target = buffers.source[COPY_BYTES:][: len(piece)] if buffers else np.empty_like(piece)
-            with written(staging, name, target, offset) as found:
+            with written(staging, [Piece(name, len(piece), offset)], target) as found:
                 refuse_other(name, found, piece)
         offset += len(piece)
     return digest.record()

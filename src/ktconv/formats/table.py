@@ -232,6 +232,7 @@ FORMATS: dict[str, Format] = {
         Format("fp8-channel", "FP8_CHANNEL", "fp8"),
         Format("mxfp4", "MXFP4", "mxfp4", 32, "ue8m0"),
         Format("nvfp4", "NVFP4", "nvfp4"),
+        Format("mxfp8", "MXFP8", "mxfp8", 32, "ue8m0"),
         *(_group_int(4, group) for group in (32, 64, 128)),
         *(_group_int(4, group, scale_dtype="f32") for group in (32, 64, 128)),
         *(_group_int(8, group) for group in (32, 64, 128)),

@@ -18,7 +18,7 @@ from ktconv.model.replace import ReplacedExperts
 from ktconv.model.sites import experts_watched, find_experts
 from ktconv.model.streamed.compare import Predictions
 from ktconv.model.streamed.parts import PartedModel
-from ktconv.source import Header, open_checkpoint
+from ktconv.source import Checkpoint, Header, open_checkpoint
 from ktconv.source.gguf.file import float32_bytes
 from ktconv.source.gguf.parts import all_parts
 from ktconv.source.model_source import ModelSource
@@ -83,15 +83,24 @@ def _without_experts(
     config_directory: Path | None,
     adapters: Sequence[str] = (),
 ) -> tuple[Any, Any]:
-    directory = directory_of(source, config_directory)
-    parted = PartedModel(
-        open_checkpoint(ModelSource(source, config_directory, adapter=tuple(adapters))), dtype
-    )
-    _check_memory(source, sum(parted.layer_bytes) + parted.outside_bytes)
+    directory_of(source, config_directory)
+    given = ModelSource(source, config_directory, adapter=tuple(adapters))
+    return load_without_experts(open_checkpoint(given), dtype)
+
+
+def load_without_experts(
+    checkpoint: Checkpoint, dtype: str | torch.dtype = "auto"
+) -> tuple[Any, Any]:
+    """`load_model` without experts, of an opened checkpoint. Raises NotCut where the model's code
+    does not allow that."""
+    directory = directory_of(checkpoint.path, checkpoint.side_directory)
+    tokenizer = load_tokenizer(directory, checkpoint.path)
+    parted = PartedModel(checkpoint, _dtype(dtype))
+    _check_memory(checkpoint.path, sum(parted.layer_bytes) + parted.outside_bytes)
     model: Any = parted.load()
     if (settings := read_generation_config(directory)) is not None:
         model.generation_config = settings
-    return model, load_tokenizer(directory, source)
+    return model, tokenizer
 
 
 def check_gguf(file: Path, config_directory: Path | None) -> Path:

@@ -17,14 +17,18 @@ from ktconv.model.matching import (
     check_layers,
     check_likeness,
     check_match,
+    check_numbers,
     open_layers,
     trial_token,
 )
 from ktconv.model.module import PackedExperts
 from ktconv.model.sites import Site
+from ktconv.runtime import sources
 from ktconv.runtime.layers import Experts
 from ktconv.runtime.layers.load import Hold
+from ktconv.source import Checkpoint
 from ktconv.source.settings import ModelSettings
+from ktconv.system.pool import Pool
 
 
 def settings_of(model: nn.Module) -> ModelSettings:
@@ -51,6 +55,30 @@ def converted_experts(
     for layer, site in sites.items():
         check_match(settings, layer, site.own, experts[layer], directory)
     return experts
+
+
+def stored_experts(
+    model: nn.Module,
+    sites: Mapping[int, Site],
+    settings: ModelSettings,
+    checkpoint: Checkpoint,
+    pool: Pool,
+    memory: str = "auto",
+) -> dict[int, Experts]:
+    """Each layer's experts of a checkpoint of this model, as its numbers are: an OUTPUT of
+    quantize-cpu or quantize-gpu in the names of a model, or the model itself. CheckpointError
+    where it is another model's, or in numbers that no kernel has exactly."""
+    layers = model.get_submodule(next(iter(sites.values())).layers_path)
+    built, there = len(list(layers.children())), [one.index for one in checkpoint.layers]
+    check_numbers(settings, sites, there, checkpoint.path, built)
+    found = {}
+    for layer, site in sites.items():
+        experts = sources.loaded(checkpoint, layer, None, None, None, pool, memory)
+        # What the model's own modules around its experts do.
+        experts.norm, experts.weight_on_input = None, False
+        check_match(settings, layer, site.own, experts, checkpoint.path)
+        found[layer] = experts
+    return found
 
 
 def elsewhere(experts: Experts) -> list[int]:

@@ -31,14 +31,20 @@ class _Guard:
         self._installed = False
 
     def install(self) -> None:
-        """Once per process: hooks cannot be removed. An idle one costs a comparison per event."""
+        """Once per process: hooks cannot be removed."""
         if not self._installed:
-            sys.addaudithook(self._on_event)
+            directories = self.directories
+
+            # Called for each id() and attribute set, of which copying a model has thousands: a
+            # function that finds what it needs in itself costs a third of a method.
+            def hook(event: str, arguments: tuple[Any, ...]) -> None:
+                if directories:
+                    self._on_event(event, arguments)
+
+            sys.addaudithook(hook)
             self._installed = True
 
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if not self.directories:
-            return
         if event == "builtins.input":
             raise RefusedError("it asks whether to run code")
         for path in _paths_of(event, arguments):

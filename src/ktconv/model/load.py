@@ -199,9 +199,9 @@ def way_out(hint: str, memory: str = "use a machine with more memory") -> Iterat
         raise
 
 
-def context_length(model: Any, most: int) -> int:
-    """The most tokens, up to `most`, that a model reads at a time."""
-    text = model.config.get_text_config()
+def context_length(config: Any, most: int) -> int:
+    """The most tokens, up to `most`, that the model of a config reads at a time."""
+    text = config.get_text_config()
     return min(most, getattr(text, "max_position_embeddings", None) or most)
 
 

@@ -15,9 +15,7 @@ from ktconv.runtime.layers.load import (
     ConvertedModel,
     Hold,
     activation_of,
-    kernel_activation,
     moe_layers,
-    packed_experts,
 )
 from ktconv.source.reading.streamed import whole
 from ktconv.source.settings import ModelSettings
@@ -41,13 +39,8 @@ def open_layers(
     """Each layer's experts; headers are read for all of them at once, not once per layer.
     Where `directory` does not say what experts compute, `settings` of the model do. `hold` puts
     them into memory, else they are mapped."""
-    first, *others = sorted(layers)
     model = ConvertedModel(directory, settings)
-    experts = dict([model.open_layer(first, hold=hold)])
-    for layer in others:
-        activation = kernel_activation(model.activation(layer))
-        experts[layer] = packed_experts(model.packed, layer, activation, hold=hold)
-    return experts
+    return dict(model.open_layer(layer, hold=hold) for layer in sorted(layers))
 
 
 def check_layers(
@@ -59,6 +52,17 @@ def check_layers(
     converted = moe_layers(directory)
     if not converted:
         raise CheckpointError(*no_packed_experts(directory))
+    check_numbers(settings, layers, converted, directory, built)
+
+
+def check_numbers(
+    settings: ModelSettings,
+    layers: Collection[int],
+    converted: Collection[int],
+    directory: Path,
+    built: int = 0,
+) -> None:
+    """`check_layers` of a directory that has the experts of the layers `converted`."""
     lacking = sorted(set(layers) - set(converted))
     if lacking:
         raise CheckpointError(

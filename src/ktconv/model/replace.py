@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from ktconv import native
-from ktconv.errors import UsageError
+from ktconv.errors import CheckpointError, UnknownNamesError, UsageError
 from ktconv.model.fitting import (
     check_elsewhere,
     check_place,
@@ -17,12 +17,17 @@ from ktconv.model.fitting import (
     converted_experts,
     elsewhere,
     settings_of,
+    stored_experts,
 )
 from ktconv.model.forms import packed_class
 from ktconv.model.module import PackedExperts
 from ktconv.model.sites import Site, find_experts
+from ktconv.runtime.layers.load import moe_layers
+from ktconv.runtime.layers.native_load import open_stored
 from ktconv.runtime.sources import holder
+from ktconv.source import Checkpoint
 from ktconv.system.pool import Pool
+from ktconv.targets.packed.weights import may_hold_packed
 
 
 class ReplacedExperts:
@@ -111,12 +116,13 @@ def replace_experts(
     modules. The model's own routers stay. Its parts may be on any device: experts get their inputs
     from there, run on the CPU, and send outputs back. Its own experts need not be loaded (meta).
 
-    `output` is what ktconv quantize-cpu made of the model's checkpoint. Layers of `output` beyond
-    the model's own (multi-token prediction) are left out. Experts that `output` leaves out
-    (quantize-cpu --exclude-experts) run on the model's own weights. The replaced parameters are
-    freed, unless `keep` or such experts need them. `memory` is where weights go, as for
-    `MoELayer.load`. `threads`: size of a thread pool of its own, else the shared one is used; `isa`
-    applies to the whole process until the result is closed.
+    `output` is what ktconv quantize-cpu made of the model's checkpoint, or a checkpoint whose
+    numbers a kernel computes with, as for `MoELayer.load`: then weights are copied. Layers of
+    `output` beyond the model's own (multi-token prediction) are left out. Experts that `output`
+    leaves out (quantize-cpu --exclude-experts) run on the model's own weights. The replaced
+    parameters are freed, unless `keep` or such experts need them. `memory` is where weights go, as
+    for `MoELayer.load`. `threads`: size of a thread pool of its own, else the shared one is used;
+    `isa` applies to the whole process until the result is closed.
 
     The result computes in bf16, has no gradients, and cannot be saved as a model.
 
@@ -132,8 +138,12 @@ def replace_experts(
         check_place(site)
     with ExitStack() as used:
         pool = used.enter_context(Pool(threads)) if threads is not None else None
-        hold = holder(pool or Pool.shared(), memory)
-        experts = converted_experts(model, sites, settings, directory, hold)
+        computing, source = pool or Pool.shared(), _checkpoint_in(directory)
+        if source is None:
+            hold = holder(computing, memory)
+            experts = converted_experts(model, sites, settings, directory, hold)
+        else:
+            experts = stored_experts(model, sites, settings, source, computing, memory)
         for layer, site in sites.items():
             check_elsewhere(site, experts[layer])
         if isa is not None:
@@ -148,6 +158,21 @@ def replace_experts(
             if not compare(site, packed[layer], directory, bool(settings))
         ]
         return ReplacedExperts(sites, packed, keep, used.pop_all(), untried)
+
+
+def _checkpoint_in(directory: Path) -> Checkpoint | None:
+    """The checkpoint of a directory without packed experts; None for one with them, and for a
+    directory that has no experts at all, or only some."""
+    if may_hold_packed(directory) and moe_layers(directory):
+        return None
+    try:
+        return open_stored(directory)
+    except UnknownNamesError:
+        return None
+    except CheckpointError:
+        if any(directory.glob("*.safetensors")):
+            raise
+        return None
 
 
 def _use_isa(name: str, used: ExitStack) -> None:

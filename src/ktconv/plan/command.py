@@ -43,7 +43,8 @@ def run(request: PlanRequest, notify: Notify = silent) -> tuple[dict[str, Any], 
     for note in planned.model.notes:
         notify(f"note: {note}")
     if request.write is not None:
-        chosen = expert_set(planned.on_gpus)
+        counts = {one.layer.index: len(one.copies) for one in planned.layers}
+        chosen = expert_set(planned.on_gpus, counts)
         if not chosen:
             raise UsageError("no expert fits on the GPUs", "omit --write")
         write_expert_set(chosen, request.write)

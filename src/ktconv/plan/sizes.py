@@ -116,7 +116,8 @@ def open_model(source: ModelSource) -> Model:
     if directory.is_dir() and (read_manifest(directory) or may_hold_packed(directory)):
         found = open_packed(directory)
         if found.tensors:
-            refuse_options(source, f"is for checkpoints, not for {path}", "omit it")
+            hint = "plan the model that this was made from, or omit it"
+            refuse_options(source, f"is for checkpoints, not for {path}", hint)
             return _of_packed(found)
     return _of_checkpoint(open_checkpoint(source))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktconv.conversion.pipeline import Observer, Task
@@ -45,7 +46,7 @@ from ktconv.targets.card import (
 )
 from ktconv.targets.packed.target import KTransformersTarget, Options, Plan, target_for
 from ktconv.writer.journal import Record
-from ktconv.writer.manifest import Manifest
+from ktconv.writer.manifest import Manifest, located_adapters
 from ktconv.writer.staging import Staging
 
 if TYPE_CHECKING:
@@ -156,6 +157,16 @@ def needs(
         "disk_free": machine.disk_free(request.output),
         "zeros": _zero_scales(manifest),
     }
+
+
+def as_converted(original: ModelSource, manifest: Manifest | None, directory: Path) -> ModelSource:
+    """The source of a conversion in `directory`, read as its manifest says: with the same map,
+    tower, adapters and experts."""
+    if manifest is None:
+        return original
+    adapters = located_adapters(manifest.record, directory, original)
+    pruning = recorded_pruning(manifest.record, str(manifest.path))
+    return original.recorded(manifest.naming, manifest.tower, adapters, pruning)
 
 
 def _zero_scales(manifest: Manifest | None) -> dict[str, int]:

@@ -19,7 +19,7 @@ from ktconv.conversion.run import Report, check_output, refuse_nested
 from ktconv.errors import CheckpointError
 from ktconv.formats import KINDS, TensorId
 from ktconv.repack import derived
-from ktconv.repack.derived import Derived, packed_content, plan_alone
+from ktconv.repack.derived import Derived, as_converted, packed_content, plan_alone
 from ktconv.repack.sources import (
     check_alone,
     check_manifest,
@@ -41,12 +41,11 @@ from ktconv.repack.tree import (
 from ktconv.source import Checkpoint, ModelSource, open_checkpoint
 from ktconv.source.config import CONFIG_NAME
 from ktconv.source.model_source import source_or_none
-from ktconv.source.pruning.kept import recorded_pruning
 from ktconv.source.reading.reader import SourceReader
 from ktconv.system.units import format_ranges
 from ktconv.targets.card import model_name
 from ktconv.targets.packed.target import Options, Plan, make_plan, target_for
-from ktconv.writer.manifest import Manifest, located_adapters
+from ktconv.writer.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +95,7 @@ def prepare(request: Request) -> Preflight:
     manifest = read_known(request.layers_dir)
     source = None
     if (original := request.original) is not None:
-        if manifest is not None:
-            adapters = located_adapters(manifest.record, request.layers_dir, original)
-            pruning = recorded_pruning(manifest.record, str(manifest.path))
-            original = original.recorded(manifest.naming, manifest.tower, adapters, pruning)
-        source = open_checkpoint(original)
+        source = open_checkpoint(as_converted(original, manifest, request.layers_dir))
         refuse_nested(source.path, request.output)
     inputs = _Input(request, tree, manifest, source, _options(request, tree, manifest))
     _check(inputs)

@@ -26,7 +26,7 @@ from ktconv.formats import TensorId, cut_by_rows
 from ktconv.quantize.packed import run as quantize_cpu
 from ktconv.repack import derived
 from ktconv.repack.complete import CompleteWeights, open_complete
-from ktconv.repack.derived import Derived, plan_alone
+from ktconv.repack.derived import Derived, as_converted, plan_alone
 from ktconv.repack.recut import (
     MATRIX_COPIES,
     RecutTask,
@@ -37,14 +37,12 @@ from ktconv.repack.recut import (
 from ktconv.repack.sources import check_same_source
 from ktconv.repack.tree import Tree, TreeLayer
 from ktconv.source.model_source import ModelSource, source_or_none
-from ktconv.source.pruning.kept import recorded_pruning
 from ktconv.source.reading.reader import SourceReader
 from ktconv.system.units import counted
 from ktconv.targets.card import command_line
 from ktconv.targets.packed.target import BY_WEIGHTS, Options, Plan
 from ktconv.targets.packed.weights import name_of
 from ktconv.writer.journal import Record
-from ktconv.writer.manifest import located_adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +138,9 @@ def _from_source(request: Request, packed: CompleteWeights) -> quantize_cpu.Pref
 
 def source_request(request: Request, packed: CompleteWeights) -> quantize_cpu.Request:
     """The conversion that makes these parts from the source."""
-    original, there = request.original, packed.manifest
-    assert original is not None  # `prepare` asked
-    if there is not None:
-        adapters = located_adapters(there.record, request.packed, original)
-        pruning = recorded_pruning(there.record, str(there.path))
-        original = original.recorded(there.naming, there.tower, adapters, pruning)
+    assert request.original is not None  # `prepare` asked
     return quantize_cpu.Request(
-        model=original,
+        model=as_converted(request.original, packed.manifest, request.packed),
         output=request.output,
         options=replace(_options(request, packed), save_backward=packed.tree.backward),
         threads=request.threads,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ktconv import native
 from ktconv.system.arrays import Array
+from ktconv.system.blocks import new_block
 from ktconv.system.pool import Pool
 
 
@@ -17,8 +18,19 @@ def take(pool: Pool, size: int = 64) -> Array:
     try:
         memory = pool.workspaces.pop()  # pop and append are atomic
     except IndexError:
+        return _made(pool, size)
+    return memory if memory.nbytes >= size else _made(pool, size)
+
+
+def _made(pool: Pool, size: int) -> Array:
+    """On several NUMA nodes an equal part for each, which the calls' teams use."""
+    if pool.nodes == 1:
         return native.aligned_bytes(size)
-    return memory if memory.nbytes >= size else native.aligned_bytes(size)
+    memory = new_block(size)
+    cuts = [size * node // pool.nodes for node in range(pool.nodes + 1)]
+    for node in range(pool.nodes):
+        pool.bind(memory[cuts[node] : cuts[node + 1]], node)
+    return memory
 
 
 def give(pool: Pool, memory: Array) -> None:

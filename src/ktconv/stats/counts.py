@@ -141,7 +141,8 @@ class Statistics:
         self, hot: int | None = None, share: float | None = None, total: int | None = None
     ) -> ExpertSet:
         """The chosen experts as the set of --experts and --exclude-experts."""
-        return expert_set(self.chosen(hot, share, total))
+        counts = {one.layer: one.experts for one in self.layers}
+        return expert_set(self.chosen(hot, share, total), counts)
 
     def only(self, wanted: Sequence[int]) -> Statistics:
         """Some layers. UsageError for one that is not there."""

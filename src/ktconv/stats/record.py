@@ -118,7 +118,7 @@ class Recorder:
         import torch
 
         digest = hashlib.sha256()
-        length = context_length(self._parted.model, WINDOW)
+        length = context_length(self._parted.model.config, WINDOW)
         windows = [
             torch.tensor([window])
             for window in token_windows(self._tokenizer, _seen(pieces, digest), length, max_tokens)

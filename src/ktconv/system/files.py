@@ -43,6 +43,7 @@ _KINDS: dict[int, tuple[type[ResourceError], str, str | None]] = {  # class, rea
 }
 _READABLE = "make it readable for this user"
 BEHIND_BYTES = 64 << 10  # smaller pieces wait for fsync
+AHEAD_BYTES = 512 << 10  # read ahead in one call
 MKDIR_ATTEMPTS = 20  # each fails only if another run makes or removes a directory meanwhile
 
 
@@ -95,6 +96,14 @@ def write_behind(fd: int, data: memoryview, offset: int) -> None:
     if len(data) >= BEHIND_BYTES:
         with contextlib.suppress(OSError):  # a hint; Linux starts writing pages that are dirty
             os.posix_fadvise(fd, offset, len(data), os.POSIX_FADV_DONTNEED)
+
+
+def read_ahead(fd: int, offset: int, nbytes: int) -> None:
+    """Ask the system to read a span into the page cache; it goes on without waiting. In pieces:
+    of a longer one Linux reads no more than a request to the device has, or its read-ahead."""
+    for start in range(offset, offset + nbytes, AHEAD_BYTES):
+        length = min(AHEAD_BYTES, offset + nbytes - start)
+        os.posix_fadvise(fd, start, length, os.POSIX_FADV_WILLNEED)
 
 
 class FileTooShortError(OSError):

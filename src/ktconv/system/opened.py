@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from ktconv.system.files import opened_fd, read_exactly
+from ktconv.system.files import opened_fd, read_ahead, read_exactly
 from ktconv.system.regular_files import open_regular, unreadable
 from ktconv.system.stores import FileStore, MadePath, RemotePath, Span
 
@@ -83,7 +83,7 @@ class LocalStore(FileStore):
         for file, following in groupby(spans, lambda span: span.file):
             with suppress(OSError), opened_fd(file, os.O_RDONLY | os.O_NONBLOCK) as fd:
                 for start, stop in _joined(following):
-                    os.posix_fadvise(fd, start, stop - start, os.POSIX_FADV_WILLNEED)
+                    read_ahead(fd, start, stop - start)
 
     def kept(self, spans: Iterable[Span]) -> int:
         return sum(span.nbytes for span in spans)

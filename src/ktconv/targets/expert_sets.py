@@ -1,9 +1,10 @@
 """Sets of experts that run on the GPU, by layer: the file of --experts and --exclude-experts.
 
-    {"schema": 1, "experts": {"3": [0, 5, 17], "4": [2]}}
+    {"schema": 1, "experts": {"3": [0, 5, 17], "4": [2]}, "experts_in_layer": {"3": 64, "4": 64}}
 
 A layer that is not named has none of its experts in the set. `ktconv stats --write` makes such
-files; they can be written by hand as well.
+files; they can be written by hand as well, and "experts_in_layer" can be left out. Where it is
+there, models with other numbers of experts are refused: their ids are not those of the file.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ SCHEMA = 1
 EXCLUDED = "exclude_experts"  # the option, in a manifest, that names the experts left out
 COUNTS = "router statistics"  # the kind of document that `ktconv stats --json` prints
 
+IN_LAYER = "experts_in_layer"  # key of a file
+
 _FORM = 'write it like {"schema": 1, "experts": {"3": [0, 5, 17]}}'
 _NUMBER = re.compile("0|[1-9][0-9]{0,5}")
 
@@ -36,6 +39,8 @@ class ExpertSet:
     """Ids of experts by layer, both ascending; a layer without any is not named."""
 
     layers: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    # How many experts the layers of the model have that these were chosen from, where it is known.
+    experts_in_layer: Mapping[int, int] = field(default_factory=dict, compare=False)
 
     def __bool__(self) -> bool:
         return bool(self.layers)
@@ -55,7 +60,7 @@ class ExpertSet:
         ).hexdigest()
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of a file."""
+        """The choice, as a file has it."""
         return {
             "schema": SCHEMA,
             "experts": {str(layer): list(ids) for layer, ids in self.layers.items()},
@@ -75,10 +80,13 @@ class ExpertSet:
         return {"sha256": self.sha256, "layers": layers}
 
 
-def expert_set(layers: Mapping[int, Sequence[int]]) -> ExpertSet:
+def expert_set(
+    layers: Mapping[int, Sequence[int]], experts_in_layer: Mapping[int, int] | None = None
+) -> ExpertSet:
     """Puts ids in order and leaves out layers without any."""
     named = sorted(layer for layer, ids in layers.items() if ids)
-    return ExpertSet({layer: tuple(sorted(layers[layer])) for layer in named})
+    chosen = {layer: tuple(sorted(layers[layer])) for layer in named}
+    return ExpertSet(chosen, experts_in_layer or {})
 
 
 def set_of_record(record: object, where: str) -> ExpertSet:
@@ -122,14 +130,24 @@ def read_expert_set(path: Path, option: str = "--experts") -> ExpertSet:
         )
     if content.get("schema") != SCHEMA or type(content["schema"]) is not int:
         raise UsageError(f"{path} has no schema {SCHEMA}", _FORM)
-    if unknown := sorted(content.keys() - {"schema", "experts"}):
+    if unknown := sorted(content.keys() - {"schema", "experts", IN_LAYER}):
         raise UsageError(f"{path} has {unknown[0]!r}, which is not a known key", _FORM)
     layers = content.get("experts")
     if not isinstance(layers, dict):
         raise UsageError(f"{path} has no object of experts by layer", _FORM)
     if not layers:
         raise UsageError(f"{path} contains no expert", _FORM)
-    return expert_set({_layer(path, key): _ids(path, key, ids) for key, ids in layers.items()})
+    chosen = {_layer(path, key): _ids(path, key, ids) for key, ids in layers.items()}
+    return expert_set(chosen, _experts_in_layer(path, content.get(IN_LAYER, {})))
+
+
+def _experts_in_layer(path: Path, counts: object) -> dict[int, int]:
+    if not isinstance(counts, dict):
+        raise UsageError(f"{path} has no object of numbers in {IN_LAYER!r}", _FORM)
+    for layer, count in counts.items():
+        if type(count) is not int or count < 1:
+            raise UsageError(f"{path}: {count!r} is not how many experts layer {layer} has", _FORM)
+    return {_layer(path, key): count for key, count in counts.items()}
 
 
 def _layer(path: Path, key: str) -> int:
@@ -155,8 +173,15 @@ def _ids(path: Path, layer: str, ids: object) -> list[int]:
 
 
 def check_expert_set(chosen: ExpertSet, experts: Mapping[int, int], path: Path | str) -> None:
-    """UsageError unless every layer and id is one of the model's: `experts` is their number by
-    layer."""
+    """UsageError unless every layer and id is one of the model's, and the set was chosen from as
+    many: `experts` is their number by layer."""
+    for layer, count in chosen.experts_in_layer.items():
+        if experts.get(layer, count) != count:
+            raise UsageError(
+                f"{path} was made for {counted(count, 'expert')} in layer {layer}, and this model "
+                f"has {experts[layer]}, whose ids are others",
+                "make it again for this model: ktconv stats MODEL --text TEXT --write FILE",
+            )
     for layer, ids in chosen.layers.items():
         if layer not in experts:
             raise UsageError(
@@ -204,4 +229,8 @@ def write_expert_set(chosen: ExpertSet, path: Path) -> None:
 
 def _text(chosen: ExpertSet) -> bytes:
     lines = [f'  "{layer}": {json.dumps(list(ids))}' for layer, ids in chosen.layers.items()]
-    return (f'{{"schema": {SCHEMA}, "experts": {{\n' + ",\n".join(lines) + "\n}}\n").encode()
+    text = f'{{"schema": {SCHEMA}, "experts": {{\n' + ",\n".join(lines) + "\n}"
+    if chosen.experts_in_layer:
+        counts = {str(layer): count for layer, count in sorted(chosen.experts_in_layer.items())}
+        text += f',\n "{IN_LAYER}": {json.dumps(counts)}'
+    return f"{text}}}\n".encode()

@@ -149,7 +149,7 @@ class ModelCheck(ABC):
         """The windows of the text for a model."""
         from ktconv.model.evaluate import windows
 
-        length = context_length(model, WINDOW)
+        length = context_length(model.config, WINDOW)
         return windows(self._tokenizer, self._text, length, self._request.windows)
 
     def _not_passed(self, why: str) -> None:

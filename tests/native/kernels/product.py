@@ -34,7 +34,7 @@ STRIP = 32
 LEVELS = {name: level for level, name in native.ISA_NAMES.items()}
 STATUS_NONFINITE = lib.KT_ERR_NONFINITE
 # Tokens from which on a product goes through tiles: least_tokens of each format.
-AMX_LEAST = {"bf16": 1, "fp8": 2, "mxfp4": 3, "nvfp4": 4, "int8": 2, "int4": 2}
+AMX_LEAST = {"bf16": 1, "fp8": 2, "mxfp8": 2, "mxfp4": 3, "nvfp4": 4, "int8": 6, "int4": 2}
 AMX_LEAST_GROUPS = {"gint4": {32: 7, 64: 4, 128: 3}, "gint8": {32: 2, 64: 2, 128: 2}}
 # Both sides of each way to cut them.
 _TILE_TOKENS = [16, 17, 32, 33, 48, 49, 64, 65, 80, 81, 96]

@@ -1,4 +1,4 @@
-"""MXFP4 and group INT4: scales per group of columns."""
+"""MXFP4, MXFP8, and integers in groups: scales per group of columns."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from native.kernels.product import (
     AMX_LEAST_GROUPS,
     F32,
     F64,
+    STATUS_NONFINITE,
     U8,
     Array,
     Layout,
@@ -26,14 +27,15 @@ from native.kernels.product import (
     tiles_of_strips,
 )
 
-from ktconv.formats import gint4, gint8, groups, mxfp4
-from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
+from ktconv.formats import fp8, gint4, gint8, groups, mxfp4
+from ktconv.formats.decode import E4M3FN_VALUES, bf16_to_f32, f32_to_bf16
 
 pytestmark = pytest.mark.slow
 
 KINDS = {
     "mxfp4-ue8m0": ("mxfp4", 32, "ue8m0"),
     "mxfp4-bf16": ("mxfp4", 32, "bf16"),
+    "mxfp8-ue8m0": ("mxfp8", 32, "ue8m0"),
     "gint4-32-bf16": ("gint4", 32, "bf16"),
     "gint4-64-f32": ("gint4", 64, "f32"),
     "gint4-128-bf16": ("gint4", 128, "bf16"),
@@ -45,16 +47,18 @@ KINDS = {
 EXACT = [kind for kind in KINDS if kind.startswith("gint")]
 SHAPES = [(32, 128), (160, 384), (96, 1152), (64, 2176), (32, 7168), (64, 7296)]
 TINY = 2.0**-126
+BYTES = ("gint8", "mxfp8")
+NUMBERS = {"mxfp4": mxfp4.VALUES, "mxfp8": E4M3FN_VALUES}
 
 
 def least_of(kind: str, level: str) -> int:
     """As least_tokens; products of GINT4 are exact on every level."""
-    return 1 if kind in EXACT else least_tokens(level, "mxfp4")
+    return 1 if kind in EXACT else least_tokens(level, KINDS[kind][0])
 
 
 def plain(kernel: str, codes: U8) -> U8:
     """Codes as kt_pack takes them."""
-    return codes if kernel == "gint8" else groups.nibbles(codes)
+    return codes if kernel in BYTES else groups.nibbles(codes)
 
 
 class Case:
@@ -65,13 +69,15 @@ class Case:
         self.kernel, self.products = kernel, products
         self.layout = Layout.of(*KINDS[kind])
         rng = np.random.default_rng([seed, rows, cols])
-        bits = 8 if kernel == "gint8" else 4
+        bits = 8 if kernel in BYTES else 4
         self.zero = 2.0 ** (bits - 1)
         self.codes: U8 = rng.integers(0, 2**bits, (rows, cols), np.uint8)
+        if kernel == "mxfp8":
+            self.codes[self.codes & 0x7F == 0x7F] ^= 0x40  # NaN
         self.stored = self._scales(rng, (rows, cols // self.group))
         self.packed = products.pack(self.layout, rows, cols, plain(kernel, self.codes), self.stored)
-        integers = self.codes.astype(float) - self.zero
-        units = mxfp4.VALUES[self.codes] if kernel == "mxfp4" else integers
+        numbers = NUMBERS.get(kernel)
+        units = self.codes - self.zero if numbers is None else numbers[self.codes]
         self.values: F64 = units * self.scale.astype(np.float64).repeat(self.group, axis=1)
 
     def _scales(self, rng: np.random.Generator, shape: tuple[int, int]) -> Array:
@@ -91,7 +97,7 @@ class Case:
 
     def check(self, found: F32, x: F32) -> None:
         """docs/formats.md 8.3: a bound; 8.4: bits."""
-        if self.kernel != "mxfp4":
+        if self.kernel not in NUMBERS:
             assert np.array_equal(found.view(np.uint32), self.exact(x).view(np.uint32))
             return
         wide = bf16_rounded(x)
@@ -125,7 +131,7 @@ def test_group_packing_is_the_reference(
     products: Products, kind: str, rows: int, cols: int
 ) -> None:
     case = Case(products, kind, rows, cols, 1)
-    reference = {"mxfp4": mxfp4, "gint4": gint4, "gint8": gint8}[case.kernel]
+    reference = {"mxfp4": mxfp4, "mxfp8": fp8, "gint4": gint4, "gint8": gint8}[case.kernel]
     expected = reference.pack(case.codes)
     assert np.array_equal(case.packed.codes, expected)
     assert case.packed.scale is not None
@@ -136,6 +142,7 @@ def test_where_elements_lie(products: Products) -> None:
     """docs/formats.md 8.3 to 8.5."""
     elements = (
         ("mxfp4-ue8m0", 37, 2645, 0),
+        ("mxfp8-ue8m0", 37, 5330, 0),
         ("gint4-32-bf16", 37, 2646, 0),
         ("gint4-32-bf16", 53, 2646, 4),
         ("gint8-32-f32", 37, 5270, 0),
@@ -163,7 +170,9 @@ def test_group_products_are_near_exact_ones(
     case.check(products.everything(case.packed, case.rows_of(x)), x)
 
 
-@pytest.mark.parametrize("kind", ["mxfp4-ue8m0", "gint4-32-bf16", "gint4-128-f32", "gint8-64-bf16"])
+@pytest.mark.parametrize(
+    "kind", ["mxfp4-ue8m0", "mxfp8-ue8m0", "gint4-32-bf16", "gint4-128-f32", "gint8-64-bf16"]
+)
 @each("tokens", [*range(1, 34), 96])
 def test_group_every_number_of_tokens(
     products: Products, level: str, kind: str, tokens: int
@@ -185,7 +194,7 @@ def test_group_batch_independence(
     assert_batch_independent(products, case.packed, x, least_of(kind, level))
 
 
-@pytest.mark.parametrize("kind", ["mxfp4-ue8m0", "gint4-32-bf16", "gint8-32-f32"])
+@pytest.mark.parametrize("kind", ["mxfp4-ue8m0", "mxfp8-ue8m0", "gint4-32-bf16", "gint8-32-f32"])
 @pytest.mark.parametrize("cols", [32, 96, 2080, 7200])
 def test_odd_numbers_of_groups(products: Products, level: str, kind: str, cols: int) -> None:
     """The fewest tokens take MXFP4's groups in pairs."""
@@ -196,7 +205,7 @@ def test_odd_numbers_of_groups(products: Products, level: str, kind: str, cols: 
     case.check(assert_batch_independent(products, case.packed, case.rows_of(x), least), x)
 
 
-@pytest.mark.parametrize("kind", ["mxfp4-ue8m0", "mxfp4-bf16"])
+@pytest.mark.parametrize("kind", ["mxfp4-ue8m0", "mxfp4-bf16", "mxfp8-ue8m0"])
 @pytest.mark.parametrize("tokens", tile_tokens(AMX_LEAST["mxfp4"]))
 def test_group_amx_loads_a_tile_per_product(
     products: Products, emulator: amx.Emulator, kind: str, tokens: int
@@ -242,7 +251,9 @@ def test_amx_loads_a_tile_per_product_of_int8(
     assert counts.configs == 1
 
 
-@pytest.mark.parametrize("kind", ["mxfp4-bf16", "gint4-32-bf16", "gint4-64-f32", "gint8-64-bf16"])
+@pytest.mark.parametrize(
+    "kind", ["mxfp4-bf16", "mxfp8-ue8m0", "gint4-32-bf16", "gint4-64-f32", "gint8-64-bf16"]
+)
 @each("before", [1, 36, 63])
 @each("tokens", [1, 5, 30])
 def test_group_unaligned_codes(
@@ -255,15 +266,15 @@ def test_group_unaligned_codes(
     assert np.array_equal(moved, products.everything(case.packed, x))
 
 
-@pytest.mark.parametrize("tokens", [1, 14])
-def test_extreme_scales(products: Products, level: str, tokens: int) -> None:
+@pytest.mark.parametrize(("kind", "one"), [("mxfp4-ue8m0", 2), ("mxfp8-ue8m0", 0x38)])
+@pytest.mark.parametrize("tokens", [1, 14, 40])
+def test_extreme_scales(products: Products, level: str, tokens: int, kind: str, one: int) -> None:
     """2^-127, the one scale that is a denormal, and the largest."""
-    kind = "mxfp4-ue8m0"
     products.use(Layout.of(*KINDS[kind]), level)
-    codes = np.full((32, 64), 2, np.uint8)  # 1.0
+    codes = np.full((32, 64), one, np.uint8)  # 1.0
     scale = np.zeros((32, 2), np.uint8)
     scale[1::2] = 254
-    packed = products.pack(Layout.of(*KINDS[kind]), 32, 64, groups.nibbles(codes), scale)
+    packed = products.pack(Layout.of(*KINDS[kind]), 32, 64, plain(kind[:5], codes), scale)
     x = np.full((tokens, 64), 2.0**-5, np.float32)
     found = products.everything(packed, products.rows(Layout.of(*KINDS[kind]), x))
     assert (found[:, ::2] == 2.0**-126).all()
@@ -276,6 +287,7 @@ def test_extreme_scales(products: Products, level: str, tokens: int) -> None:
     ("kind", "bad"),
     [
         ("mxfp4-ue8m0", 255),
+        ("mxfp8-ue8m0", 255),
         ("mxfp4-bf16", 0x7F80),
         ("gint4-32-bf16", 0xFFC0),
         ("gint4-64-f32", np.nan),
@@ -288,7 +300,50 @@ def test_group_scales_must_be_finite(products: Products, kind: str, bad: float) 
     scale = np.zeros((32, 128 // group), kinds[dtype])
     scale[31, -1] = bad
     with pytest.raises(Refused):
-        products.pack(Layout.of(*KINDS[kind]), 32, 128, np.zeros((32, 64), np.uint8), scale)
+        codes = plain(kind[:5], np.zeros((32, 128), np.uint8))
+        products.pack(Layout.of(*KINDS[kind]), 32, 128, codes, scale)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_nan_code_of_mxfp8_is_refused(products: Products, code: int) -> None:
+    codes = np.zeros((64, 96), np.uint8)
+    codes[63, 95] = code
+    with pytest.raises(Refused) as refusal:
+        products.pack(Layout.of("mxfp8", 32, "ue8m0"), 64, 96, codes, np.zeros((64, 3), np.uint8))
+    assert refusal.value.status == STATUS_NONFINITE
+
+
+@pytest.mark.parametrize("power", [9, 10, 127, 246, 247])
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_every_code_of_mxfp8(products: Products, level: str, power: int, tokens: int) -> None:
+    """Multiplied by one: products of codes and scales are exact, in whichever of the ways of AMX,
+    also next to the smallest and the largest numbers; only what is denormal may be 0."""
+    layout = Layout.of("mxfp8", 32, "ue8m0")
+    products.use(layout, level)
+    finite = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
+    codes = np.zeros((32, 256), np.uint8)
+    codes[np.arange(254) % 32, np.arange(254)] = finite
+    w = products.pack(layout, 32, 256, codes, np.full((32, 8), power, np.uint8))
+    scaled = np.ldexp(E4M3FN_VALUES[codes].astype(np.float64), power - 127)
+    with np.errstate(over="ignore"):
+        exact = scaled.astype(np.float32)
+    for first in range(0, 256, tokens):
+        x = np.zeros((tokens, 256), np.float32)
+        columns = np.arange(first, min(first + tokens, 256))
+        x[columns - first, columns] = 1
+        found = products.everything(w, products.rows(layout, x))[: len(columns)]
+        expected = exact[:, columns].T
+        denormal = (np.abs(expected) < TINY) & (found == 0)
+        assert np.array_equal(np.where(denormal, expected, found), expected)
+
+
+def test_the_widest_mxfp8_matrix(products: Products, level: str) -> None:
+    """Scales of a strip fill the thread's scratch to its last byte."""
+    kind = "mxfp8-ue8m0"
+    products.use(Layout.of(*KINDS[kind]), level)
+    case = Case(products, kind, 64, 32768, 14)
+    x = activations(13, 32768, 15)
+    case.check(products.product(case.packed, case.rows_of(x), 0, 2), x)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -306,6 +361,8 @@ def test_group_shapes_that_do_not_fit(products: Products, kind: str) -> None:
         ("gint4", 32, "ue8m0"),
         ("mxfp4", 64, "ue8m0"),
         ("mxfp4", 32, "f32"),
+        ("mxfp8", 32, "bf16"),
+        ("mxfp8", 0, "ue8m0"),
     ],
 )
 def test_products_of_layouts_that_do_not_exist(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,15 @@ def test_others() -> None:
         ('{"schema": 1, "experts": {"3": [-1]}}', "-1 of layer 3 is not an expert id"),
         ('{"schema": 1, "experts": {"3": [4, 1, 4]}}', "names expert 4 of layer 3 twice"),
         ('{"schema": 1, "kind": "router statistics", "layers": []}', "contains counts"),
+        ('{"schema": 1, "experts": {"3": [0]}, "experts_in_layer": 8}', "no object of numbers"),
+        (
+            '{"schema": 1, "experts": {"3": [0]}, "experts_in_layer": {"3": true}}',
+            "True is not how many experts layer 3 has",
+        ),
+        (
+            '{"schema": 1, "experts": {"3": [0]}, "experts_in_layer": {"x": 8}}',
+            "layer 'x' is not a number",
+        ),
     ],
 )
 def test_expert_sets_that_are_refused(text: str | bytes, said: str, tmp_path: Path) -> None:
@@ -99,6 +109,21 @@ def test_expert_set_without_a_file(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent.json"):
         with pytest.raises(UsageError, match=r"--exclude-experts: .* is not a file"):
             read_expert_set(path, "--exclude-experts")
+
+
+def test_a_set_of_a_model_with_other_experts(tmp_path: Path) -> None:
+    """As before experts were dropped: ids that still exist are those of others."""
+    path = tmp_path / "hot.json"
+    write_expert_set(expert_set({3: [0, 5]}, {3: 16, 4: 16}), path)
+    assert json.loads(path.read_text())["experts_in_layer"] == {"3": 16, "4": 16}
+    found = read_expert_set(path)
+    assert found.sha256 == expert_set({3: [0, 5]}).sha256
+    check_expert_set(found, {3: 16, 4: 16, 5: 8}, path)
+    for counts in ({3: 12, 4: 16}, {3: 16, 4: 12}):
+        with pytest.raises(UsageError, match=r"was made for 16 experts in layer \d, and this"):
+            check_expert_set(found, counts, path)
+    write_expert_set(expert_set({3: [1]}), path)  # replaces what ktconv wrote
+    check_expert_set(read_expert_set(path), {3: 12}, path)  # files of earlier versions
 
 
 def test_what_a_model_has() -> None:

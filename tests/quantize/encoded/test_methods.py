@@ -657,7 +657,7 @@ def test_inspect_knows_an_output(scheme: str, made: Callable[[str], Path]) -> No
 KERNELS = {
     "rawint4": "gint4-32", "int4-g64": "gint4-64", "int4-g128": "gint4-128", "fp8": "fp8",
     "fp8-channel": "fp8-channel", "mxfp4": "mxfp4", "gptq-int4": "gint4-128-f32", "bf16": "bf16",
-    "int8-g128": "gint8-128", "mxfp8": "bf16", "nvfp4": "nvfp4", "awq": "gint4-128-f32",
+    "int8-g128": "gint8-128", "mxfp8": "mxfp8", "nvfp4": "nvfp4", "awq": "gint4-128-f32",
     "W4A16": "gint4-128", "W8A16": "gint8-128", "FP8_BLOCK": "fp8", "FP8_DYNAMIC": "fp8-channel",
     "MXFP4A16": "mxfp4", "NVFP4A16": "nvfp4",
 }  # fmt: skip

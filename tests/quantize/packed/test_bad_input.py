@@ -53,9 +53,11 @@ from ktconv.source import open_checkpoint
 from ktconv.source.reading import matrices
 from ktconv.source.reading.matrices import CHUNK_BYTES
 from ktconv.source.reading.reader import SourceReader
+from ktconv.system.files import io_error
 from ktconv.targets.packed.matrix_check import MatrixCheck, Packed
 from ktconv.targets.packed.target import Options
 from ktconv.writer import staging
+from ktconv.writer.staging import ShardStaging
 
 pytestmark = pytest.mark.slow
 
@@ -653,6 +655,24 @@ def test_the_one_of_many_matrices_that_changed_in_memory_is_named(
         run(model, output, "--threads=1"), 1, "blk.0.ffn_up_exps.1.numa.0.weight changed in memory"
     )
     assert max(seen) > 6
+
+
+def test_the_one_of_many_matrices_that_cannot_be_read_back_is_named(
+    tmp_path: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model(tmp_path / "model", layers=1)
+    name, own = "blk.0.ffn_up_exps.1.numa.0.weight", ShardStaging.read
+
+    def read(self: ShardStaging, first: str, target: memoryview, offset: int) -> None:
+        path, start = self.place(name)
+        begin = self.place(first)[1] + offset
+        if begin <= start < begin + len(target):
+            raise io_error(f"read tensor {first} back from", path, OSError(errno.EIO, "broken"))
+        own(self, first, target, offset)
+
+    monkeypatch.setattr(ShardStaging, "read", read)
+    monkeypatch.setattr(ShardStaging, "mapped", lambda *_: None)
+    refused(run(model, output, "--threads=1"), 3, f"cannot read tensor {name} back from")
 
 
 def test_few_files_of_the_source_are_open_at_once(tmp_path: Path, output: Path) -> None:

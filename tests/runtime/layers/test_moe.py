@@ -21,7 +21,9 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import FORMATS, format_named, formats_for
 from ktconv.formats.decode import E4M3FN_VALUES, bf16_to_f32, f32_to_bf16
 from ktconv.formats.mxfp4 import MAGNITUDES
+from ktconv.model.matching import open_layers
 from ktconv.native import Activation
+from ktconv.runtime import MoELayer
 from ktconv.runtime.layers import experts_per_token, open_experts, pack_experts
 from ktconv.runtime.layers.experts import gated, quantized
 from ktconv.runtime.layers.load import activation_of, moe_layers
@@ -489,3 +491,8 @@ def test_a_scale_that_is_not_finite_is_named(
     with pytest.raises(CheckpointError, match=f"{name} of .* contains a scale that is not finite"):
         open_experts(model, 1)
     assert open_experts(model, 0).count == 8
+    for memory in ("map", "copy", "shared"):
+        with pytest.raises(CheckpointError, match=f"{name} of .* a scale that is not finite"):
+            MoELayer.load(model, 1, memory=memory)
+    with pytest.raises(CheckpointError, match=f"{name} of .* contains a scale that is not finite"):
+        open_layers(model, [0, 1], ModelSettings({}))

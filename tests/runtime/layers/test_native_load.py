@@ -62,7 +62,7 @@ HELD: dict[str, str | None] = {
     "fp8 block, ModelOpt": "fp8",
     "fp8 block, Qwen": "fp8",
     "fp8 block, DeepSeek-V4": "fp8",
-    "mxfp8": "bf16",
+    "mxfp8": "mxfp8",
     "mxfp4, DeepSeek-V4": "mxfp4",
     "mxfp4, compressed-tensors": "mxfp4",
     "mxfp4, Quark": "mxfp4",
@@ -158,7 +158,8 @@ def test_the_page_says_the_same() -> None:
     said = {(name, key) for names, key in rows for name in re.findall("`([^`]*)`", names)}
     held = {(KINDS[kind].name, key) for kind, key in HELD.items() if key}
     floats = {(name, key) for name, key in held if "fp" in name or "mx" in name}
-    assert said == {("bf16", "bf16"), ("gguf-mxfp4", "mxfp4")} | floats
+    others = {("bf16", "bf16"), ("gguf-mxfp4", "mxfp4"), ("fp8-block", "bf16")}
+    assert said == others | floats
 
 
 @pytest.mark.parametrize("kind", [kind for kind, key in HELD.items() if key])
@@ -619,6 +620,15 @@ def test_kernels_compute_the_same_on_each_level(tmp_path: Path, tiles: Any) -> N
         native.use_isa(before)
 
 
+def test_bf16_holds_numbers_under_powers_of_two(tmp_path: Path) -> None:
+    model, weights, _ = encoded_model(tmp_path / "model", "mxfp8")
+    assert native_formats(open_checkpoint(model).layers[0]) == [
+        "mxfp8",
+        "bf16",
+    ]
+    expect_values(native_experts(model, method="bf16"), weights)
+
+
 def test_numbers_beyond_bf16_are_refused(tmp_path: Path) -> None:
     """E4M3 times a power of two has 4 bits, but below 2^-133 bf16 has fewer."""
     model, _, _ = encoded_model(tmp_path / "model", "mxfp8")
@@ -630,7 +640,8 @@ def test_numbers_beyond_bf16_are_refused(tmp_path: Path) -> None:
     first, last = (8 + size + at for at in header[name]["data_offsets"])
     path.write_bytes(data[:first] + bytes(last - first) + data[last:])  # 2^-127
     with pytest.raises(CheckpointError, match="has a number that bf16 does not have"):
-        native_experts(model)
+        native_experts(model, method="bf16")
+    assert native_experts(model).format.key == "mxfp8"
 
 
 def test_a_second_scale_that_is_zero(tmp_path: Path) -> None:

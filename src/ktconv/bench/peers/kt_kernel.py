@@ -38,6 +38,7 @@ KINDS = {
     "int8": Kind("AMXInt8_MOE", {}, 64),
     "gint4-32": Kind("AMXInt4_KGroup_MOE", {"bits": 4, "group_size": 32, "zero_point": False}, 64),
     "mxfp4": Kind("AMXFP4_KGroup_MOE", {"bits": 4, "group_size": 32, "zero_point": False}, 64),
+    "mxfp8": Kind("AMXMXFP8_KGroup_MOE", {"bits": 8, "group_size": 32, "zero_point": False}, 64),
     "fp8": Kind("AMXFP8_MOE", {"bits": 8, "group_size": 128, "zero_point": False}, 128),
     "fp8-channel": Kind(
         "AMXFP8PerChannel_MOE", {"bits": 8, "per_channel": True, "zero_point": False}, 128

@@ -43,6 +43,7 @@ def _specs() -> Iterable[Spec]:
         ("int8", "int8"),
         ("gint4-32", "int8"),
         ("mxfp4", "bf16"),
+        ("mxfp8", "bf16"),
         ("fp8", "bf16"),
         ("fp8-channel", "bf16"),
         ("bf16", "bf16"),

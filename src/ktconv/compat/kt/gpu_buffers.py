@@ -24,7 +24,8 @@ from ktconv.system.numbers import whole, wholes
 from ktconv.system.threads import run_tasks
 from ktconv.system.units import counted
 
-_OWN = ("bf16", "fp8", "gint4", "mxfp4", "nvfp4")  # kt_formats that GPU kernels compute with
+# kt_formats that GPU kernels compute with.
+_OWN = ("bf16", "fp8", "gint4", "mxfp4", "mxfp8", "nvfp4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,9 @@ def write_expert(experts: Experts, slot: int, buffers: Buffers, threads: int) ->
     each row, or of 8 bits in groups, as the BF16 numbers next to them.
 
     E4M3 with float32 scales, INT4 in groups (number + 8, an even column in the lower bits) with
-    scales as they are, MXFP4 with scales in bf16, NVFP4 with both levels of scales multiplied and
-    rounded to bf16. A task for each matrix of each part, on `threads` threads.
+    scales as they are, MXFP4 with scales in bf16, MXFP8 with exponents as they are, NVFP4 with both
+    levels of scales multiplied and rounded to bf16. A task for each matrix of each part, on
+    `threads` threads.
     """
     fmt, parts = experts.format, experts.parts
     sizes = experts.hidden, experts.intermediate
@@ -139,7 +141,7 @@ def _plain(fmt: Format, matrix: PackedMatrix, shape: tuple[int, int]) -> tuple[A
         nibbles, inner = nvfp4.parts_of(codes)
         folded: F32 = E4M3FN_VALUES[inner] * scales[:, None]
         return nibbles, f32_to_bf16(folded)
-    if scales.dtype == np.uint8:  # E8M0
+    if fmt.code == "mxfp4" and scales.dtype == np.uint8:  # E8M0
         scales = scales.astype(np.uint16) << np.uint16(7)  # the exponent bits of bf16
     return codes, scales.reshape(len(scales), -1)
 

@@ -45,7 +45,6 @@ _OF_SFT = {
 }
 
 _NOT_HERE = {
-    "MXFP8": "no kernel of ktconv computes with MXFP8 numbers",
     "SYCL_GPTQ_INT4": "ktconv has no code for SYCL devices",
 }
 

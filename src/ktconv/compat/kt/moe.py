@@ -227,13 +227,16 @@ class Stored(MoE):
             rows, cols = own.intermediate, own.hidden
             rows, cols = (cols, rows) if name == "down" else (rows, cols)
             dtype, width = {
-                "BF16": (torch.bfloat16, cols), "FP8": (_FP8, cols), "FP8_PERCHANNEL": (_FP8, cols)
+                "BF16": (torch.bfloat16, cols), "FP8": (_FP8, cols), "FP8_PERCHANNEL": (_FP8, cols),
+                "MXFP8": (_FP8, cols),
             }.get(self.method, (torch.uint8, cols // 2))  # fmt: skip
             given[name] = self._stack(f"{name}_proj", dtype, (rows, width))
             if self.method != "BF16":
                 grid = {"FP8": (rows // 128, cols // 128), "FP8_PERCHANNEL": (rows, 1)}
                 shape = grid.get(self.method, (rows, cols // group))
                 kind = torch.float32 if self.method in grid else torch.bfloat16
+                if self.method == "MXFP8":
+                    kind = torch.uint8
                 given[f"{name}_scale"] = self._stack(f"{name}_scale", kind, shape)
         experts = raw_layer(self.method, own, given, slots, group)
         return MoELayer(experts, self._pool)
@@ -277,6 +280,7 @@ CLASSES: dict[str, type[MoE]] = {
     **_kinds(Stored, "FP8", "AMXFP8_MOE", "AVX2FP8_MOE"),
     **_kinds(Stored, "FP8_PERCHANNEL", "AMXFP8PerChannel_MOE"),
     **_kinds(Stored, "MXFP4", "AMXFP4_KGroup_MOE", "AVX2MXFP4_MOE"),
+    **_kinds(Stored, "MXFP8", "AMXMXFP8_KGroup_MOE", "AVX2MXFP8_MOE"),
     **_kinds(
         Stored, "RAWINT4", "AMXInt4_KGroup_MOE", "AMXInt4_KGroupBlocked_MOE", "AVX2RawInt4_MOE",
         "AVXVNNI256RawInt4_MOE",
@@ -286,8 +290,6 @@ CLASSES: dict[str, type[MoE]] = {
 _ABSENT = {
     "AMXInt4_1_MOE": "no kernel computes with INT4 that has zero points",
     "AMXInt4_1KGroup_MOE": "no kernel computes with INT4 that has zero points",
-    "AMXMXFP8_KGroup_MOE": "no kernel computes with MXFP8",
-    "AVX2MXFP8_MOE": "no kernel computes with MXFP8",
     "AVX2GPTQInt4_MOE": "use KTMoEWrapper with the method GPTQ_INT4",
     "AVXVNNI256GPTQInt4_MOE": "use KTMoEWrapper with the method GPTQ_INT4",
     "AVXVNNI256GPTQInt4Packed_MOE": "use KTMoEWrapper with the method GPTQ_INT4",

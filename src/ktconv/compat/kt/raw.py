@@ -90,6 +90,10 @@ def _checked(
     tensors = {
         "RAWINT4": grouped,
         "MXFP4": grouped,
+        "MXFP8": (
+            (torch.float8_e4m3fn, shape),
+            (torch.uint8, (rows, cols // FORMATS["mxfp8"].group)),
+        ),
         "FP8": (
             (torch.float8_e4m3fn, shape),
             (torch.float32, (rows // _BLOCK, cols // _BLOCK)),
@@ -118,10 +122,11 @@ def _checked(
 
 
 def _scales(kind: str, name: str, expert: int, scales: Tensor) -> Array:
-    """Numbers, and of MXFP4 the exponents of powers of two."""
-    if not torch.isfinite(scales.float()).all():
+    """Numbers, and of MXFP4 and MXFP8 the exponents of powers of two."""
+    infinite = scales == 255 if kind == "MXFP8" else ~torch.isfinite(scales.float())
+    if infinite.any():
         raise UsageError(f"{name}_scale of expert {expert} has a NaN or an infinity")
-    if scales.dtype == torch.float32:
+    if scales.dtype in (torch.float32, torch.uint8):
         return scales.numpy()
     bits: Array = scales.view(torch.int16).numpy().view(np.uint16)
     if kind == "RAWINT4":

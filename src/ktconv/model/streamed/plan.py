@@ -42,7 +42,7 @@ _SHARE = 0.9  # of the memory that is free, where no option says how much may be
 _OF_PARKED = 6  # [T, H] that a waiting forward pass refers to: see `_Windows`
 _OF_ACTIVE = 8  # [T, H] of a forward pass beside the outputs of its linear modules
 _OF_LINEAR_ATTENTION = 6  # measured: queries and keys repeated per head, decays, chunks
-_SECONDS = 0.06  # of each measurement
+MEASURED_SECONDS = 0.06  # of each measurement
 _READ_BYTES = 64 << 20
 _PRODUCT = 1024
 _LOGIT_ROWS = 32 * 8 * 6  # bytes per word of the vocabulary while two sides are compared
@@ -421,7 +421,7 @@ def _product_speed(rows: int, inputs: int, outputs: int, dtype: torch.dtype, thr
     left, right = torch.ones(rows, inputs, dtype=dtype), torch.ones(outputs, inputs, dtype=dtype)
     torch.nn.functional.linear(left[:1], right)  # what it does once is not counted
     started, done = time.perf_counter(), 0.0
-    while time.perf_counter() - started < _SECONDS:
+    while time.perf_counter() - started < MEASURED_SECONDS:
         torch.nn.functional.linear(left, right)
         done += 2.0 * rows * inputs * outputs
     return done / (time.perf_counter() - started)
@@ -436,7 +436,7 @@ def _read_speed(parted: PartedModel) -> float:
     file, nbytes = max(_sizes(checkpoint), key=lambda found: found[1])
     size = min(size, nbytes - nbytes // 2)
     with SourceReader(checkpoint.files, checkpoint.sources).open(file) as opened:
-        while done < size and time.perf_counter() - started < _SECONDS:
+        while done < size and time.perf_counter() - started < MEASURED_SECONDS:
             piece = buffer[: size - done]
             opened.read(piece, nbytes // 2 + done)
             done += len(piece)
@@ -456,6 +456,6 @@ def _decode_speed(parted: PartedModel, matrix: ExpertMatrix) -> float:
     started, done = time.perf_counter(), 0
     for chunk, _ in source.decoded():
         done += matrix.nbytes(len(chunk))
-        if time.perf_counter() - started > _SECONDS:
+        if time.perf_counter() - started > MEASURED_SECONDS:
             break
     return torch.get_num_threads() * done / (time.perf_counter() - started)

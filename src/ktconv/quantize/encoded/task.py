@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ktconv import native
-from ktconv.conversion.tasks import Advance, ExpertTask, write_tensor, written
+from ktconv.conversion.tasks import Advance, ExpertTask, Piece, write_tensor, written
 from ktconv.errors import CheckpointError
 from ktconv.formats.decode import f32_to_bf16
 from ktconv.quantize.encoded.deviation import Deviation
@@ -111,7 +111,8 @@ class EncodeTask(ExpertTask):
                     found: AbstractContextManager[U8] = nullcontext(codes)
                     if whole is None and self.verify:
                         target = buffers.readback[: codes.nbytes]
-                        found = written(staging, codes_of.name, target, done)
+                        piece = Piece(codes_of.name, target.nbytes, done)
+                        found = written(staging, [piece], target)
                     with found as here:
                         if whole is None:
                             digest.update(here.data)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
-import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from ktconv import native
-from ktconv.errors import CheckpointError, ResourceError, UsageError
+from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.activations import NAMES
 from ktconv.families.config import USUAL_TOP_K
 from ktconv.families.family import ExpertActivation
@@ -29,7 +27,6 @@ from ktconv.source.activations import of_records
 from ktconv.source.config import CONFIG_NAME
 from ktconv.source.settings import ModelSettings
 from ktconv.system.arrays import F32, Array
-from ktconv.system.regular_files import opened_regular
 from ktconv.system.units import listed
 from ktconv.targets.packed.weights import (
     Geometry,
@@ -195,9 +192,11 @@ class ConvertedModel:
         """CheckpointError where a shard that the index names, or a layer that the manifest names,
         is not there."""
         lost: dict[str, set[int]] = {}
-        for name, file in ((read_index(self.directory) or {}).get("weight_map") or {}).items():
-            tensor = parse_tensor_name(name)
-            if tensor is not None and not (self.directory / str(file)).exists():
+        index = (read_index(self.directory) or {}).get("weight_map") or {}
+        files = {str(file) for file in index.values()}
+        missing_files = {file for file in files if not (self.directory / file).exists()}
+        for name, file in index.items():
+            if str(file) in missing_files and (tensor := parse_tensor_name(name)) is not None:
                 lost.setdefault(str(file), set()).add(tensor.layer)
         for file, layers in sorted(lost.items()):
             raise CheckpointError(
@@ -234,21 +233,27 @@ class ConvertedModel:
             raise CheckpointError(*no_packed_experts(self.directory))
         wanted = self.expect(self.layers[0] if layer is None else layer)
         activation = kernel_activation(self.activation(wanted))
-        _expect_finite_scales(self.packed, wanted)
-        experts = packed_experts(self.packed, wanted, activation, slots=slots, hold=hold)
+
+        def checked(packed: PackedWeights, layer: int, experts: Collection[int]) -> Held:
+            held = hold(packed, layer, experts) if hold else Mapped(packed)
+            _expect_finite_scales(packed, layer, experts, held)
+            return held
+
+        experts = packed_experts(self.packed, wanted, activation, slots=slots, hold=checked)
         return wanted, experts
 
 
-def _expect_finite_scales(packed: PackedWeights, layer: int) -> None:
+def _expect_finite_scales(
+    packed: PackedWeights, layer: int, experts: Collection[int], held: Held
+) -> None:
     """Another one makes its row NaN whenever its expert has a token, and only then."""
     geometry = packed.geometry(layer)
     fmt = geometry.format
     assert fmt is not None  # what geometry() sees to
-    by_file: dict[Path, list[TensorId]] = {}
-    for tensor in geometry.tensors(layer):
-        if tensor.kind != "weight":
-            by_file.setdefault(packed.place(tensor).file, []).append(tensor)
-    for tensor, stored in _small_tensors(packed, by_file):
+    small = [
+        one for one in geometry.tensors(layer) if one.kind != "weight" and one.expert in experts
+    ]
+    for tensor, stored in held.read(small):
         if tensor.kind == "bias":
             numbers: Array = stored.view("<f4")
         else:
@@ -259,31 +264,6 @@ def _expect_finite_scales(packed: PackedWeights, layer: int) -> None:
                 "finite",
                 "convert it again",
             )
-
-
-def _small_tensors(
-    packed: PackedWeights, by_file: Mapping[Path, Sequence[TensorId]]
-) -> Iterator[tuple[TensorId, Array]]:
-    """Their bytes, read without those around them: what is in memory of a file on small pages stays
-    so, and weights are faster on large ones."""
-    for file, tensors in by_file.items():
-        try:
-            with opened_regular(file) as fd:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-                for tensor in tensors:
-                    place = packed.place(tensor)
-                    stored = os.pread(fd, place.nbytes, place.offset)
-                    if len(stored) != place.nbytes:
-                        raise CheckpointError(
-                            f"{file} ends within {name_of(tensor)}", "convert it again"
-                        )
-                    yield tensor, np.frombuffer(stored, np.uint8)
-                    page = mmap.PAGESIZE
-                    first = place.offset // page * page
-                    size = place.offset + place.nbytes - first
-                    os.posix_fadvise(fd, first, -(-size // page) * page, os.POSIX_FADV_DONTNEED)
-        except OSError as error:
-            raise ResourceError(f"{file} cannot be read: {error.strerror}") from error
 
 
 def packed_experts(

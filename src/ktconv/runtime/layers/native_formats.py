@@ -92,6 +92,8 @@ def _holds(fmt: Format, matrix: ExpertMatrix) -> bool:
         return powers if matrix.element == F8_E4M3 else grid is None
     if grid is None or (fmt.traits.inner_scales and grid.number != "E4M3"):
         return False
+    if fmt.scale_dtype == "ue8m0" and grid.number != "E8M0":
+        return False
     return _is_refined(grid, matrix, *scale_block(fmt, matrix.cols))
 
 

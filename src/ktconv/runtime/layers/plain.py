@@ -21,6 +21,7 @@ from ktconv.system.arrays import F32, U8, Array
 _STORED = {
     ("bf16", BF16.name): 0,
     ("fp8", F8_E4M3.name): 0,
+    ("mxfp8", F8_E4M3.name): 0,
     ("mxfp4", F4_E2M1.name): 0,
     ("nvfp4", F4_E2M1.name): 0,
     ("gint4", U4.name): 0,
@@ -29,9 +30,10 @@ _STORED = {
     ("gint8", STREAMS[8].name): 0,
     ("gint8", I8.name): 0x80,
 }
-_INFINITE = {"bf16": 0x7F80, "fp8": 0x7F}  # the smallest code without a sign that is not finite
+# The smallest code without a sign that is not finite.
+_INFINITE = {"bf16": 0x7F80, "fp8": 0x7F, "mxfp8": 0x7F}
 # Numbers that codes stand for; integers are below 128.
-_LARGEST = {"fp8": 448, "mxfp4": 6, "nvfp4": 6 * 448}
+_LARGEST = {"fp8": 448, "mxfp8": 448, "mxfp4": 6, "nvfp4": 6 * 448}
 _STEPS = {F4_E0M3.name: np.float32(0.25)}  # between neighbouring numbers; else 1
 
 

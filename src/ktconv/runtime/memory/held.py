@@ -8,9 +8,10 @@ import json
 import mmap
 import os
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,9 +30,11 @@ from ktconv.runtime.memory.needs import (
     shortage,
     tensors_of,
 )
+from ktconv.source import TensorRef
 from ktconv.system import blocks, machine
 from ktconv.system.arrays import U8, Array
 from ktconv.system.blocks import rounded
+from ktconv.system.files import read_ahead
 from ktconv.system.nodes import cpus_of
 from ktconv.system.pool import Pool
 from ktconv.system.regular_files import opened_regular
@@ -44,6 +47,7 @@ Say = Callable[[str], None]
 _ENOUGH = 0.95  # of a layer's pages on their nodes: those that parts share are nobody's
 _PIECES = 16  # of a part, for the threads of its node
 _CHUNK, _AHEAD = 4 << 20, 16 << 20  # bytes of a file
+_TOGETHER = 64  # small tensors that are asked for at once
 
 
 def warn(note: str) -> None:
@@ -58,6 +62,9 @@ class Held(Protocol):
     note: str
 
     def get(self, tensor: TensorId) -> Array: ...
+
+    def read(self, tensors: Sequence[TensorId]) -> Iterator[tuple[TensorId, Array]]:
+        """Each of some small tensors, with its bytes as they are stored."""
 
     def release(self) -> None:
         """Gives memory back that can be read again when it is needed."""
@@ -83,6 +90,22 @@ class Mapped:
             self._files[place.file] = pages, np.frombuffer(pages, np.uint8)
         return self._files[place.file][1][place.offset : place.offset + place.nbytes]
 
+    def read(self, tensors: Sequence[TensorId]) -> Iterator[tuple[TensorId, Array]]:
+        """Without bringing the weights around them into memory: what a file has there on small
+        pages stays so, and weights are faster on large ones."""
+        for file, same in _by_file(self._packed, tensors):
+            with _reading(file) as fd:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+                for number, tensor in enumerate(same):
+                    if number % _TOGETHER == 0:  # the disk finds them at the same time
+                        for soon in same[number : number + _TOGETHER]:
+                            _read_soon(fd, self._packed.place(soon))
+                    place = self._packed.place(tensor)
+                    stored = np.empty(place.nbytes, np.uint8)
+                    _read_tensor(fd, place, stored)
+                    yield tensor, stored
+                    _forget_pages(fd, place)
+
     def release(self) -> None:
         """Pages that were read do not count as this process's memory any more."""
         for pages, _ in self._files.values():
@@ -101,6 +124,9 @@ class Copied:
     def get(self, tensor: TensorId) -> Array:
         block, start, size = self.places[tensor]
         return self.blocks[block][start : start + size]
+
+    def read(self, tensors: Sequence[TensorId]) -> Iterator[tuple[TensorId, Array]]:
+        return ((tensor, self.get(tensor)) for tensor in tensors)
 
     def release(self) -> None:
         """Nothing: there is no other place to read it from."""
@@ -282,32 +308,47 @@ def _forget(packed: PackedWeights, tensors: Sequence[TensorId]) -> None:
 
 def _read_tensors(packed: PackedWeights, tensors: Sequence[TensorId], held: Copied) -> None:
     """Into their places, file by file."""
-    at = 0
-    while at < len(tensors):
-        file = packed.place(tensors[at]).file
-        same = [one for one in tensors[at:] if packed.place(one).file == file]
-        try:
-            with opened_regular(file) as fd:
-                for number, tensor in enumerate(same):
-                    _ask_for(fd, packed, same[number + 1 : number + 5])
-                    _read_tensor(fd, packed, tensor, held.get(tensor))
-        except OSError as error:
-            raise ResourceError(f"{file} cannot be read: {error.strerror}") from error
-        at += len(same)
+    for file, same in _by_file(packed, tensors):
+        with _reading(file) as fd:
+            for number, tensor in enumerate(same):
+                asked = 0
+                for soon in same[number + 1 : number + 5]:  # between them lie other parts' tensors
+                    if asked < _AHEAD:
+                        _read_soon(fd, packed.place(soon))
+                    asked += packed.place(soon).nbytes
+                _read_tensor(fd, packed.place(tensor), held.get(tensor))
 
 
-def _ask_for(fd: int, packed: PackedWeights, tensors: Sequence[TensorId]) -> None:
-    """Reads ahead what comes next: between tensors of a part lie those of others."""
-    asked = 0
-    for tensor in tensors:
-        place = packed.place(tensor)
-        if asked < _AHEAD:
-            os.posix_fadvise(fd, place.offset, place.nbytes, os.POSIX_FADV_WILLNEED)
-        asked += place.nbytes
+def _by_file(
+    packed: PackedWeights, tensors: Iterable[TensorId]
+) -> Iterator[tuple[Path, list[TensorId]]]:
+    """Tensors of each file, in their order."""
+    for file, same in groupby(tensors, lambda one: packed.place(one).file):
+        yield file, list(same)
 
 
-def _read_tensor(fd: int, packed: PackedWeights, tensor: TensorId, to: Array) -> None:
-    place = packed.place(tensor)
+@contextlib.contextmanager
+def _reading(file: Path) -> Iterator[int]:
+    """A descriptor. ResourceError where the file cannot be read."""
+    try:
+        with opened_regular(file) as fd:
+            yield fd
+    except OSError as error:
+        raise ResourceError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def _read_soon(fd: int, place: TensorRef) -> None:
+    read_ahead(fd, place.offset, place.nbytes)
+
+
+def _forget_pages(fd: int, place: TensorRef) -> None:
+    """Lets the system forget the pages that a tensor lies in."""
+    first = place.offset // mmap.PAGESIZE * mmap.PAGESIZE
+    size = -(-(place.offset + place.nbytes - first) // mmap.PAGESIZE) * mmap.PAGESIZE
+    os.posix_fadvise(fd, first, size, os.POSIX_FADV_DONTNEED)
+
+
+def _read_tensor(fd: int, place: TensorRef, to: Array) -> None:
     done = 0
     while done < place.nbytes:
         piece: Any = to[done : done + _CHUNK]

@@ -66,7 +66,8 @@ class Routers:
             raise CheckpointError(
                 f"{self._checkpoint.path} has no router of layer {layer.index} under a known name, "
                 f"such as {names.router.weight[0]}, of which rows would be cut with the experts",
-                "give the whole checkpoint",
+                "give the whole checkpoint; of a conversion whose experts have names of their own, "
+                "prune the source, and convert that",
             )
         self._check_plain(weight)
         yield self._matrix(weight, layer, kept, identity, sinks)

@@ -54,7 +54,7 @@ class PrunedModelCheck:
             tokenizer = load_tokenizer(directory, whole.path)
             text, self._text_name = read_text(request.text)
             parted = PartedModel(open_checkpoint(self._output.directory))
-            length = context_length(parted.model, WINDOW)
+            length = context_length(parted.model.config, WINDOW)
             chosen = windows(tokenizer, text, length, request.windows)
             self._unpruned = Unpruned(
                 whole,

@@ -1,0 +1,124 @@
+"""`ktconv generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
+from ktconv.cli.help import ADVANCED, RUN, SOURCE
+from ktconv.cli.options import ThreadsOption
+from ktconv.cli.output import JsonOption, notify, print_piece, print_result
+from ktconv.cli.parsing import argument, choice, flag, option
+from ktconv.cli.sources import USUAL, Reading, reads_source
+from ktconv.errors import MemoryShortError
+from ktconv.system.units import counted
+
+GenerateMemory = Literal["auto", "map", "copy", "shared"]  # as runtime.memory.MEMORY
+_HINTS: Hints = {
+    MemoryShortError: "close other programs, or use a machine with more memory",
+    MemoryError: "close other programs, or use a machine with more memory",
+}
+
+
+@reads_source("map", "tower", "prune")
+def generate(
+    output: Annotated[
+        Path,
+        argument(
+            "Output of quantize-cpu or quantize-gpu, or a checkpoint.",
+            "OUTPUT",
+            "A checkpoint takes part as it is where the kernels compute with its numbers: bf16, "
+            "fp8, rawint4, W4A16, mxfp4 and others.",
+        ),
+    ],
+    prompt: Annotated[str, option("Text to continue or to answer.", "TEXT", panel=RUN)],
+    source: Annotated[
+        str | None,
+        option(
+            "The original checkpoint.",
+            "MODEL",
+            panel=SOURCE,
+            detail="Attention, embeddings, routers and the tokenizer come from there. An output in "
+            "the names of a model is a checkpoint itself, and needs none.",
+        ),
+    ] = None,
+    reading: Reading = USUAL,
+    chat: Annotated[
+        bool | None,
+        flag(
+            "--chat/--no-chat",
+            "Put the prompt into the model's chat template.",
+            RUN,
+            "The template is used by default where the tokenizer has one.",
+        ),
+    ] = None,
+    max_tokens: Annotated[int, option("Maximum number of new tokens.", "N", min=1)] = 128,
+    temperature: Annotated[
+        float,
+        option("Randomness; 0: always the likeliest token.", "F", min=0.0, max=100.0),
+    ] = 0.0,
+    top_p: Annotated[
+        float,
+        option(
+            "Choose among the likeliest tokens of this share.",
+            "F",
+            "--top-p",
+            min=0.0,
+            max=1.0,
+            detail="The fewest tokens whose probabilities add up to it. With --temperature.",
+        ),
+    ] = 1.0,
+    seed: Annotated[int, option("Seed of random choices.", "N", panel=ADVANCED, min=0)] = 0,
+    threads: ThreadsOption = 0,
+    memory: Annotated[
+        GenerateMemory,
+        choice(
+            GenerateMemory,
+            "Memory for the experts of OUTPUT.",
+            panel=ADVANCED,
+            detail="- map: in their files\n- copy: on huge pages\n- shared: a copy that processes "
+            "share\n- auto: map, or copy where pages cannot be moved",
+        ),
+    ] = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Write text with a converted model: experts on the kernels, the rest by transformers.
+
+    Example: ktconv generate qwen3-int4 --source Qwen/Qwen3-30B-A3B --prompt "Why is the sky blue?"
+    """
+    with errors_shown(as_json, _HINTS):
+        from ktconv.generate.request import GenerateRequest, Sampling
+        from ktconv.model import require_packages
+
+        request = GenerateRequest(
+            output=output,
+            source=reading.source_if(source),
+            prompt=prompt,
+            chat=chat,
+            max_tokens=max_tokens,
+            sampling=Sampling(temperature, top_p, seed),
+            threads=threads or None,
+            memory=memory,
+        )
+        require_packages()
+        from ktconv.generate.run import run
+
+        with interruptible(lambda: NOTHING_WRITTEN):
+            facts = run(request, notify, (lambda _: True) if as_json else print_piece)
+        if not as_json:
+            print_piece("\n")
+            notify(_told(facts))
+        print_result(as_json, facts, lambda: ())
+
+
+def _told(facts: dict[str, Any]) -> str:
+    """How fast it was, in a sentence."""
+    words = (
+        f"{counted(facts['prompt_tokens'], 'token')} read in {facts['prefill_s']:.2f} s "
+        f"({facts['prefill_tokens_s']:.1f} tokens/s), {counted(len(facts['tokens']), 'token')} "
+        "written"
+    )
+    if facts["decode_ms"] is None:
+        return words
+    return f"{words}, {facts['decode_ms']:.1f} ms each ({facts['decode_tokens_s']:.1f} tokens/s)"

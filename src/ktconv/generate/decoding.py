@@ -1,0 +1,97 @@
+"""Running a model token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktconv.generate.request import Sampling
+
+_CHUNK = 2048  # tokens of a prompt at a time, so that long ones need little memory
+
+
+@dataclass
+class Timing:
+    """Seconds of a prompt of `prompt` tokens, and of each token after the first, which comes with
+    it."""
+
+    prompt: int
+    prefill_s: float
+    steps_s: list[float]
+
+
+def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens at which the model has ended its text: of its generation config, else the
+    tokenizer's."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if found is None:
+        found = tokenizer.eos_token_id
+    if found is None:
+        return frozenset()
+    return frozenset((found,) if isinstance(found, int) else found)
+
+
+def generate(
+    model: Any,
+    prompt: Sequence[int],
+    most: int,
+    sampling: Sampling,
+    ends: frozenset[int],
+    told: Callable[[int], bool],
+) -> tuple[list[int], Timing]:
+    """At most `most` tokens after `prompt`, of which the last may be one of `ends`; their times.
+
+    `told` gets each token but the end as soon as it is there, and says whether to go on.
+    """
+    choose = _Chooser(sampling)
+    found: list[int] = []
+    with torch.inference_mode():
+        began = perf_counter()
+        logits, cache = _read(model, prompt)
+        timing = Timing(len(prompt), 0.0, [])
+        while True:
+            found.append(choose(logits))
+            took = perf_counter() - began
+            if len(found) == 1:
+                timing.prefill_s = took
+            else:
+                timing.steps_s.append(took)
+            if found[-1] in ends or not told(found[-1]) or len(found) == most:
+                return found, timing
+            began = perf_counter()
+            ids = torch.tensor([[found[-1]]])
+            logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1]
+
+
+def _read(model: Any, prompt: Sequence[int]) -> tuple[Tensor, Any]:
+    """The logits [V] after a prompt, and the cache of it."""
+    cache, logits = None, None
+    for first in range(0, len(prompt), _CHUNK):
+        ids = torch.tensor([list(prompt[first : first + _CHUNK])])
+        out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, logits = out.past_key_values, out.logits[0, -1]
+    assert logits is not None
+    return logits, cache
+
+
+class _Chooser:
+    """Chooses tokens by their logits [V]."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._generator = torch.Generator().manual_seed(sampling.seed)
+
+    def __call__(self, logits: Tensor) -> int:
+        if not self._sampling.temperature:
+            return int(logits.argmax())
+        chances = torch.softmax(logits.float() / self._sampling.temperature, dim=-1)
+        order = torch.argsort(chances, descending=True, stable=True)
+        sorted_chances = chances[order]
+        before = sorted_chances.cumsum(0) - sorted_chances
+        sorted_chances[before >= self._sampling.top_p] = 0  # the likeliest has none before it
+        return int(order[torch.multinomial(sorted_chances, 1, generator=self._generator)])

@@ -1,0 +1,154 @@
+"""A model with its experts on the kernels, and everything else as transformers has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ktconv.errors import PackedExpertsError, UsageError
+from ktconv.model.evaluate import directory_of, load_model, load_without_experts
+from ktconv.model.load import check_language_model, context_length, load_config, load_tokenizer
+from ktconv.model.matching import check_likeness, trial_token
+from ktconv.model.replace import replace_experts
+from ktconv.model.sites import find_experts
+from ktconv.model.streamed.parts import NotCut
+from ktconv.runtime.layers import Experts, expert_output
+from ktconv.runtime.layers.load import ConvertedModel
+from ktconv.runtime.sources import opened
+from ktconv.source import Checkpoint, open_checkpoint
+from ktconv.source.model_source import ModelSource
+from ktconv.source.reading.tensors import SourceTensors
+from ktconv.system import machine
+from ktconv.system.text import Notify
+from ktconv.verify.output import (
+    adapters_for,
+    recorded_naming,
+    recorded_pruning_of,
+    recorded_tower,
+)
+
+_NO_LIMIT = 1 << 31  # tokens, where a model does not say how many it reads
+_GIVE_SOURCE = "give the checkpoint that it was converted from: --source MODEL"
+
+
+class OpenedModel:
+    """A model by its headers, with its tokenizer: `output` has the experts.
+
+    Raises UsageError for an output that needs a source, CheckpointError where there is no tokenizer
+    or no class in transformers.
+    """
+
+    def __init__(self, output: Path, source: ModelSource | None) -> None:
+        if not output.is_dir():
+            raise UsageError(f"{output} is not a directory", "give an output of ktconv")
+        self.output, self._own = output, source is None
+        self._experts = opened(output)
+        self.checkpoint = checkpoint = _checkpoint(output, source)
+        self.name = checkpoint.path  # in errors
+        directory = directory_of(checkpoint.path, checkpoint.side_directory)
+        check_language_model(directory)
+        self.tokenizer = load_tokenizer(directory, checkpoint.path)
+        self.context = context_length(load_config(directory, checkpoint.path), _NO_LIMIT)
+
+    @contextmanager
+    def loaded(
+        self, notify: Notify, *, threads: int | None = None, memory: str = "auto"
+    ) -> Iterator[LoadedModel]:
+        """The model for a while, with experts on the kernels; PyTorch uses as many threads as they.
+
+        Raises CheckpointError where output and source do not belong together, UsageError for
+        `memory` that they cannot have, and as `ktconv.model.load_model`.
+        """
+        count = threads or machine.usable_cores()
+        with ExitStack() as stack:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(count)
+            notify(f"note: loading {self.name} without its experts")
+            model = _rest(self.checkpoint, self._experts, notify)
+            notify(f"note: loading the experts of {self.output}")
+            replaced = stack.enter_context(
+                replace_experts(model, self.output, threads=threads, memory=memory)
+            )
+            if not self._own:
+                _check_alike(self.checkpoint, model, self.output)
+            yield LoadedModel(model, replaced.method, count)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that can be called, the format of its experts, and the number of threads."""
+
+    model: Any
+    method: str
+    threads: int
+
+
+def _checkpoint(output: Path, source: ModelSource | None) -> Checkpoint:
+    """What everything but the experts is read of."""
+    if source is None:
+        try:
+            return open_checkpoint(output)
+        except PackedExpertsError as error:
+            raise UsageError(
+                f"{output} has experts that were packed for KTransformers, and the rest of the "
+                "model is not read from there",
+                _GIVE_SOURCE,
+            ) from error
+    pruning = recorded_pruning_of(output)
+    recorded = source.recorded(
+        recorded_naming(output), recorded_tower(output), adapters_for(output, source), pruning
+    )
+    return open_checkpoint(recorded)
+
+
+def _check_alike(checkpoint: Checkpoint, model: Any, output: Path) -> None:
+    """UnlikeExperts unless the first expert of `output` answers as the source's does: another
+    model can have the same sizes, and its own experts are not there to be tried."""
+    layer, site = next(iter(sorted(find_experts(model).items())))
+    module: Any = site.module
+    experts: Experts = module.experts
+    number = int((experts.origins >= 0).argmax())
+    found = next(one for one in checkpoint.layers if one.index == layer)
+    x = trial_token(experts.hidden, torch.float32).numpy()
+    both = SourceTensors(checkpoint).expert(found, number), experts.loaded(number)
+    theirs, ours = (torch.from_numpy(expert_output(e, experts.activation, x)) for e in both)
+    check_likeness(theirs, ours, layer, output)
+
+
+def _rest(checkpoint: Checkpoint, experts: ConvertedModel | Checkpoint, notify: Notify) -> Any:
+    """The model, without experts where its code allows that."""
+    if _leaves_out(experts):
+        notify("note: experts that the output leaves out are the model's own, which are loaded too")
+        return _whole(checkpoint)
+    try:
+        return load_without_experts(checkpoint)[0]
+    except NotCut as error:
+        notify(f"note: the model's own experts are loaded first, because {error}")
+        return _whole(checkpoint)
+
+
+def _whole(checkpoint: Checkpoint) -> Any:
+    if checkpoint.pruning is not None:
+        raise UsageError(
+            f"{checkpoint.path} has to be loaded with its experts, which is not possible where "
+            "some were dropped while it was converted",
+            "prune the checkpoint first: ktconv prune",
+        )
+    model, _ = load_model(
+        checkpoint.path,
+        config_directory=checkpoint.side_directory,
+        adapters=checkpoint.adapters,
+    )
+    return model
+
+
+def _leaves_out(experts: ConvertedModel | Checkpoint) -> bool:
+    """Whether packed experts lack some that the model's own weights have."""
+    if isinstance(experts, Checkpoint):
+        return False
+    return any(experts.packed.geometry(layer).elsewhere for layer in experts.layers)

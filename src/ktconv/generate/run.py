@@ -1,0 +1,54 @@
+"""`ktconv generate`: from a request to text, as it comes, and the facts about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from ktconv.generate.decoding import end_tokens, generate
+from ktconv.generate.loading import OpenedModel
+from ktconv.generate.prompt import TextStream, prompt_tokens, room_for
+from ktconv.generate.request import GenerateRequest
+from ktconv.model.load import running
+from ktconv.system.text import Notify
+
+
+def run(request: GenerateRequest, notify: Notify, told: Callable[[str], bool]) -> dict[str, Any]:
+    """Generates. `told` gets pieces of the text as soon as they are certain, and says whether to go
+    on. Raises KtconvError for what cannot be loaded or asked for."""
+    opened = OpenedModel(request.output, request.source)
+    ids = prompt_tokens(opened.tokenizer, request.prompt, request.chat, opened.name)
+    most = room_for(ids, request.max_tokens, opened.context)
+    with opened.loaded(notify, threads=request.threads, memory=request.memory) as one:
+        ends = end_tokens(one.model, opened.tokenizer)
+        stream = TextStream(opened.tokenizer)
+        pieces: list[str] = []
+
+        def tell(token: int) -> bool:
+            piece = stream.add(token)
+            pieces.append(piece)
+            return told(piece) if piece else True
+
+        with running(opened.name):
+            tokens, timing = generate(one.model, ids, most, request.sampling, ends, tell)
+        pieces.append(stream.end())
+        told(pieces[-1])
+    ended = tokens[-1] in ends
+    step = median(timing.steps_s) if timing.steps_s else None
+    return {
+        "schema": 1,
+        "kind": "generated text",
+        "output": str(request.output),
+        "source": None if request.source is None else str(request.source),
+        "method": one.method,
+        "threads": one.threads,
+        "text": "".join(pieces),
+        "tokens": tokens,
+        "prompt_tokens": len(ids),
+        "ended_by": "end token" if ended else "length" if len(tokens) == most else "reader",
+        "prefill_s": timing.prefill_s,
+        "prefill_tokens_s": len(ids) / timing.prefill_s,
+        "decode_ms": None if step is None else 1000 * step,
+        "decode_tokens_s": None if step is None else 1 / step,
+    }

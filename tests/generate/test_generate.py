@@ -1,0 +1,177 @@
+"""`ktconv generate`: the text of transformers with the same weights, as it comes, and errors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.cli import edit_json, ktconv, ktconv_done, refused, refused_in_json
+from helpers.convert import convert
+from helpers.paths import EXAMPLE
+
+import ktconv as library
+from ktconv.errors import UsageError
+
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+PROMPT = "def main("
+TEMPLATE = "{% for message in messages %}Q: {{ message['content'] }}\nA:{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def int4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("generate") / "int4"
+    convert(EXAMPLE, output, method="int4", numa=1)
+    return output
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("generate") / "fp8"
+    ktconv_done("quantize-cpu", EXAMPLE, output, "--method", "fp8")
+    return output
+
+
+def with_template(folder: Path, template: str) -> Path:
+    """The example with a chat template."""
+    shutil.copytree(EXAMPLE, folder)
+    edit_json(folder / "tokenizer_config.json", lambda found: found.update(chat_template=template))
+    return folder
+
+
+def decoded(output: Path) -> tuple[Any, Any]:
+    """(model, tokenizer) of transformers, with the weights that `output` has decoded."""
+    from ktconv.model import load_model
+    from ktconv.model.sites import find_experts
+    from ktconv.runtime import MoELayer
+
+    model, tokenizer = load_model(EXAMPLE)
+    with torch.no_grad():
+        for layer, site in find_experts(model).items():
+            packed = MoELayer.load(output, layer).packed
+            for expert in range(packed.count):
+                views = site.own.matrices(expert).values()
+                for view, one in zip(views, packed.loaded(expert), strict=True):
+                    assert one is not None
+                    view.copy_(torch.from_numpy(one.values()).to(view.dtype))
+    return model, tokenizer
+
+
+@pytest.mark.parametrize("name", ["fp8", "the model itself"])
+def test_text_is_that_of_transformers(name: str, request: pytest.FixtureRequest) -> None:
+    output: Path = EXAMPLE if name == "the model itself" else request.getfixturevalue(name)
+    text = ktconv_done("generate", output, "--prompt", PROMPT, "--max-tokens", 24)
+    model, tokenizer = decoded(output)
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    found = model.generate(ids, do_sample=False, max_new_tokens=24)
+    assert text == tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True) + "\n"
+
+
+def test_tokens_are_likeliest_by_transformers(int4: Path) -> None:
+    """Kernels of int4 round inputs to 8 bits, so that tokens of nearly the same probability can
+    change places; each must be as likely as the likeliest but for that."""
+    found = library.generate(int4, prompt=PROMPT, source=EXAMPLE, max_tokens=24)["tokens"]
+    model, tokenizer = decoded(int4)
+    ids = tokenizer(PROMPT)["input_ids"]
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids + found])).logits[0, len(ids) - 1 : -1].float()
+    behind = logits.max(dim=1).values - logits.gather(1, torch.tensor(found)[:, None])[:, 0]
+    assert behind.max() < 0.5
+    assert (behind == 0).sum() >= 20
+
+
+def test_the_document(int4: Path) -> None:
+    words = ["generate", int4, "--source", EXAMPLE, "--prompt", PROMPT, "--max-tokens", 5]
+    found = json.loads(ktconv_done(*words, "--json"))
+    assert found["method"] == "int4" and found["ended_by"] == "length"
+    assert len(found["tokens"]) == 5 and found["prompt_tokens"] > 1
+    assert found["decode_tokens_s"] == pytest.approx(1000 / found["decode_ms"])
+    same = library.generate(int4, prompt=PROMPT, source=EXAMPLE, max_tokens=5)
+    assert same["text"] + "\n" == ktconv_done(*words) and same["tokens"] == found["tokens"]
+
+
+def test_random_choices_depend_on_the_seed(int4: Path) -> None:
+    def tokens(**options: Any) -> list[int]:
+        found = library.generate(int4, prompt=PROMPT, source=EXAMPLE, max_tokens=8, **options)
+        return list(found["tokens"])
+
+    likeliest = tokens()
+    assert tokens(temperature=5.0, seed=1) == tokens(temperature=5.0, seed=1) != likeliest
+    assert tokens(temperature=5.0, seed=2) != tokens(temperature=5.0, seed=1)
+    assert tokens(temperature=5.0, top_p=1e-6) == likeliest
+
+
+def test_a_chat_template(int4: Path, tmp_path: Path) -> None:
+    model = with_template(tmp_path / "model", TEMPLATE)
+
+    def tokens(*words: object) -> int:
+        more = ["--prompt", "abc", "--max-tokens", 1, "--json", *words]
+        return int(json.loads(ktconv_done("generate", int4, *more))["prompt_tokens"])
+
+    plain = tokens("--source", EXAMPLE)
+    assert tokens("--source", model) == tokens("--source", model, "--chat") > plain
+    assert tokens("--source", model, "--no-chat") == plain
+
+
+@pytest.mark.parametrize("secret", ["''.__class__.__mro__", "cycler.__init__.__globals__"])
+def test_templates_reach_nothing(int4: Path, tmp_path: Path, secret: str) -> None:
+    model = with_template(tmp_path / "model", "{{ " + secret + "[0] }}")
+    result = ktconv("generate", int4, "--source", model, "--prompt", PROMPT)
+    refused(result, 2, "chat template", "cannot be rendered")
+
+
+def test_the_end_of_the_text(int4: Path, tmp_path: Path) -> None:
+    """The token at which the model ends is not written."""
+    usual = library.generate(int4, prompt=PROMPT, source=EXAMPLE, max_tokens=8)
+    end = usual["tokens"][3]
+    first = usual["tokens"].index(end)
+    model = shutil.copytree(EXAMPLE, tmp_path / "model")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+    found = library.generate(int4, prompt=PROMPT, source=model, max_tokens=8)
+    assert found["ended_by"] == "end token"
+    assert found["tokens"] == usual["tokens"][: first + 1]
+    assert usual["text"].startswith(found["text"])
+
+
+def test_errors(int4: Path, tmp_path: Path) -> None:
+    given = ["generate", int4, "--prompt", PROMPT]
+    refused(ktconv(*given), 2, "packed for KTransformers")
+    refused_in_json(ktconv(*given, "--json"), 2, "packed for KTransformers")
+    source = ["--source", EXAMPLE]
+    refused(ktconv(*given, *source, "--chat"), 2, "has no chat template")
+    refused(ktconv("generate", tmp_path / "no", *given[2:]), 2, "is not a directory")
+    refused(ktconv(*given[:2], *source, "--prompt", "word " * 5000), 2, "the model reads at most")
+    refused(ktconv(*given, *source, "--top-p", 0), 2, "--top-p 0.0 must be above 0")
+    bad = with_template(tmp_path / "bad", "{{ raise_exception('no such role') }}")
+    refused(ktconv(*given, "--source", bad), 2, "chat template", "no such role")
+    for file in bad.glob("tokenizer*"):
+        file.unlink()
+    refused(ktconv(*given, "--source", bad), 2, "has no tokenizer")
+
+
+def test_an_output_of_another_model_is_refused(int4: Path, tmp_path: Path) -> None:
+    """Of the same sizes: the trial of an expert tells."""
+    from safetensors.torch import load_file, save_file
+
+    other = shutil.copytree(EXAMPLE, tmp_path / "other")
+    for file in other.glob("*.safetensors"):
+        tensors = load_file(file)
+        flipped = {
+            name: -one if ".up_proj." in name and ".experts." in name else one
+            for name, one in tensors.items()
+        }
+        save_file(flipped, file)
+    result = ktconv("generate", int4, "--source", other, "--prompt", PROMPT)
+    refused(result, 2, "are not those of the model")
+
+
+def test_missing_packages(int4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktconv.model.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="needs torch, which is not installed") as error:
+        library.generate(int4, prompt=PROMPT, source=EXAMPLE)
+    assert "ktconv[model]" in str(error.value.hint)

@@ -1,0 +1,72 @@
+"""Text of tokens piece by piece, choosing tokens, and readers that are gone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from helpers.paths import EXAMPLE
+
+from ktconv.errors import UsageError
+from ktconv.generate.request import Sampling
+
+pytestmark = pytest.mark.torch
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("text", ["two  words\n\tand é, 語, 🙂.", "x", " a", "🙂🙂"])
+def test_pieces_are_the_text(text: str) -> None:
+    """Characters of several tokens come whole."""
+    from ktconv.generate.prompt import TextStream
+    from ktconv.model.load import load_tokenizer
+
+    tokenizer = load_tokenizer(EXAMPLE)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    stream = TextStream(tokenizer)
+    pieces = [stream.add(one) for one in ids]
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join([*pieces, stream.end()]) == tokenizer.decode(ids)
+    broken = TextStream(tokenizer)
+    shown = "".join([*(broken.add(one) for one in ids[:-1]), broken.end()])
+    assert shown == tokenizer.decode(ids[:-1])
+
+
+def test_top_p_keeps_the_fewest_likeliest() -> None:
+    from ktconv.generate.decoding import _Chooser
+
+    logits = torch.log(torch.tensor([0.1, 0.5, 0.15, 0.25]))
+    for top_p, kept in ((0.5, {1}), (0.6, {1, 3}), (0.8, {1, 2, 3}), (1.0, {0, 1, 2, 3})):
+        choose = _Chooser(Sampling(1.0, top_p, 3))
+        assert {choose(logits) for _ in range(200)} == kept
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}]
+)
+def test_numbers_that_cannot_be(wrong: dict[str, float]) -> None:
+    with pytest.raises(UsageError):
+        Sampling(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.process
+def test_a_reader_that_is_gone_is_noticed() -> None:
+    """Generating ends with it, instead of writing to nobody."""
+    code = (
+        "import sys, os\n"
+        "from ktconv.cli.process import open_streams\n"
+        "from ktconv.cli.output import print_piece\n"
+        "open_streams(); sys.stdin.read()\n"
+        "sys.stderr.write(str([print_piece('a'), print_piece('b')]))"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert child.stdin is not None and child.stdout is not None and child.stderr is not None
+    child.stdout.close()
+    child.stdin.close()
+    assert child.stderr.read() == "[False, False]"
+    child.wait()
+    child.stderr.close()
