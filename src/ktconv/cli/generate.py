@@ -11,11 +11,12 @@ from ktconv.cli.options import ThreadsOption
 from ktconv.cli.output import JsonOption, notify, print_piece, print_result
 from ktconv.cli.parsing import argument, choice, flag, option
 from ktconv.cli.sources import USUAL, Reading, reads_source
-from ktconv.errors import MemoryShortError
+from ktconv.errors import MemoryShortError, PackedExpertsError
 from ktconv.system.units import counted
 
 GenerateMemory = Literal["auto", "map", "copy", "shared"]  # as runtime.memory.MEMORY
 _HINTS: Hints = {
+    PackedExpertsError: "give the checkpoint that OUTPUT was converted from: --source MODEL",
     MemoryShortError: "close other programs, or use a machine with more memory",
     MemoryError: "close other programs, or use a machine with more memory",
 }
