@@ -114,7 +114,7 @@ def generate(
 
 
 def _told(facts: dict[str, Any]) -> str:
-    """How fast it was, in a sentence."""
+    """A sentence with the times of a run."""
     words = (
         f"{counted(facts['prompt_tokens'], 'token')} read in {facts['prefill_s']:.2f} s "
         f"({facts['prefill_tokens_s']:.1f} tokens/s), {counted(len(facts['tokens']), 'token')} "

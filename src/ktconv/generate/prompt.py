@@ -58,8 +58,8 @@ def _encoded(tokenizer: Any, text: str, special: bool) -> list[int]:
 
 
 def room_for(prompt: Sequence[int], wanted: int, most: int) -> int:
-    """How many of `wanted` new tokens a context of `most` tokens has room for. UsageError where
-    that is none."""
+    """Number of new tokens, at most `wanted`, that a context of `most` tokens has room for.
+    UsageError where that is none."""
     if len(prompt) >= most:
         raise UsageError(
             f"the prompt has {counted(len(prompt), 'token')}, and the model reads at most {most} "
