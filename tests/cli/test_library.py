@@ -374,9 +374,9 @@ def test_errors_are_raised_as_they_are(
         ktconv.quantize_gpu(EXAMPLE, tmp_path / "out", dampening=0.2)
     with pytest.raises(UsageError, match=r"^overwrite=True and finalize=True cannot"):
         ktconv.quantize_cpu(EXAMPLE, tmp_path / "out", overwrite=True, finalize=True)
-    with pytest.raises(UsageError, match=r"^revision belongs to source") as wrong:
+    with pytest.raises(UsageError, match=r"^revision belongs to source") as other:
         ktconv.generate(EXAMPLE, prompt="a", revision="b")
-    assert wrong.value.hint == "give source MODEL too"
+    assert other.value.hint == "give source MODEL too"
     with pytest.raises(UsageError, match="method and algorithm are two names of one argument"):
         ktconv.quantize_gpu(EXAMPLE, tmp_path / "out", algorithm="gptq", method="rtn")
     with pytest.raises(UsageError, match="layer 7"):
