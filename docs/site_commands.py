@@ -38,7 +38,7 @@ GUIDES = {
 
 # Further pages to read.
 MORE = {
-    "quantize-cpu": "which-method from-ktransformers methods recipes calibration "
+    "quantize-cpu": "which-method from-ktransformers methods gguf recipes calibration "
     "estimate hot-experts remote ray",
     "quantize-gpu": "calibration hot-experts remote ray",
     "merge": "from-ktransformers formats maps",

@@ -45,6 +45,6 @@ ffi.set_source(
     sources=SOURCES,
     depends=sorted(path.as_posix() for path in NATIVE.rglob("*.h")),
     include_dirs=["native/include"],
-    extra_compile_args=[*CODE, "-Wall", "-Wextra", "-pthread"],
+    extra_compile_args=[*CODE, "-Wall", "-Wextra", "-Wno-psabi", "-pthread"],
     extra_link_args=["-pthread"],
 )

@@ -321,6 +321,18 @@ kt_status kt_encode(const kt_encoding *encoding, const kt_matrix *matrix, float 
                     void *codes, void *scales, void *scratch, size_t scratch_size,
                     kt_position *bad);
 
+/* ---- Blocks of ggml ----------------------------------------------------------- *
+ *
+ * A matrix as Q4_0, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL or MXFP4 (kt_dtype): rows one after the other,
+ * each of cols / unit.cols blocks. Scales, minima and codes are those of a search for a small
+ * sum(importance[k] (w - v)^2) of each block; codes are the nearest for the stored scales.
+ * importance: NULL, all 1, or [cols], 0 to 1e12. KT_ERR_SHAPE: cols are no whole blocks;
+ * KT_ERR_SCALE: a weight is too large for scales in binary16; KT_ERR_NONFINITE, bad (which may be
+ * NULL) and scratch as in kt_encode. Same bits on every level. */
+
+kt_status kt_encode_blocks(int32_t dtype, const kt_matrix *matrix, const float *importance,
+                           void *blocks, void *scratch, size_t scratch_size, kt_position *bad);
+
 /* The largest magnitude of a matrix. bad and scratch as in kt_encode. KT_ERR_NONFINITE. */
 kt_status kt_largest(const kt_matrix *matrix, float *largest, void *scratch, size_t scratch_size,
                      kt_position *bad);
@@ -429,6 +441,14 @@ typedef struct kt_encoded_audit {
  * every level. */
 kt_status kt_audit_encoded(const kt_encoding *encoding, const kt_matrix *source, float tensor_scale,
                            const void *codes, const void *scales, kt_encoded_audit *audit);
+
+/* Compares blocks of kt_encode_blocks with their source by decoders of its own. other_codes:
+ * weights to which another number of their block is nearer; max_steps: of types with even steps,
+ * beyond 0.5 where a scale cuts a weight off. other_scales is 0: scales are of a search.
+ * KT_ERR_SHAPE: columns that are no whole blocks; rows of a source that is not stored row by row,
+ * no multiple of 32. Same bits on every level. */
+kt_status kt_audit_blocks(int32_t dtype, const kt_matrix *source, const void *blocks,
+                          kt_encoded_audit *audit);
 
 /* --- end cffi --- */
 

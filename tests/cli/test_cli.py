@@ -26,6 +26,7 @@ import ktconv as package
 from ktconv import native
 from ktconv.cli.app import app
 from ktconv.cli.encode import ENCODED_METHODS
+from ktconv.cli.gguf import GGUF_METHODS
 from ktconv.cli.quantize_cpu import Layout, Method, ScaleRule
 from ktconv.conversion.run import DISK_MARGIN
 from ktconv.formats import output_formats
@@ -423,7 +424,7 @@ def test_the_page_for_users_of_ktransformers_has_each_of_their_options() -> None
 
 
 def test_choices_of_quantize_cpu_are_those_of_the_library() -> None:
-    assert get_args(Method) == (*output_formats(), *ENCODED_METHODS)
+    assert get_args(Method) == (*output_formats(), *ENCODED_METHODS, *GGUF_METHODS)
     assert set(output_formats()) <= set(native.FORMATS)
     assert get_args(Layout) == ("safetensors", "layers")
     assert get_args(ScaleRule) == get_args(OfLibrary)

@@ -85,6 +85,7 @@ def quantize_cpu(
     methods: Listed | None = None,
     write_recipe: Name | None = None,
     numa: int = 0,
+    with_: Name | None = None,
     threads: int = 0,
     layers: Listed = "",
     revision: str | None = None,

@@ -12,6 +12,7 @@ from ktconv.cli.conflicts import Conflict, belongs, one_of, refuse_conflicts
 from ktconv.cli.encode import ENCODED_METHODS, INTEGERS, encode_experts
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.fleet import convert_list
+from ktconv.cli.gguf import GGUF_METHODS, convert_to_gguf
 from ktconv.cli.help import ACCURACY, ADVANCED, FORMAT, OUTPUT
 from ktconv.cli.mix import Mix, MixEngine
 from ktconv.cli.output import JsonOption
@@ -22,12 +23,13 @@ from ktconv.cli.ways import NO_WAYS, Ways, chooses_codes, values_of
 from ktconv.errors import UsageError
 from ktconv.formats import output_formats
 from ktconv.formats.dialects import ROWS, Names, all_names, folded, translated
+from ktconv.formats.gguf import GGUF_FORMATS
 from ktconv.quantize.ways import WAYS
 from ktconv.system.units import parse_ranges, parse_size
 
 if TYPE_CHECKING:
     Method = str
-_METHODS = (*output_formats(), *ENCODED_METHODS)
+_METHODS = (*output_formats(), *ENCODED_METHODS, *GGUF_METHODS)
 if not TYPE_CHECKING:
     Method = Literal[_METHODS]
 ScaleRule = Literal["amax", "search"]  # as in ktransformers.py; a test compares them
@@ -39,8 +41,10 @@ _MOST_AT_ONCE = 64  # processes, each with threads and buffers of its own
 def list_of_methods() -> str:
     """List the methods, what they are, and their names in other programs."""
     rows = {row.method: row for row in ROWS}
+    gguf = {name: f": {row.words}" for name, row in GGUF_FORMATS.items()}
     about = "Names in other programs, in brackets, are known too: docs/methods.md.\n\n"
-    return about + "\n".join(f"- {name}{_about(rows.get(name))}" for name in _METHODS)
+    words = {name: gguf.get(name) or _about(rows.get(name)) for name in _METHODS}
+    return about + "\n".join(f"- {name}{said}" for name, said in words.items())
 
 
 def _about(row: Names | None) -> str:
@@ -68,8 +72,9 @@ _OF_PACKED = {
     **{f"--{row.option.replace('_', '-')}": row.others for row in WAYS if row.option},
 }
 _OTHERS = f"--method={','.join(ENCODED_METHODS)}"  # than int4 and int8
+_GGUF = f"--method={','.join(GGUF_METHODS)}"
 _FLOATS = [name for name in ENCODED_METHODS if name not in INTEGERS]  # have no search
-_FIXED = f"--method={','.join(_FLOATS)}"
+_FIXED = f"--method={','.join((*_FLOATS, *GGUF_METHODS))}"
 _NO_MIX = " ".join(f"!{name}" for name in _MIXES)
 _PARTIAL = "engines cannot load an output without all experts"
 
@@ -99,7 +104,7 @@ CONFLICTS = (
     *(
         Conflict(f"{name} {mix}", f"{name} cannot be combined with {mix}", f"omit {name}")
         for mix in _MIXES
-        for name in sorted(["--method", *_OF_PACKED])
+        for name in sorted(["--method", "--with", *_OF_PACKED])
         if (name, mix) not in [("--importance", one) for one in _MIXES[1:]]
     ),
     Conflict(
@@ -114,6 +119,37 @@ CONFLICTS = (
             "omit it, or use --method int4 or int8",
         )
         for name, why in sorted(_OF_PACKED.items())
+    ),
+    *(
+        Conflict(
+            f"{name} {_GGUF} {_NO_MIX}",
+            f"{name} does not apply to --method {{--method}}: {why}",
+            "omit it, or use --method int4 or int8",
+        )
+        for name, why in sorted(_OF_PACKED.items())
+        if name != "--importance"
+    ),
+    *(
+        Conflict(
+            f"{name} {_GGUF}",
+            f"{name} does not apply to --method {{--method}}: {why}",
+            "omit it",
+        )
+        for name, why in (
+            ("--experts", "its tensors have all experts of a layer"),
+            ("--exclude-experts", "its tensors have all experts of a layer"),
+            ("--ray", "GGUF files are written on one machine"),
+        )
+    ),
+    Conflict(
+        "--with --experts-only",
+        "--with and --experts-only cannot be combined",
+        "give one of them",
+    ),
+    Conflict(
+        f"--with --method={','.join((*output_formats(), *ENCODED_METHODS))} {_NO_MIX}",
+        "--with names the GGUF file of a whole model, and does not apply to --method {--method}",
+        "omit it, or use --method gguf-q4_k or another one that writes GGUF files",
     ),
     *(
         Conflict(
@@ -173,7 +209,7 @@ def quantize_cpu_command(
         option(
             "Choose methods by bits per weight, with scales.",
             "B",
-            panel=FORMAT,
+            panel=ADVANCED,
             detail="Instead of --method. The bits are those of the experts.",
         ),
     ] = None,
@@ -221,6 +257,18 @@ def quantize_cpu_command(
             "changes it later, without the model.",
         ),
     ] = 0,
+    with_: Annotated[
+        Path | None,
+        option(
+            "GGUF file from which the rest of the model is taken.",
+            "FILE.gguf",
+            "--with",
+            panel=ADVANCED,
+            detail="Used with the GGUF methods: the output is a whole model for llama.cpp, with "
+            "all tensors but the experts, and the metadata, of FILE. Without it the output has "
+            "the experts alone, as KTransformers' LLAMAFILE reads them: docs/gguf.md.",
+        ),
+    ] = None,
     threads: common.ThreadsOption = 0,
     layers: common.LayersOption = "",
     reading: Reading = USUAL,
@@ -312,7 +360,7 @@ def quantize_cpu_command(
         flag(
             "--estimate",
             "Predict errors from a sample, with --dry-run.",
-            ACCURACY,
+            ADVANCED,
             "Compares int4, int8 and the rules for scales by a sample of rows, in less than a "
             "minute: docs/estimate.md.",
         ),
@@ -380,6 +428,11 @@ def quantize_cpu_command(
             "requantize": requantize,
             "allow_activation_mismatch": allow_activation_mismatch,
         }
+        if method in GGUF_METHODS and not mix:
+            del kept["experts_only"], kept["allow_activation_mismatch"], wanted["exclude_experts"]
+            kept["method"] = method
+            convert_to_gguf(wanted, kept, ways["importance"], with_, dry_run, as_json)
+            return
         if encoded:
             cluster = ray, ray_scratch
             encode_experts(

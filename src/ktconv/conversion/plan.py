@@ -7,7 +7,7 @@ index all follow from one `Plan`; the `Target` defines what an expert becomes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -19,7 +19,7 @@ from ktconv.source import Checkpoint, MoELayer, TensorRef
 from ktconv.source.reading.matrices import experts_bytes
 from ktconv.system.collector import collector_paused
 from ktconv.system.units import counted, format_ranges, format_size
-from ktconv.writer.shards import Shard, Tensor, group, plan_shard
+from ktconv.writer.shards import Shard, Tensor, group
 
 _GGUF_ONLY = "their names and types in GGUF files are not those of safetensors models"
 
@@ -53,7 +53,7 @@ class Unit:
         time and memory than everything else in a plan."""
         tensors = self.tensors()
         return [
-            plan_shard(name, list(islice(tensors, count)), self.target.metadata())
+            self.target.plan_shard(name, list(islice(tensors, count)))
             for name, count in self.shard_counts
         ]
 
@@ -185,13 +185,17 @@ def lay_out(
     target.check([chosen.layer for chosen in layers])
     sizes, remaining = _Sizes(target), iter(copies)
     copy_sizes = _shard_sizes((target.copied(*copy) for copy in copies), target)
-    total = sum(len(sizes.of(chosen)) for chosen in layers) + len(copy_sizes)
-    names = (f"model-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1))
+    shards = [*(size for chosen in layers for size in sizes.of(chosen)), *copy_sizes]
+    total = len(shards)
+    more = target.begin(total, sum(size.tensors for size in shards))
+    names = (target.shard_name(number, total) for number in range(1, total + 1))
     units = [_layer_unit(chosen, sizes.of(chosen), target, names) for chosen in layers]
     others = [
         _copy_unit(number, list(islice(remaining, size.tensors)), size, target, next(names))
         for number, size in enumerate(copy_sizes, start=1)
     ]
+    if more:
+        units[0] = replace(units[0], output_bytes=units[0].output_bytes + more)
     return Plan(checkpoint, target, units, others, sidecars, notes, skipped)
 
 
@@ -292,7 +296,7 @@ def _shard_sizes(tensors: Iterable[Tensor], target: Target) -> list[_ShardSize]:
     shard."""
     sizes, limit = [], target.options.max_shard_size
     for members in group(tensors, limit):
-        shard = plan_shard("", members, target.metadata())
+        shard = target.plan_shard("", members)
         if len(members) == 1 and shard.size > limit:
             raise UsageError(
                 f"--max-shard-size {format_size(limit)} is too small for tensor "

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ktconv.source import MoELayer, TensorRef
-from ktconv.writer.shards import Tensor
+from ktconv.writer.shards import Shard, Tensor, plan_shard
 
 
 class BaseOptions(ABC):
@@ -76,6 +76,20 @@ class Target(ABC):
     def left_out(self) -> str | None:
         """Reason why non-expert tensors are left out; None: they are copied."""
         return None
+
+    def shard_name(self, number: int, count: int) -> str:
+        """Name of shard `number` of `count`, from 1 on."""
+        return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+    def plan_shard(self, name: str, tensors: Sequence[Tensor]) -> Shard:
+        """Header and offsets of a shard with `tensors`. While sizes are asked for, `name` is
+        empty."""
+        return plan_shard(name, tensors, self.metadata())
+
+    def begin(self, shards: int, tensors: int) -> int:
+        """Take the numbers of shards and of all their tensors, once they are known. Returns bytes
+        that the first shard has more than others, for which `plan_shard` was asked before."""
+        return 0
 
     @abstractmethod
     def rename(self, tensors: Sequence[TensorRef]) -> list[tuple[TensorRef, str]]:

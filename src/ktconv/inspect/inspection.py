@@ -27,6 +27,8 @@ from ktconv.targets.card import codes_in_words
 from ktconv.targets.encoded.recipe import parse_recipe
 from ktconv.targets.encoded.scheme import FORMATS as ENCODED
 from ktconv.targets.encoded.scheme import SCHEMES
+from ktconv.targets.gguf.target import FORMAT as GGUF
+from ktconv.targets.gguf.weights import open_gguf
 from ktconv.targets.packed.target import options_of_record
 from ktconv.targets.packed.weights import (
     Geometry,
@@ -59,6 +61,8 @@ def inspect_path(model: ModelSource | str, explained: bool = False) -> dict[str,
             return _opened(source, explained)
         if manifest is not None and manifest.options.get("format") == PRUNED:
             return _opened(source, explained) | _pruned(manifest)
+        if manifest is not None and manifest.options.get("format") == GGUF:
+            return _gguf(directory, manifest)
         found = open_packed(directory)
         if manifest is not None and manifest.options.get("format") in ENCODED:
             return _quantized(directory, found, manifest)
@@ -191,6 +195,33 @@ def _quantized(directory: Path, found: PackedWeights, manifest: Manifest) -> dic
         "first_missing": missing[0] if missing else None,
         "damaged_files": damaged,
         "complete": bool(experts) and not (missing or damaged),
+    }
+
+
+def _gguf(directory: Path, manifest: Manifest) -> dict[str, Any]:
+    """Experts in GGUF files."""
+    found = open_gguf(directory)
+    layers = manifest.layers
+    missing = sorted(manifest.tensors.keys() - found.files.others.keys())
+    damaged = sorted({*found.files.damaged, *_damaged(directory, manifest)})
+    return {
+        "schema": 1,
+        "kind": "GGUF model" if found.others else "experts in GGUF files",
+        "path": str(directory),
+        "made_by": f"ktconv {manifest.version}",
+        "family": manifest.model_type,
+        "method": manifest.options.get("method"),
+        "moe_layers": format_ranges(list(layers)) or "none",
+        "experts": sorted({layer["experts"] for layer in layers.values()}),
+        "hidden_size": sorted({layer["hidden_size"] for layer in layers.values()}),
+        "intermediate_size": sorted({layer["intermediate_size"] for layer in layers.values()}),
+        "activation": _activation(directory, manifest, layers),
+        "expert_bytes": sum(tensor.nbytes for tensor in found.experts.values()),
+        "other_tensors": len(found.others),
+        "missing_tensors": len(missing),
+        "first_missing": missing[0] if missing else None,
+        "damaged_files": damaged,
+        "complete": bool(found.experts) and not (missing or damaged),
     }
 
 

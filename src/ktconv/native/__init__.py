@@ -36,6 +36,7 @@ from ktconv.native.auditing import (
     quantize_audit,
     same_bytes,
 )
+from ktconv.native.blocks import BLOCK_TYPES, audit_blocks, blocks_bytes, encode_blocks
 from ktconv.native.compensation import BLOCK_COLS, compensate
 from ktconv.native.encoding import (
     ENCODINGS,

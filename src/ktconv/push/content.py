@@ -13,6 +13,7 @@ from typing import Any
 from ktconv.errors import OutputError
 from ktconv.formats import parse_kt_path
 from ktconv.source import TensorRef, read_header
+from ktconv.source.gguf.file import read_gguf_header
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.side_files import CARD, flaws
 from ktconv.system.files import io_error
@@ -132,7 +133,9 @@ def _check_weights(
 def _tensors(output: Path, file: str, record: Record) -> Iterator[TensorRef]:
     """Tensors of a shard, or of a file of a layer folder, which is one tensor."""
     packed = parse_kt_path(file)
-    if packed is None:
+    if file.endswith(".gguf"):
+        yield from read_gguf_header(output / file).tensors
+    elif packed is None:
         yield from read_header(output / file).tensors
     else:
         yield TensorRef(name_of(packed.tensor), output / file, "", (), 0, record["bytes"])

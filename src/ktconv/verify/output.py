@@ -94,6 +94,11 @@ class OpenedOutput(ABC):
         """Dimensions of the layers by their tensors, to be compared with config.json."""
 
     @property
+    def has_config(self) -> bool:
+        """Whether config.json belongs to it."""
+        return True
+
+    @property
     def ours(self) -> bool:
         return self.manifest is not None
 

@@ -18,6 +18,8 @@ from ktconv.system.text import Notify, silent
 from ktconv.verify.encoded.output import is_gpu_output
 from ktconv.verify.encoded.verifier import EncodedVerifier
 from ktconv.verify.findings import Facts, Failure, Progression
+from ktconv.verify.gguf.output import is_gguf_output
+from ktconv.verify.gguf.verifier import GgufVerifier
 from ktconv.verify.memory import memory_facts
 from ktconv.verify.packed.verifier import PackedVerifier
 from ktconv.verify.pruned.output import is_pruned_output
@@ -60,6 +62,10 @@ def prepare(request: VerifyRequest) -> OutputVerifier:
     check_sample(request.sample)
     if request.text is not None:
         read_text(request.text)  # a KtconvError now, not after an hour of reading
+    if request.output.is_dir() and is_gguf_output(request.output):
+        found = GgufVerifier(request, level)
+        found.prepare()
+        return found
     if request.output.is_dir() and is_pruned_output(request.output):
         pruned = PrunedVerifier(request, level)
         pruned.prepare()

@@ -92,7 +92,8 @@ class _SideFiles:
 
     def _against_source(self, recorded: bool) -> None:
         planned = self._output.plan.sidecars if self._output.plan else []
-        if CONFIG_NAME not in map(str, planned) and not (self._directory / CONFIG_NAME).exists():
+        wanted = self._output.has_config and not (self._directory / CONFIG_NAME).exists()
+        if CONFIG_NAME not in map(str, planned) and wanted:
             planned = [*planned, Path(CONFIG_NAME)]
         for name in planned:
             if path_text(name) in self._flawed:

@@ -193,6 +193,8 @@ def _is_file_record(file: object) -> bool:
     return (
         isinstance(name, str)
         and type(file.get("bytes")) is int
+        and type(length := file.get("header_bytes", 8)) is int
+        and length >= 8
         and isinstance(header, str)
         and not name.startswith("/")
         and ".." not in name.split("/")
@@ -223,8 +225,8 @@ def file_is_intact(output: Path, record: Mapping[str, Any]) -> bool:
             return True
         with path.open("rb") as file:
             start = file.read(8)
-            length = int.from_bytes(start, "little")
-            header = start + file.read(min(length, size))  # a damaged length can be anything
+            length = record.get("header_bytes", int.from_bytes(start, "little") + 8)  # of GGUF
+            header = start + file.read(min(length - 8, size))  # a damaged length can be anything
     except OSError:
         return False
     return hashlib.sha256(header).hexdigest() == str(record["header_sha256"])

@@ -147,9 +147,11 @@ def publish_shards(shards: Sequence[Shard], staging: Path, output: Path, attempt
 
 def shard_record(shard: Shard) -> dict[str, object]:
     """Record that identifies a finished shard."""
+    length = {"header_bytes": len(shard.header)} if shard.name.endswith(".gguf") else {}
     return {
         "name": shard.name,
         "bytes": shard.size,
+        **length,
         "header_sha256": hashlib.sha256(shard.header).hexdigest(),
     }
 

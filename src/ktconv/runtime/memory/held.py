@@ -91,8 +91,8 @@ class Mapped:
         return self._files[place.file][1][place.offset : place.offset + place.nbytes]
 
     def read(self, tensors: Sequence[TensorId]) -> Iterator[tuple[TensorId, Array]]:
-        """Without bringing the weights around them into memory: what a file has there on small
-        pages stays so, and weights are faster on large ones."""
+        """See `Held`. The weights around them are not brought into memory: what a file has there on
+        small pages stays so, and weights are faster on large ones."""
         for file, same in _by_file(self._packed, tensors):
             with _reading(file) as fd:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)

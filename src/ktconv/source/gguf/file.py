@@ -87,6 +87,22 @@ def read_gguf_header(path: Path) -> Header:
     return Header(path, tensors, metadata, file_bytes, mtime_ns, digest, etag)
 
 
+def read_raw_pairs(path: Path) -> list[tuple[str, bytes]]:
+    """The key-value pairs of a GGUF file, each with its key, as they are stored; raises as
+    `read_gguf_header`."""
+    found = []
+    with opened_source(path) as opened:
+        source = _Source(path, opened, opened.state.nbytes)
+        _, count = _read_counts(source)
+        for _ in range(count):
+            start = source.position
+            key = source.name("a key")
+            (kind,) = source.unpack(_U32)
+            _array(source, key) if kind == _ARRAY else _value(source, key, kind)
+            found.append((key, bytes(memoryview(source.data)[start : source.position])))
+    return found
+
+
 def float32_bytes(path: Path) -> int:
     """Bytes of all weights in float32, as which transformers has them while it loads the file."""
     return sum(4 * math.prod(tensor.shape) for tensor in read_gguf_header(path).tensors)

@@ -64,6 +64,12 @@ class SourceReader:
         finally:
             opened.close()
 
+    def joined(self, other: SourceReader) -> SourceReader:
+        """A reader of the files of both."""
+        both = SourceReader((), ())
+        both._state = {**self._state, **other._state}
+        return both
+
     def keeping(self) -> KeptReader:
         """One that keeps files open from one matrix to the next."""
         return KeptReader(self._state)

@@ -239,6 +239,7 @@ def _weights(checkpoint: Checkpoint, pruning: Pruning | None = None) -> int:
 
 def _files(output: Path) -> Iterator[Path]:
     yield from output.glob("*.safetensors")
+    yield from output.glob("*.gguf")
     yield from output.glob("_layer_*/**/*.kt")
 
 

@@ -1,0 +1,15 @@
+/* The comparison of blocks of ggml as the compiler vectorizes it for AVX2. */
+#include "../cpu.h"
+
+#if KT_X86
+#include "../simd/target.h"
+
+KT_TARGET_BEGIN(AVX2)
+#include "blocks_loop.h"
+
+void kt_audited_blocks_avx2(const kt_audited_blocks *job, kt_encoded_audit *audit) {
+  audit_any_blocks(job, audit);
+}
+
+KT_TARGET_END
+#endif

@@ -1,0 +1,1 @@
+"""Experts encoded in blocks of ggml."""

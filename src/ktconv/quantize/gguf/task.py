@@ -1,0 +1,149 @@
+"""Task of one projection of a layer: the matrices of all experts, encoded one behind the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ktconv import native
+from ktconv.conversion.tasks import Advance, four_digits, written
+from ktconv.errors import CheckpointError, VerificationError
+from ktconv.quantize.packed.importance.load import LayerWeights
+from ktconv.source import ExpertMatrix, MoELayer, Projection
+from ktconv.source.reading.buffers import Buffers, BufferSizes
+from ktconv.source.reading.matrices import (
+    MatrixReader,
+    buffer_bytes,
+    chunk_rows,
+    chunks,
+    source_bytes,
+    spans_of,
+)
+from ktconv.source.reading.reader import SourceReader, Span
+from ktconv.system.arrays import U8
+from ktconv.system.checksums import Checksum
+from ktconv.targets.gguf.target import GgufTarget
+from ktconv.targets.packed.matrix_check import ErrorStats
+from ktconv.writer.staging import Staging
+
+WHOLE = 32  # rows of sources that are not stored row by row, which the C library compares
+
+
+def stack_buffers(target: GgufTarget, layers: Sequence[MoELayer]) -> BufferSizes:
+    """Buffers that a worker needs to encode matrices of these layers."""
+    source, packed, cols = 0, 0, 1
+    for layer in layers:
+        for matrix in layer.kinds:
+            rows = min(chunk_rows(matrix), matrix.rows)
+            source = max(source, buffer_bytes(matrix, rows))
+            packed = max(packed, rows * (target.matrix_bytes(matrix) // matrix.rows))
+            cols = max(cols, matrix.cols)
+    return BufferSizes(source, packed, cols)
+
+
+@dataclass(frozen=True)
+class StackTask:
+    """One projection of all experts of a layer."""
+
+    reader: SourceReader
+    layer: MoELayer
+    proj: Projection
+    verify: bool
+    target: GgufTarget
+    weights: LayerWeights | None  # of squared errors; None: all count the same
+
+    @property
+    def matrices(self) -> list[ExpertMatrix]:
+        return [expert[self.proj] for expert in self.layer.experts]
+
+    @property
+    def source_bytes(self) -> int:
+        return sum(map(source_bytes, self.matrices))
+
+    def spans(self) -> Sequence[Span]:
+        return [span for matrix in self.matrices for span in spans_of(matrix)]
+
+    def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
+        name = self.target.tensor(self.layer, self.proj).name
+        digest, done, sums = Checksum(), 0, ErrorStats()
+        for expert, matrix in enumerate(self.matrices):
+            remaining = source_bytes(matrix)
+            for view, blocks in self._encoded(expert, matrix, buffers):
+                staging.write(name, blocks.data, done)
+                found = blocks
+                if self.verify:
+                    target = buffers.readback[: blocks.nbytes]
+                    with written(staging, name, target, done) as found:
+                        digest.update(found.data)
+                        sums.add(self._compared(name, expert, view, found))
+                else:
+                    digest.update(found.data)
+                    sums.add(self._compared(name, expert, view, found))
+                done += blocks.nbytes
+                part = min(remaining, matrix.nbytes(view.rows))
+                remaining -= part
+                advance(part)
+            advance(remaining)
+        return {name: digest.record() | _errors(sums)}
+
+    def _encoded(
+        self, expert: int, matrix: ExpertMatrix, buffers: Buffers
+    ) -> Iterator[tuple[native.Matrix, U8]]:
+        source, kind = MatrixReader(self.reader, matrix), self.target.format.type
+        importance = None
+        if self.weights is not None:
+            importance = np.ascontiguousarray(self.weights.of(expert, self.proj), np.float32)
+        row_bytes = self.target.matrix_bytes(matrix) // matrix.rows
+        with source.open() as fd:
+            factors = source.load_scales()
+            for chunk in chunks(matrix, matrix.rows):
+                with source.loaded(fd, chunk, buffers.source, buffers.bounce) as data:
+                    view = source.view(chunk, factors, data, 0, matrix.cols)
+                    blocks = buffers.packed[: row_bytes * len(chunk)]
+                    try:
+                        native.encode_blocks(kind, view, importance, blocks, buffers.scratch)
+                    except native.NonFiniteError as error:
+                        raise source.not_finite(chunk.start + error.row, error.col) from error
+                    except ValueError as error:
+                        raise CheckpointError(
+                            f"{matrix.tensor.name} has weights that are too large for {kind}, "
+                            f"whose scales are at most 65504, in rows {chunk.start} to "
+                            f"{chunk.stop - 1} of expert {expert}",
+                            "use another format, such as --method fp8 or bf16",
+                        ) from error
+                    yield view, blocks
+
+    def _compared(self, name: str, expert: int, view: native.Matrix, blocks: U8) -> ErrorStats:
+        found = compared(self.target.format.type, view, blocks)
+        if found.other_codes or not math.isfinite(found.squared_error):
+            raise VerificationError(
+                f"{name}, expert {expert}: {found.other_codes} codes are not the nearest to their "
+                "source's weights",
+                "check this machine's memory and disk, then run the same command again",
+            )
+        return stats_of(found, view)
+
+
+def compared(kind: str, view: native.Matrix, blocks: U8) -> native.EncodedAudit:
+    """Errors of blocks, and codes that are not the nearest, by the audit's own decoders; by values
+    alone where the C library does not take the shape."""
+    if view.c.col_stride == 1 or view.rows % WHOLE == 0:
+        return native.audit_blocks(kind, view, blocks)
+    weights = native.decode(view)
+    plain = native.Matrix(weights.reshape(-1).view(np.uint8), "F32", view.rows, view.cols)
+    return native.audit_blocks(kind, plain, blocks)
+
+
+def stats_of(found: native.EncodedAudit, view: native.Matrix) -> ErrorStats:
+    return ErrorStats(*found[:5], view.rows * view.cols)
+
+
+def _errors(sums: ErrorStats) -> dict[str, float]:
+    """Errors of a tensor, as the manifest records them."""
+    errors = sums.as_dict()
+    names = ("relative_rms_error", "max_error_steps", "zero_share")
+    return {name: four_digits(errors[name]) for name in names}

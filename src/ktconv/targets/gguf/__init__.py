@@ -1,0 +1,1 @@
+"""Experts in GGUF files: what they contain, and the file whose other tensors they get."""

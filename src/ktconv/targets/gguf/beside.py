@@ -1,0 +1,80 @@
+"""The GGUF file that a whole model is made with (`--with`): all but its experts is taken over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktconv.errors import CheckpointError
+from ktconv.source import Checkpoint, MoELayer, open_checkpoint, source_identity
+from ktconv.source.gguf.file import read_raw_pairs
+from ktconv.system.units import counted, listed
+
+# Pairs that the output has of its own.
+_OWN = ("general.alignment", "general.file_type", "general.quantization_version")
+_OTHER = "give a GGUF file of the same model, as convert_hf_to_gguf of llama.cpp makes it"
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """An opened GGUF model, and its key-value pairs as they are stored."""
+
+    checkpoint: Checkpoint
+    pairs: Sequence[bytes]
+
+    def record(self) -> list[dict[str, Any]]:
+        """Identity of its files, as the manifest records it."""
+        return source_identity(self.checkpoint)
+
+    def check(self, layers: Sequence[MoELayer]) -> None:
+        """CheckpointError unless it has exactly these MoE layers, with experts of the same number
+        and sizes."""
+        path = self.checkpoint.path
+        there = {layer.index: layer for layer in self.checkpoint.layers}
+        here = {layer.index: layer for layer in layers}
+        if odd := sorted(there.keys() ^ here.keys()):
+            missing = [index for index in odd if index in here]
+            raise CheckpointError(
+                f"--with {path} is of another model: it has "
+                + (f"no experts in {listed('layer', missing)}" if missing else "")
+                + (" and " if missing and len(missing) < len(odd) else "")
+                + (
+                    f"experts in {listed('layer', [one for one in odd if one in there])}, "
+                    "which are not converted"
+                    if len(missing) < len(odd)
+                    else ""
+                ),
+                _OTHER,
+            )
+        for index, layer in here.items():
+            ours, theirs = _sizes(layer), _sizes(there[index])
+            if ours != theirs:
+                raise CheckpointError(
+                    f"--with {path} is of another model: layer {index} has {theirs} there, and "
+                    f"{ours} in the model",
+                    _OTHER,
+                )
+
+
+def open_beside(path: Path) -> Beside:
+    """Raises CheckpointError for what is no GGUF model with experts."""
+    checkpoint = open_checkpoint(path)
+    if not checkpoint.is_gguf:
+        raise CheckpointError(f"--with {path} is no GGUF model", _OTHER)
+    pairs = [
+        raw
+        for key, raw in read_raw_pairs(checkpoint.files[0])
+        if key not in _OWN and not key.startswith("split.")
+    ]
+    return Beside(checkpoint, pairs)
+
+
+def _sizes(layer: MoELayer) -> str:
+    gate = "with gates" if layer.gated else "without gates"
+    experts = counted(len(layer.experts), "expert")
+    return (
+        f"{experts} of hidden size {layer.hidden_size} and intermediate size "
+        f"{layer.intermediate_size} {gate}"
+    )

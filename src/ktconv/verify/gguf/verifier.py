@@ -1,0 +1,185 @@
+"""Levels structure and weights of GGUF outputs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ktconv import native
+from ktconv.errors import UsageError
+from ktconv.quantize.gguf.task import compared, stack_buffers, stats_of
+from ktconv.source import MoELayer, Projection, TensorRef
+from ktconv.source.reading.buffers import Buffers, BufferSizes
+from ktconv.source.reading.matrices import MatrixReader, spans_of
+from ktconv.source.reading.reader import Span
+from ktconv.system.text import Notify
+from ktconv.targets.packed.matrix_check import ErrorStats
+from ktconv.verify.findings import Facts, Progression
+from ktconv.verify.gguf.output import GgufOutput, open_gguf_output
+from ktconv.verify.layers import LayersCheck
+from ktconv.verify.memory import Budget, Need, plan_memory
+from ktconv.verify.reading import Context, CopyCheck, read_into
+from ktconv.verify.reading_check import expert_check
+from ktconv.verify.runner import Advance, Check, unit_of
+from ktconv.verify.structure import StructureCheck
+from ktconv.verify.totals import ItemResult, Totals
+from ktconv.verify.verifier import LEVELS_WITH_MODEL_CODE, OutputVerifier
+
+
+class GgufStructureCheck(StructureCheck):
+    _output: GgufOutput
+
+    def tensors(self) -> int:
+        plan = self._output.plan
+        if plan is None:
+            return self._check_names({*self._output.records})
+        others = [name for name in self._output.records if name in self._output.others]
+        return self._check_planned(plan.layers, others)
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksCheck:
+    """The blocks of a matrix against their source."""
+
+    context: Context
+    tensor: TensorRef  # of all experts, in the output
+    layer: MoELayer
+    expert: int
+    proj: Projection
+
+    @property
+    def unit(self) -> str:
+        return unit_of(self.layer.index)
+
+    @property
+    def nbytes(self) -> int:
+        matrix = self.layer.experts[self.expert][self.proj]
+        return matrix.nbytes(matrix.rows)
+
+    def spans(self) -> Sequence[Span]:
+        return spans_of(self.layer.experts[self.expert][self.proj])
+
+    def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
+        assert self.context.reader is not None and self.context.second is not None
+        matrix, kind, sums = self.layer.experts[self.expert][self.proj], self.tensor.dtype, None
+        shape = (len(self.layer.experts), matrix.rows, matrix.cols)
+        if self.tensor.shape == shape and kind in native.BLOCK_TYPES:  # else structure reports it
+            sums, source = ErrorStats(), MatrixReader(self.context.reader, matrix)
+            reading = expert_check(
+                self.context.second, self.context.findings, self.layer, self.expert, self.proj
+            )
+            if reading:
+                reading.scales(source.load_scales())
+            row_bytes = native.blocks_bytes(kind, 1, matrix.cols)
+            start = self.expert * matrix.rows * row_bytes
+            for chunk, view in source.views(buffers.source, buffers.bounce):
+                if reading:
+                    reading.decoded(chunk, native.decode(view), False)
+                target = np.empty(len(chunk) * row_bytes, np.uint8)
+                blocks = read_into(self.tensor, target, start + chunk.start * row_bytes)
+                found = compared(kind, view, blocks)
+                if found.other_codes:
+                    self._fail(found.other_codes, chunk)
+                sums.add(stats_of(found, view))
+        advance(self.nbytes)
+        return ItemResult(0, 0, 0, self.layer.index, self.expert, self.proj, sums)
+
+    def _fail(self, count: int, chunk: range) -> None:
+        words = (
+            f"has {count} codes of expert {self.expert}, rows {chunk.start} to {chunk.stop - 1}, "
+            "that are not the nearest to their source's weights"
+        )
+        self.context.findings.fail_tensor(
+            "weights", "element", self.tensor.name, self.tensor.file, words,
+            layer=self.layer.index, expert=self.expert, projection=self.proj,
+        )  # fmt: skip
+
+
+class _NoLayers:
+    """Level layers, of which there is nothing to compute."""
+
+    def run(self, progression: Progression) -> Facts | None:
+        return None
+
+
+class GgufVerifier(OutputVerifier):
+    output: GgufOutput
+    structure_class = GgufStructureCheck
+    layers_class = LayersCheck
+    open = staticmethod(open_gguf_output)
+
+    def check_options(self) -> None:
+        request = self.request
+        given = {
+            "tp": request.tp,
+            "ep": request.ep,
+            "importance": request.importance,
+            "calibrate": request.calibrate,
+            "gradients": request.gradients,
+            "with": request.beside,
+        }
+        for option in (name for name, value in given.items() if value):
+            raise UsageError(
+                f"--{option} does not apply to {self.output.directory}, which has GGUF files",
+                "omit it",
+            )
+        if self.level == "model":
+            raise UsageError(
+                "--level model does not apply to GGUF files, which transformers does not compute",
+                "use --level weights; llama.cpp's llama-perplexity measures the model",
+            )
+
+    def check_more(self) -> Facts:
+        return {}
+
+    def prepare(self) -> None:
+        self.check_options()
+        if self.level in LEVELS_WITH_MODEL_CODE:
+            self.findings.note(
+                "level layers was not run: llama.cpp and KTransformers compute these blocks, "
+                "ktconv's kernels do not"
+            )
+            self.level = "weights"  # the level that the output is verified to
+        self.more = self.check_more()
+        self.structure = self.structure_class(self.output, self.findings).run()
+        self.budget = self._budget()
+        self.checks = self._checks()
+
+    def _budget(self) -> Budget:
+        thread, shared = 2 * self.thread_bytes(), 0
+        if (checkpoint := self.output.checkpoint) is not None:
+            thread, shared = thread + checkpoint.thread_memory, checkpoint.shared_memory
+        need = Need(thread, shared=shared)
+        budget = plan_memory(need, self.request.max_memory, self.request.threads, None)
+        return replace(budget, peak=budget.peak)
+
+    def thread_bytes(self) -> int:
+        return self.buffer_sizes().nbytes
+
+    def buffer_sizes(self) -> BufferSizes:
+        if self.output.plan is None:
+            return BufferSizes()
+        return stack_buffers(self.output.plan.target, list(self.output.source_layers.values()))
+
+    def expert_checks(
+        self, context: Context, share: float, rng: random.Random
+    ) -> Iterator[Check[ItemResult]]:
+        sources = self.output.source_layers if context.compare else {}
+        for (index, proj), tensor in self.output.experts.items():
+            yield CopyCheck(context, unit_of(index), tensor, None)
+            layer = sources.get(index)
+            if layer is None or proj not in layer.projections:
+                continue
+            count = len(layer.experts)
+            for expert in sorted(rng.sample(range(count), max(1, round(count * share)))):
+                yield BlocksCheck(context, tensor, layer, expert, proj)
+
+    def weights_facts(self, totals: Totals) -> Facts:
+        counts = {index: len(layer.experts) for index, layer in self.output.source_layers.items()}
+        return totals.as_dict(None, counts)
+
+    def layers_check(self, notify: Notify) -> LayersCheck:
+        return _NoLayers()  # type: ignore[return-value]

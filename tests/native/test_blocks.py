@@ -1,0 +1,118 @@
+"""Blocks of ggml: what is encoded, decoded by the package gguf, and the audit's opinion of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ktconv import native
+from ktconv.native import BLOCK_TYPES
+
+gguf = pytest.importorskip("gguf")
+
+ROWS, COLS = 9, 1280  # more columns than a batch of vectors, and no multiple of it
+# Relative RMS errors of ggml's own quantizer (llama-cpp-python 0.3.36) on normal weights, without
+# importance: of the weights of `_weights`, which a search must not exceed.
+GGML = {"Q4_0": 0.0861, "Q8_0": 0.00536, "Q4_K": 0.0715, "Q5_K": 0.0362, "Q6_K": 0.0178,
+        "IQ4_NL": 0.0762, "MXFP4": 0.1142}  # fmt: skip
+
+
+def _weights(seed: int = 0) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal((ROWS, COLS)) * 0.02).astype(np.float32)
+
+
+def _matrix(weights: np.ndarray) -> native.Matrix:
+    data = np.ascontiguousarray(weights).reshape(-1).view(np.uint8)
+    return native.Matrix(data, "F32", *weights.shape)
+
+
+def _decoded(kind: str, blocks: np.ndarray, rows: int = ROWS) -> np.ndarray:
+    return gguf.quants.dequantize(blocks.reshape(rows, -1), gguf.GGMLQuantizationType[kind])
+
+
+def _error(values: np.ndarray, weights: np.ndarray, counted: np.ndarray | float = 1.0) -> float:
+    off = (values - weights).astype(np.float64)
+    whole = (counted * weights.astype(np.float64) ** 2).sum()
+    return float(np.sqrt((counted * off**2).sum() / whole))
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_errors_are_at_most_those_of_ggml(kind: str) -> None:
+    weights = _weights()
+    values = _decoded(kind, native.encode_blocks(kind, _matrix(weights)))
+    assert 0.9 * GGML[kind] < _error(values, weights) < 0.99 * GGML[kind]
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_importance_lowers_the_error_that_it_weighs(kind: str) -> None:
+    weights = _weights(1)
+    counted = np.exp(2 * np.random.default_rng(2).standard_normal(COLS)).astype(np.float32)
+    plain = _decoded(kind, native.encode_blocks(kind, _matrix(weights)))
+    weighed = _decoded(kind, native.encode_blocks(kind, _matrix(weights), counted))
+    assert _error(weighed, weights, counted) < 0.99 * _error(plain, weights, counted)
+    same = native.encode_blocks(kind, _matrix(weights), np.full(COLS, 4, np.float32))
+    assert np.array_equal(same, native.encode_blocks(kind, _matrix(weights)))
+
+
+def _odd() -> np.ndarray:
+    """Rows of zeros, denormals, equal, positive, negative, tiny and large weights, one outlier."""
+    weights = _weights(3)
+    weights[0], weights[1], weights[2] = 0, 1e-39, 0.37
+    weights[3], weights[4] = np.abs(weights[3]), -np.abs(weights[4])
+    weights[5] *= np.float32(1e-5)
+    weights[6] *= np.float32(1e5)
+    weights[7, 3] = 50
+    weights[8, ::2] = 0
+    return weights
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_every_level_gives_the_same_bytes_and_sums(kind: str) -> None:
+    weights = _odd()
+    counted = np.abs(_weights(4)[0]) * 50
+    counted[:32] = 0  # a block that nothing counts in
+    before, found = native.isa(), []
+    try:
+        for level in native.isa_available():
+            native.use_isa(level)
+            blocks = native.encode_blocks(kind, _matrix(weights), counted)
+            found.append((blocks.tobytes(), native.audit_blocks(kind, _matrix(weights), blocks)))
+    finally:
+        native.use_isa(before)
+    assert all(one == found[0] for one in found)
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_audit_agrees_with_the_package(kind: str) -> None:
+    weights = _odd()
+    blocks = native.encode_blocks(kind, _matrix(weights))
+    found, values = native.audit_blocks(kind, _matrix(weights), blocks), _decoded(kind, blocks)
+    assert found.other_codes == 0
+    off = (values - weights).astype(np.float64)
+    assert found.squared_error == pytest.approx(float((off**2).sum()), rel=1e-6)
+    assert found.squared_value == pytest.approx(float((values.astype(np.float64) ** 2).sum()))
+    assert found.zeros == np.count_nonzero(values == 0)
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_audit_sees_a_changed_code(kind: str) -> None:
+    weights = _weights(5)
+    blocks = native.encode_blocks(kind, _matrix(weights))
+    at = {"Q4_K": 100, "Q5_K": 100, "Q6_K": 60}.get(kind, 9)
+    blocks[at] ^= 0x33
+    assert 1 <= native.audit_blocks(kind, _matrix(weights), blocks).other_codes <= 2
+
+
+def test_refusals() -> None:
+    weights = _weights()
+    with pytest.raises(ValueError, match="multiple of the 256"):
+        native.encode_blocks("Q4_K", _matrix(weights[:, :1248]))
+    weights[4, 7] = np.nan
+    with pytest.raises(native.NonFiniteError) as caught:
+        native.encode_blocks("Q4_K", _matrix(weights))
+    assert (caught.value.row, caught.value.col) == (4, 7)
+    weights[4, 7] = 1e30
+    with pytest.raises(ValueError):
+        native.encode_blocks("Q8_0", _matrix(weights))
+    with pytest.raises(ValueError):
+        native.encode_blocks("Q4_1", _matrix(_weights()))

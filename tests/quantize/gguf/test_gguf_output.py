@@ -1,0 +1,206 @@
+"""GGUF outputs: files that the package gguf reads, whole models, proof, resuming, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.cli import ktconv, ktconv_done, refused
+from helpers.families import numbered, random_weights, simple_config, write_checkpoint
+from helpers.gguf_files import metadata, write_gguf
+
+from ktconv.conversion.run import Conversion
+from ktconv.formats.gguf import GGUF_FORMATS
+
+gguf = pytest.importorskip("gguf")
+
+HIDDEN, INNER, EXPERTS, LAYERS = 256, 512, 3, 2
+
+
+def _config(inner: int, experts: int, layers: int = 1) -> dict[str, Any]:
+    return simple_config(
+        hidden_size=HIDDEN,
+        moe_intermediate_size=inner,
+        num_experts=experts,
+        num_hidden_layers=layers,
+        num_experts_per_tok=2,
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gguf") / "model"
+    tensors: dict[str, Any] = {}
+    for layer in range(LAYERS):
+        weights = random_weights(HIDDEN, INNER, EXPERTS, seed=layer)
+        tensors |= numbered(f"model.layers.{layer}.mlp.experts", weights)
+    return write_checkpoint(folder, tensors, _config(INNER, EXPERTS, LAYERS))
+
+
+def _tensors(output: Path) -> dict[str, Any]:
+    files = sorted(output.glob("*.gguf"))
+    return {one.name: one for path in files for one in gguf.GGUFReader(path).tensors}
+
+
+def _source(layer: int, proj: str) -> np.ndarray:
+    return np.asarray(getattr(random_weights(HIDDEN, INNER, EXPERTS, seed=layer), proj), np.float32)
+
+
+@pytest.mark.parametrize("method", GGUF_FORMATS)
+def test_the_package_reads_every_type(model: Path, tmp_path: Path, method: str) -> None:
+    ktconv_done("quantize-cpu", model, tmp_path / "o", "--method", method)
+    found = _tensors(tmp_path / "o")
+    assert len(found) == 3 * LAYERS
+    for layer in range(LAYERS):
+        for proj in ("gate", "up", "down"):
+            one = found[f"blk.{layer}.ffn_{proj}_exps.weight"]
+            assert one.tensor_type.name == GGUF_FORMATS[method].type
+            values = gguf.quants.dequantize(one.data, one.tensor_type)
+            wanted = _source(layer, proj)
+            off = np.linalg.norm(values - wanted) / np.linalg.norm(wanted)
+            assert values.shape == wanted.shape and 0.003 < off < 0.13
+    ktconv_done("verify", tmp_path / "o", "--source", model)
+
+
+def _beside(path: Path) -> Path:
+    """A whole model, whose experts are others than those of `model`."""
+    rng = np.random.default_rng(9)
+    tensors = {"token_embd.weight": rng.standard_normal((32, HIDDEN), np.float32)}
+    for layer in range(LAYERS):
+        weights = random_weights(HIDDEN, INNER, EXPERTS, seed=50 + layer)
+        for proj in ("gate", "up", "down"):
+            tensors[f"blk.{layer}.ffn_{proj}_exps.weight"] = np.asarray(
+                getattr(weights, proj), np.float32
+            )
+        name = f"blk.{layer}.ffn_gate_inp.weight"
+        tensors[name] = rng.standard_normal((EXPERTS, HIDDEN), np.float32)
+    about = metadata(
+        LAYERS, expert_count=EXPERTS, expert_feed_forward_length=INNER, embedding_length=HIDDEN
+    )
+    return write_gguf(path, tensors, about)
+
+
+def test_a_whole_model_has_the_other_tensors_and_metadata(model: Path, tmp_path: Path) -> None:
+    beside = _beside(tmp_path / "beside.gguf")
+    output = tmp_path / "o"
+    ktconv_done("quantize-cpu", model, output, "--method", "gguf-q8_0", "--with", beside)
+    found, given = _tensors(output), _tensors_of(beside)
+    assert found.keys() == given.keys()
+    for name in ("token_embd.weight", "blk.1.ffn_gate_inp.weight"):
+        assert np.array_equal(found[name].data, given[name].data)
+    first = gguf.GGUFReader(sorted(output.glob("*.gguf"))[0]).fields
+    other = gguf.GGUFReader(beside).fields
+    for key in ("general.architecture", "qwen3moe.expert_used_count"):
+        assert first[key].contents() == other[key].contents()
+    assert first["general.file_type"].contents() == 7
+    assert first["split.count"].contents() == LAYERS + 1
+    assert first["split.tensors.count"].contents() == len(given)
+    ktconv_done("verify", output, "--source", model)
+    # It is a source of its own.
+    assert "moe layers           0-1" in ktconv_done("inspect", sorted(output.glob("*.gguf"))[0])
+
+
+def _tensors_of(path: Path) -> dict[str, Any]:
+    return {one.name: one for one in gguf.GGUFReader(path).tensors}
+
+
+def test_importance_lowers_the_error_of_what_counts(model: Path, tmp_path: Path) -> None:
+    from helpers.imatrix_files import tensors_of, write_imatrix
+
+    from ktconv.stats.importance_file import LayerImportance
+
+    rng = np.random.default_rng(4)
+    shown = {
+        layer: LayerImportance(
+            counts=np.full(EXPERTS, 4096, np.int64),
+            gate_up=np.exp(2 * rng.standard_normal((EXPERTS, HIDDEN))).astype(np.float32),
+            down=np.exp(2 * rng.standard_normal((EXPERTS, INNER))).astype(np.float32),
+        )
+        for layer in range(LAYERS)
+    }
+    file = write_imatrix(tmp_path / "i.gguf", tensors_of(shown))
+    errors = {}
+    for name, more in (("plain", ()), ("weighed", ("--importance", file))):
+        ktconv_done("quantize-cpu", model, tmp_path / name, "--method", "gguf-q4_k", *more)
+        one = _tensors(tmp_path / name)["blk.0.ffn_up_exps.weight"]
+        off = gguf.quants.dequantize(one.data, one.tensor_type) - _source(0, "up")
+        errors[name] = float((shown[0].gate_up[:, None, :] * off.astype(np.float64) ** 2).sum())
+    assert errors["weighed"] < 0.97 * errors["plain"]
+    record = json.loads((tmp_path / "weighed/ktconv.json").read_text())
+    assert record["options"]["importance"]["file"] == "i.gguf"
+
+
+def test_a_run_that_was_killed_continues(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--method", "gguf-q4_0", "--threads", "1")
+    ktconv_done("quantize-cpu", model, tmp_path / "whole", *words)
+    record = Conversion.record
+
+    def stop(self: Any, unit: Any, found: Any) -> None:
+        record(self, unit, found)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Conversion, "record", stop)
+        assert ktconv("quantize-cpu", model, tmp_path / "o", *words).exit_code == 130
+    assert "unfinished" in ktconv_done("inspect", tmp_path / "o")
+    ktconv_done("quantize-cpu", model, tmp_path / "o", *words)
+    for path in sorted((tmp_path / "whole").glob("*.gguf")):
+        assert path.read_bytes() == (tmp_path / "o" / path.name).read_bytes()
+
+
+def test_damage_is_found(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "o"
+    ktconv_done("quantize-cpu", model, output, "--method", "gguf-q6_k")
+    path = sorted(output.glob("*.gguf"))[1]
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 0x11
+    path.write_bytes(data)
+    found = ktconv("verify", output, "--source", model, "--json")
+    assert found.exit_code == 1
+    checks = {one["check"] for one in json.loads(found.stdout)["failures"]}
+    assert "checksum" in checks
+
+
+def test_refusals(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o"
+    narrow = tmp_path / "narrow"
+    weights = random_weights(HIDDEN, 96, 2, seed=1)
+    tensors = numbered("model.layers.0.mlp.experts", weights)
+    write_checkpoint(narrow, tensors, _config(96, 2))
+    result = ktconv("quantize-cpu", narrow, out, "--method", "gguf-q4_k")
+    refused(result, 2, "blocks of 256 columns, and down of layer 0 has 96")
+    assert "gguf-q8_0" in result.stderr
+    beside = _beside(tmp_path / "beside.gguf")
+    more = ("--method", "gguf-q8_0", "--with")
+    refused(ktconv("quantize-cpu", narrow, out, *more, beside), 2, "is of another model")
+    refused(ktconv("quantize-cpu", model, out, *more, model), 2, "is no GGUF model")
+    assert not out.exists()
+
+
+def test_an_output_is_not_rounded_once_more(model: Path, tmp_path: Path) -> None:
+    beside = _beside(tmp_path / "beside.gguf")
+    ktconv_done("quantize-cpu", model, tmp_path / "o", "--method", "gguf-q4_0", "--with", beside)
+    for method in ("gguf-q8_0", "int8"):
+        words = ("quantize-cpu", tmp_path / "o", tmp_path / "again", "--method", method)
+        refused(ktconv(*words), 2, "is an output of ktconv in gguf-q4_0", "once more")
+    ktconv_done(*words, "--requantize")
+
+
+def test_compare_and_push_know_the_files(model: Path, tmp_path: Path) -> None:
+    for method in ("gguf-q8_0", "gguf-q4_0"):
+        ktconv_done("quantize-cpu", model, tmp_path / method, "--method", method)
+    words = ("--source", model, "--level", "weights", "--json")
+    found = ktconv_done("compare", tmp_path / "gguf-q8_0", tmp_path / "gguf-q4_0", *words)
+    sizes = [one["bytes"] for one in json.loads(found)["rows"][1:]]
+    there = [
+        sum(path.stat().st_size for path in (tmp_path / method).glob("*.gguf"))
+        for method in ("gguf-q8_0", "gguf-q4_0")
+    ]
+    assert sizes == there
+    shown = ktconv_done("push", tmp_path / "gguf-q8_0", "a/b", "--dry-run")
+    assert "model-00002-of-00002.gguf" in shown
