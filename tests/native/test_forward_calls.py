@@ -197,7 +197,7 @@ def test_any_scratch_that_is_large_enough(nodes: list[int], parts: int) -> None:
     of, (x, ids, weights) = layer(parts=parts), batch(9)
     pool, alone = Pool(len(nodes), nodes=nodes), Pool(1)
     expected = call(of, alone, x, ids, weights, np.empty_like(x))
-    least = of.layer.scratch_size(*ids.shape, pool)
+    least = of.layer.scratch_size(9, TOP_K, pool)
     teams = min(parts, nodes[-1] + 1)
     huge = teams * (2 << 20)
     sizes = {least, least + 64, least + 4096 * teams, huge - 64, huge, huge + 64, 3 * huge - 64}
