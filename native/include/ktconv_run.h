@@ -178,8 +178,11 @@ typedef struct kt_moe_call {
  * results have the same bits for any number of threads, any placement, and whatever other tokens
  * are in the batch (for AMX levels of float formats: up to where the kernel switches from one loop
  * to another). Results of INT8, INT4, GINT4 and GINT8 are the same on every level.
- * scratch: 64-byte aligned, one for each call in progress. Calls from several threads may use one
- * pool (they are done one after the other) and one layer.
+ * scratch: 64-byte aligned, one for each call in progress. On a pool of several nodes it is cut
+ * into equal regions, as many as there are nodes, or parts if they are fewer: each is written to by
+ * the threads of its nodes, and should lie there. A region is whole pages of 4 KiB, or of 2 MiB if
+ * it has room for one. Calls from several threads may use one pool (they are done one after the
+ * other) and one layer.
  * KT_ERR_EXPERT: a token goes to an expert whose pointers are NULL, and which is not to be skipped.
  * KT_ERR_ARGUMENT: also a pointer that is not aligned to its type, a number that kt_activation does
  * not allow, a down bias of another part than 0, a gate where the function has none. */

@@ -368,7 +368,7 @@ int main(int argc, char **argv) {
 #if defined(__x86_64__)
   kt_cpu cpu;
   kt_cpu_detect(&cpu);
-  if (cpu.avx512_bf16 && !cpu.amx_tile) setenv("KTCONV_ASSUME", "amx", 0);
+  if (cpu.avx512_bf16 && !cpu.amx_permission) setenv("KTCONV_ASSUME", "amx", 0);
 #endif
   memory_name = memory_names[mode];
   find_levels(), find_layouts(), make_pools();

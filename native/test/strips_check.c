@@ -629,7 +629,7 @@ int main(void) {
 #if defined(__x86_64__)
   kt_cpu cpu;
   kt_cpu_detect(&cpu);
-  if (cpu.avx512_bf16 && !cpu.amx_tile) setenv("KTCONV_ASSUME", "amx", 0);
+  if (cpu.avx512_bf16 && !cpu.amx_permission) setenv("KTCONV_ASSUME", "amx", 0);
 #endif
   check_formats();
   check_plains();

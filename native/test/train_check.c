@@ -272,7 +272,7 @@ int main(void) {
 #if defined(__x86_64__)
   kt_cpu cpu;
   kt_cpu_detect(&cpu);
-  if (cpu.avx512_bf16 && !cpu.amx_tile) setenv("KTCONV_ASSUME", "amx", 0);
+  if (cpu.avx512_bf16 && !cpu.amx_permission) setenv("KTCONV_ASSUME", "amx", 0);
 #endif
   for (int i = 0; i < POOLS; i++)
     if (kt_pool_create(i + 1, NULL, nodes[i], pools + i) != KT_OK) return 2;

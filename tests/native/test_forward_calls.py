@@ -188,3 +188,27 @@ def test_batches_of_a_call_have_their_own_rows(pool: Pool) -> None:
         expected = np.empty_like(y[rows])
         call(of, pool, x[rows], ids[rows], weights[rows], expected, add=add[rows])
         assert np.array_equal(expected, y[rows])
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("nodes", [[0, 1], [0, 1, 2], [0, 0, 1, 2, 2]], ids=str)
+def test_any_scratch_that_is_large_enough(nodes: list[int], parts: int) -> None:
+    """Its regions end at pages, from 2 MiB on at huge ones; there may be fewer parts than nodes."""
+    of, (x, ids, weights) = layer(parts=parts), batch(9)
+    pool, alone = Pool(len(nodes), nodes=nodes), Pool(1)
+    expected = call(of, alone, x, ids, weights, np.empty_like(x))
+    least = of.layer.scratch_size(9, TOP_K, pool)
+    teams = min(parts, nodes[-1] + 1)
+    huge = teams * (2 << 20)
+    sizes = {least, least + 64, least + 4096 * teams, huge - 64, huge, huge + 64, 3 * huge - 64}
+    for size in sorted(size for size in sizes if size >= least):
+        room = native.aligned_bytes(size + 128)
+        room[:] = 0xFF
+        y = np.empty_like(x)
+        of.layer.call(pool, x, ids, weights, y, room[64 : 64 + size])()
+        assert np.array_equal(y, expected), size
+        assert (room[:64] == 0xFF).all() and (room[64 + size :] == 0xFF).all(), size
+    with pytest.raises(ValueError):
+        of.layer.call(pool, x, ids, weights, y, native.aligned_bytes(least - 1))()
+    pool.close()
+    alone.close()

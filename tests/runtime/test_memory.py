@@ -15,7 +15,12 @@ from helpers.family_list import MADE
 from helpers.family_models import write
 from helpers.paths import EXAMPLE
 
-from ktconv.runtime import MoELayer, Pool, free_workspaces
+from ktconv import native
+from ktconv.native import PAGE
+from ktconv.runtime import MoELayer, Pool, free_workspaces, workspace
+from ktconv.runtime.workspace import made
+from ktconv.system.arrays import Array
+from ktconv.system.nodes import HUGE_PAGE
 
 from .conftest import HIDDEN, TOP_K, batch
 
@@ -139,3 +144,56 @@ def test_weights_on_inputs_take_at_most_what_was_planned(make_layer: Make, token
     tracemalloc.stop()
     planned = layer.plan_bytes(tokens, 1, "fp32")
     assert planned / 2 < used + SMALL and used < planned + SMALL
+
+
+class TwoNodes:
+    """As much of a pool on two NUMA nodes as workspaces use; it only notes what is bound."""
+
+    nodes = 2
+
+    def __init__(self) -> None:
+        self.bound: list[tuple[int, int, int]] = []  # node, address, bytes
+
+    def bind(self, memory: Array, node: int) -> None:
+        self.bound.append((node, native.address_of(memory), memory.nbytes))
+
+
+@pytest.mark.parametrize(
+    ("size", "region"),
+    [
+        (1, PAGE),
+        (2 * PAGE, PAGE),
+        (2 * PAGE + 64, 2 * PAGE),
+        (2 * HUGE_PAGE - 64, HUGE_PAGE),
+        (2 * HUGE_PAGE, HUGE_PAGE),
+        (2 * HUGE_PAGE + 64, 2 * HUGE_PAGE),
+        (9 * HUGE_PAGE, 5 * HUGE_PAGE),
+    ],
+)
+def test_nodes_have_the_regions_that_their_teams_use(size: int, region: int) -> None:
+    """Which the kernels cut in whole pages from what they are given."""
+    pool = TwoNodes()
+    memory = made(pool, size)  # type: ignore[arg-type]
+    start = native.address_of(memory)
+    assert memory.nbytes == 2 * region and start % 64 == 0
+    assert pool.bound == [(0, start, region), (1, start + region, region)]
+
+
+def test_tasks_of_streams_have_such_memory(
+    make_layer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It grows with the largest task only."""
+    asked: list[tuple[Pool, int]] = []
+
+    def record(pool: Pool, size: int) -> Array:
+        asked.append((pool, size))
+        return made(pool, size)
+
+    monkeypatch.setattr(workspace, "made", record)
+    with Pool(1) as pool:
+        layer = MoELayer(make_layer()._packed, pool)
+        for tokens in (2, 9, 3):
+            x, ids, weights = batch(tokens)
+            layer.task(f"{tokens} tokens", x, ids, weights, np.empty_like(x), skip=None)
+        sizes = [layer._packed.layer.scratch_size(tokens, TOP_K, pool) for tokens in (2, 9)]
+    assert asked == [(pool, size) for size in sizes]

@@ -102,7 +102,9 @@ kt_status kt_check_layer(const kt_moe *moe) {
 /* The slots of a batch are counted in 32 bits, and the caller's arrays must fit the address space.
  * No size computed from what passes exceeds 63 bits: hidden and width are at most KT_MAX_COLS, so a
  * team's memory is below 2^50 bytes and a part's sums are below 2^29. A part has no more groups
- * than experts, so those of all parts, with shares of 4096 threads, are below 2^60. */
+ * than experts, so those of all parts, with shares of 4096 threads, are below 2^60. Regions of
+ * scratch are as large as the largest: they hold less than twice the parts, and 4096 times what is
+ * a team's, or all teams' own. */
 kt_status kt_check_batch(const kt_moe *moe, int64_t tokens, int64_t top_k) {
   if (tokens < 0 || top_k < 1 || top_k > INT32_MAX / KT_BATCH) return KT_ERR_ARGUMENT;
   const int64_t most = INT64_MAX / (int64_t)sizeof(int64_t) / kt_larger(top_k, moe->hidden);

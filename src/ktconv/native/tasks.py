@@ -67,12 +67,12 @@ class Queue:
         self.lock = threading.Lock()  # of all its tasks and of its failures
         self._seen, self._scratch = 0, aligned_bytes(0)
 
-    def scratch(self, size: int) -> Array:
+    def scratch(self, size: int, make: Callable[[int], Array] = aligned_bytes) -> Array:
         """At least `size` bytes for one of its tasks, which all use the same: they run one after
-        the other."""
+        the other. `make` returns new memory of so many bytes."""
         with self.lock:
             if self._scratch.nbytes < size:
-                self._scratch = aligned_bytes(size)  # earlier tasks keep theirs
+                self._scratch = make(size)  # earlier tasks keep theirs
             return self._scratch
 
     def drain(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ktconv import native
+from ktconv.runtime import workspace
 from ktconv.runtime.arguments import Arguments
 from ktconv.runtime.arrays import Operand, operand
 from ktconv.runtime.compute import compute, described, is_plain, values_at, workspace_size
@@ -39,9 +41,9 @@ def _native_task(
     packed: Experts, pool: Pool, name: str, call: Arguments, live: Operand | None, cut: Split | None
 ) -> native.Task:
     size = workspace_size(packed.layer, pool, call.tokens, call.top_k, call.adapters)
+    scratch = pool.tasks.scratch(size, partial(workspace.made, pool))
     return native.CallTask(
-        pool.tasks, name, packed.layer, pool, described(call), pool.tasks.scratch(size),
-        call.adapters,
+        pool.tasks, name, packed.layer, pool, described(call), scratch, call.adapters,
         mask=live.address if live else 0,
         skip=call.skip.address if call.skip else 0,
         now=cut[0].address if cut else 0,

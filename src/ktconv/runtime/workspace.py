@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from ktconv import native
 from ktconv.system.arrays import Array
-from ktconv.system.blocks import new_block
+from ktconv.system.blocks import new_block, rounded
+from ktconv.system.nodes import HUGE_PAGE
 from ktconv.system.pool import Pool
 
 
@@ -18,19 +19,26 @@ def take(pool: Pool, size: int = 64) -> Array:
     try:
         memory = pool.workspaces.pop()  # pop and append are atomic
     except IndexError:
-        return _made(pool, size)
-    return memory if memory.nbytes >= size else _made(pool, size)
+        return made(pool, size)
+    return memory if memory.nbytes >= size else made(pool, size)
 
 
-def _made(pool: Pool, size: int) -> Array:
-    """On several NUMA nodes an equal part for each, which the calls' teams use."""
+def made(pool: Pool, size: int) -> Array:
+    """New memory. On several NUMA nodes each has an equal part, which the calls' teams use."""
     if pool.nodes == 1:
         return native.aligned_bytes(size)
-    memory = new_block(size)
-    cuts = [size * node // pool.nodes for node in range(pool.nodes + 1)]
+    part = _region(-(-size // pool.nodes))
+    memory = new_block(part * pool.nodes)
     for node in range(pool.nodes):
-        pool.bind(memory[cuts[node] : cuts[node + 1]], node)
+        pool.bind(memory[part * node : part * (node + 1)], node)
     return memory
+
+
+def _region(size: int) -> int:
+    """At least `size` bytes, whole pages, and whole huge ones if it fills one: as the kernels cut
+    scratch (kt_team_arena)."""
+    pages = -(-size // native.PAGE) * native.PAGE
+    return pages if pages < HUGE_PAGE else rounded(pages)
 
 
 def give(pool: Pool, memory: Array) -> None:

@@ -369,3 +369,25 @@ def test_products_of_layouts_that_do_not_exist(
     products: Products, layout: tuple[str, int, str]
 ) -> None:
     assert products.sizes(Layout.of(*layout), 32, 192) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["mxfp4-ue8m0", "mxfp8-ue8m0"])
+@pytest.mark.parametrize("cols", [96, 512, 2176])
+@each("tokens", [1, 2, 17, 33, 64])
+def test_strips_with_and_without_the_outermost_powers(
+    products: Products, level: str, kind: str, cols: int, tokens: int
+) -> None:
+    """AMX takes one way after the other: what is unpacked beside a strip is of the next one."""
+    products.use(Layout.of(*KINDS[kind]), level)
+    case = Case(products, kind, 192, cols, 16)
+    case.stored[40, -1] = 250
+    case.stored[70, 0] = 5
+    case.stored[130, cols // 64] = 3
+    packed = products.pack(case.layout, 192, cols, plain(case.kernel, case.codes), case.stored)
+    numbers = NUMBERS[case.kernel][case.codes]
+    case.values = numbers * case.scale.astype(np.float64).repeat(case.group, axis=1)
+    x = activations(tokens, cols, 17) * np.float32(2.0**-12)
+    found = products.everything(packed, case.rows_of(x))
+    wide = bf16_rounded(x)
+    size = np.abs(wide).astype(np.float64) @ np.abs(case.values).T
+    assert (np.abs(found - wide @ case.values.T) <= size * (cols * 2.0**-23) + cols * TINY).all()
