@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ktconv import native
-from ktconv.conversion.tasks import Advance, four_digits, written
+from ktconv.conversion.tasks import Advance, Piece, four_digits, written
 from ktconv.errors import CheckpointError, VerificationError
 from ktconv.quantize.packed.importance.load import LayerWeights
 from ktconv.source import ExpertMatrix, MoELayer, Projection
@@ -77,7 +77,7 @@ class StackTask:
                 found = blocks
                 if self.verify:
                     target = buffers.readback[: blocks.nbytes]
-                    with written(staging, name, target, done) as found:
+                    with written(staging, [Piece(name, blocks.nbytes, done)], target) as found:
                         digest.update(found.data)
                         sums.add(self._compared(name, expert, view, found))
                 else:
