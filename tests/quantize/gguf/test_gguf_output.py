@@ -204,3 +204,43 @@ def test_compare_and_push_know_the_files(model: Path, tmp_path: Path) -> None:
     assert sizes == there
     shown = ktconv_done("push", tmp_path / "gguf-q8_0", "a/b", "--dry-run")
     assert "model-00002-of-00002.gguf" in shown
+
+
+def test_an_unfinished_output_is_verified(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "o"
+    ktconv_done("quantize-cpu", model, output, "--method", "gguf-q4_0", "--layers", "0")
+    found = json.loads(ktconv("verify", output, "--source", model, "--json").stdout)
+    assert {one["check"] for one in found["failures"]} == {"unfinished", "missing tensor"}
+    assert found["failures"][1]["tensor"].startswith("blk.1.ffn_")
+
+
+def test_a_wrong_code_is_found_by_name(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "o"
+    ktconv_done("quantize-cpu", model, output, "--method", "gguf-q8_0")
+    path = sorted(output.glob("*.gguf"))[0]
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 0x10  # of the last expert's down
+    path.write_bytes(data)
+    found = ktconv("verify", output, "--source", model)
+    assert found.exit_code == 1
+    assert "blk.0.ffn_down_exps.weight" in found.stdout + found.stderr
+    assert "has 1 code of expert 2, rows 0 to 255" in " ".join(
+        (found.stdout + found.stderr).split()
+    )
+
+
+def test_compare_chooses_the_level_that_works(model: Path, tmp_path: Path) -> None:
+    for method in ("gguf-q8_0", "gguf-q4_0"):
+        ktconv_done("quantize-cpu", model, tmp_path / method, "--method", method)
+    words = ("compare", tmp_path / "gguf-q8_0", tmp_path / "gguf-q4_0", "--source", model)
+    found = ktconv(*words, "--tokens", "1", "--seconds", "0.01", "--json")
+    assert found.exit_code == 0 and json.loads(found.stdout)["level"] == "weights"
+    assert "level weights, since ktconv does not compute" in found.stderr
+
+
+def test_other_commands_say_what_the_files_are(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "o"
+    ktconv_done("quantize-cpu", model, output, "--method", "gguf-q4_0")
+    refused(ktconv("merge", output, tmp_path / "m"), 2, "has GGUF files, which have no NUMA parts")
+    refused(ktconv("reshard", output, tmp_path / "m", "--numa", "2"), 2, "has GGUF files")
+    refused(ktconv("bench", "--model", output), 2, "contains no packed experts: it has GGUF files")
