@@ -364,14 +364,19 @@ def test_errors_are_raised_as_they_are(
     with pytest.raises(CheckpointError, match="empty") as wrong:
         ktconv.quantize_cpu(tmp_path / "empty", tmp_path / "out")
     assert wrong.value.exit_code == 2 and wrong.value.hint
-    with pytest.raises(UsageError, match="'--numa'"):
+    with pytest.raises(UsageError, match="Invalid value for numa: "):
         ktconv.quantize_cpu(EXAMPLE, tmp_path / "out", numa=100_000)
     with pytest.raises(UsageError, match="int5"):
         ktconv.quantize_cpu(EXAMPLE, tmp_path / "out", method="int5")
-    with pytest.raises(UsageError, match="--layers is empty"):
+    with pytest.raises(UsageError, match=r"^layers is empty"):
         ktconv.quantize_cpu(EXAMPLE, tmp_path / "out", layers=[])
-    with pytest.raises(UsageError, match="--dampening belongs to --algorithm gptq"):
+    with pytest.raises(UsageError, match=r"^dampening belongs to algorithm gptq"):
         ktconv.quantize_gpu(EXAMPLE, tmp_path / "out", dampening=0.2)
+    with pytest.raises(UsageError, match=r"^overwrite=True and finalize=True cannot"):
+        ktconv.quantize_cpu(EXAMPLE, tmp_path / "out", overwrite=True, finalize=True)
+    with pytest.raises(UsageError, match=r"^revision belongs to source") as other:
+        ktconv.generate(EXAMPLE, prompt="a", revision="b")
+    assert other.value.hint == "give source MODEL too"
     with pytest.raises(UsageError, match="method and algorithm are two names of one argument"):
         ktconv.quantize_gpu(EXAMPLE, tmp_path / "out", algorithm="gptq", method="rtn")
     with pytest.raises(UsageError, match="layer 7"):

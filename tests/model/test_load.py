@@ -151,6 +151,13 @@ def test_no_tokenizer(torch: Any, planted: Path) -> None:
         load.load_tokenizer(planted)
 
 
+def test_settings_of_a_tokenizer_without_its_words(torch: Any, planted: Path) -> None:
+    (planted / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="planted has no tokenizer") as caught:
+        load.load_tokenizer(planted)
+    assert "tokenizer.json" in str(caught.value.hint)
+
+
 def native_architecture(directory: Path) -> None:
     """As DeepSeek-V3: code lies beside it, and transformers has the architecture itself."""
     auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}

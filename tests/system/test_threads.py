@@ -57,6 +57,24 @@ def test_nothing_is_begun_after_an_error() -> None:
     assert begun == [0]
 
 
+def test_of_several_errors_that_of_the_earliest_task_is_raised() -> None:
+    """Here the thread of task 0 goes on to task 2, which fails before task 1 does."""
+    begun, failed = threading.Event(), threading.Event()
+
+    def run(task: int) -> None:
+        if task == 0:
+            begun.wait(30)
+            return
+        if task == 1:
+            begun.set()
+            failed.wait(30)
+        failed.set()
+        raise ValueError(f"task {task}")
+
+    with pytest.raises(ValueError, match="task 1"):
+        run_tasks([0, 1, 2], lambda: run, 2)
+
+
 def test_an_error_of_a_worker_is_raised() -> None:
     def worker() -> Callable[[int], None]:
         raise MemoryError("no buffers")

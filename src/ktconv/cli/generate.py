@@ -11,11 +11,12 @@ from ktconv.cli.options import ThreadsOption
 from ktconv.cli.output import JsonOption, notify, print_piece, print_result
 from ktconv.cli.parsing import argument, choice, flag, option
 from ktconv.cli.sources import USUAL, Reading, reads_source
-from ktconv.errors import MemoryShortError
+from ktconv.errors import MemoryShortError, PackedExpertsError
 from ktconv.system.units import counted
 
 GenerateMemory = Literal["auto", "map", "copy", "shared"]  # as runtime.memory.MEMORY
 _HINTS: Hints = {
+    PackedExpertsError: "give the checkpoint that OUTPUT was converted from: --source MODEL",
     MemoryShortError: "close other programs, or use a machine with more memory",
     MemoryError: "close other programs, or use a machine with more memory",
 }
@@ -113,7 +114,7 @@ def generate(
 
 
 def _told(facts: dict[str, Any]) -> str:
-    """How fast it was, in a sentence."""
+    """A sentence with the times of a run."""
     words = (
         f"{counted(facts['prompt_tokens'], 'token')} read in {facts['prefill_s']:.2f} s "
         f"({facts['prefill_tokens_s']:.1f} tokens/s), {counted(len(facts['tokens']), 'token')} "

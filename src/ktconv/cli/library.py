@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import keyword
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -551,7 +552,7 @@ def _run(name: str, arguments: Mapping[str, Any]) -> Report:
 
     from ktconv.cli.app import application
     from ktconv.cli.calls import called
-    from ktconv.errors import UsageError
+    from ktconv.errors import KtconvError, UsageError
 
     command = vars(typer.main.get_command(application([name])))["commands"][name]
     given = dict(arguments)
@@ -568,13 +569,36 @@ def _run(name: str, arguments: Mapping[str, Any]) -> Report:
                 command.invoke(context)
         except typer.Exit:  # a check failed, as the document says
             pass
+        except KtconvError as error:
+            error.args = (_in_python(command, given, str(error)),)
+            error.hint = error.hint and _in_python(command, given, error.hint)
+            raise
         except Exception as error:
             wrong: Any = error
             if not hasattr(wrong, "format_message"):
                 raise
-            raise UsageError(wrong.format_message(), "see the arguments of the function") from None
+            message = _in_python(command, given, wrong.format_message())
+            raise UsageError(message, "see the arguments of the function") from None
     document: Report = documents[-1]
     return document
+
+
+def _in_python(command: Any, arguments: Collection[str], text: str) -> str:
+    """A message with the function's arguments in place of options; lines for a shell stay."""
+    names = dict[str, str]()
+    for one in command.params:
+        if (argument := argument_of(one)) in arguments:
+            flag = getattr(one, "is_flag", False)
+            names |= dict.fromkeys(one.opts, f"{argument}=True" if flag else argument)
+            names |= dict.fromkeys(one.secondary_opts, f"{argument}=False")
+    words, line, rest = text.partition("ktconv ")
+
+    def named(found: re.Match[str]) -> str:
+        return names.get(found[1] or found[2], found[0])
+
+    return (
+        re.sub(r"'(--[a-z][a-z0-9-]*)'|(?<![\w-])(--[a-z][a-z0-9-]*)", named, words) + line + rest
+    )
 
 
 def _words(command: Any, arguments: Mapping[str, Any]) -> list[str]:

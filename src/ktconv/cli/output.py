@@ -80,7 +80,7 @@ def _for_terminal(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _print(lines: Iterable[str]) -> None:
-    """Write to stdout; the only function that does. Control characters are escaped."""
+    """Write lines to stdout. Control characters are escaped."""
     text = "".join(f"{line}\n" for line in lines)
     sys.stdout.write(_encodable(text, sys.stdout))
     sys.stdout.flush()

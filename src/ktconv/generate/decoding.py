@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ktconv.errors import CheckpointError
 from ktconv.generate.request import Sampling
 
 _CHUNK = 2048  # tokens of a prompt at a time, so that long ones need little memory
@@ -25,15 +27,21 @@ class Timing:
     steps_s: list[float]
 
 
-def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+def end_tokens(model: Any, tokenizer: Any, name: Path) -> frozenset[int]:
     """Tokens at which the model has ended its text: of its generation config, else the
-    tokenizer's."""
+    tokenizer's. CheckpointError, with `name`, where that is something else than ids of tokens."""
     found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if found is None:
         found = tokenizer.eos_token_id
     if found is None:
         return frozenset()
-    return frozenset((found,) if isinstance(found, int) else found)
+    ids = found if isinstance(found, list | tuple) else [found]
+    if any(type(one) is not int for one in ids):
+        raise CheckpointError(
+            f"the end tokens of {name} (eos_token_id) are {found!r}, not ids of tokens",
+            "correct generation_config.json: a number, or a list of numbers",
+        )
+    return frozenset(ids)
 
 
 def generate(
@@ -87,9 +95,16 @@ class _Chooser:
         self._generator = torch.Generator().manual_seed(sampling.seed)
 
     def __call__(self, logits: Tensor) -> int:
+        if not logits.max().isfinite():  # which is NaN where any of them is
+            raise CheckpointError(
+                "the model's outputs are not finite numbers, so that no token can be chosen",
+                "compare the output with its source: ktconv verify OUTPUT --source MODEL",
+            )
         if not self._sampling.temperature:
             return int(logits.argmax())
-        chances = torch.softmax(logits.float() / self._sampling.temperature, dim=-1)
+        # In binary64, and relative to the greatest: any temperature but 0 is one, and any top_p.
+        distances = logits.double() - logits.max().double()
+        chances = torch.softmax(distances / self._sampling.temperature, dim=-1)
         order = torch.argsort(chances, descending=True, stable=True)
         sorted_chances = chances[order]
         before = sorted_chances.cumsum(0) - sorted_chances

@@ -89,7 +89,7 @@ class LoadedModel:
 
 
 def _checkpoint(output: Path, source: ModelSource | None) -> Checkpoint:
-    """What everything but the experts is read of."""
+    """The checkpoint of everything but the experts."""
     if source is None:
         try:
             return open_checkpoint(output)

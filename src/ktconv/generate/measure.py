@@ -46,7 +46,7 @@ class GenerateBench:
 
 @dataclass
 class WholeRow:
-    """What one engine took; times of the prompt in seconds, of a token in ms (median)."""
+    """Times of one engine: of the prompt in seconds, of a token in ms (median)."""
 
     engine: str  # ktconv or transformers
     method: str  # format of the experts

@@ -46,14 +46,20 @@ def prompt_tokens(tokenizer: Any, prompt: str, chat: bool | None, name: Path) ->
 
 def _encoded(tokenizer: Any, text: str, special: bool) -> list[int]:
     try:
+        text.encode()
+    except UnicodeEncodeError as error:  # bytes of the command line that are no text
+        raise UsageError(
+            "the prompt has bytes that are not UTF-8", "give it as UTF-8 text"
+        ) from error
+    try:
         return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
-    except (TypeError, UnicodeError, ValueError) as error:  # half a surrogate pair, for one
+    except (TypeError, ValueError) as error:
         raise UsageError(f"the tokenizer cannot read the prompt: {first_line(error)}") from error
 
 
 def room_for(prompt: Sequence[int], wanted: int, most: int) -> int:
-    """How many of `wanted` new tokens a context of `most` tokens has room for. UsageError where
-    that is none."""
+    """Number of new tokens, at most `wanted`, that a context of `most` tokens has room for.
+    UsageError where that is none."""
     if len(prompt) >= most:
         raise UsageError(
             f"the prompt has {counted(len(prompt), 'token')}, and the model reads at most {most} "

@@ -1,4 +1,4 @@
-"""What `ktconv generate` is asked for."""
+"""Requests of `ktconv generate`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from ktconv.source.model_source import ModelSource
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is chosen: the likeliest with a temperature of 0, else at random, with `seed`, of
-    the fewest tokens whose probabilities add up to `top_p`. UsageError for numbers that cannot be.
+    """Settings of choosing a token: the likeliest with a temperature of 0, else at random, with
+    `seed`, of the fewest tokens whose probabilities add up to `top_p`. UsageError for numbers that
+    cannot be.
     """
 
     temperature: float = 0.0

@@ -21,7 +21,7 @@ def run(request: GenerateRequest, notify: Notify, told: Callable[[str], bool]) -
     ids = prompt_tokens(opened.tokenizer, request.prompt, request.chat, opened.name)
     most = room_for(ids, request.max_tokens, opened.context)
     with opened.loaded(notify, threads=request.threads, memory=request.memory) as one:
-        ends = end_tokens(one.model, opened.tokenizer)
+        ends = end_tokens(one.model, opened.tokenizer, opened.name)
         stream = TextStream(opened.tokenizer)
         pieces: list[str] = []
 

@@ -41,6 +41,8 @@ _SAFE: Mapping[str, Any] = {"trust_remote_code": False, "local_files_only": True
 _REPORTING: Mapping[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 # One of these must be there: tokenizers, SentencePiece, tiktoken, plain vocabularies.
 _TOKENIZERS = ("*token*.json", "*token*.py", "*.model", "*.tiktoken", "vocab*", "*spm*", "*.bpe")
+# Of those, files that have settings of a tokenizer and no words; some tokenizers need no others.
+_WITHOUT_WORDS = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
 _GENERATION = "generation_config.json"
 # Keys within quantization_config whose value names a class.
 _CLASS_KEYS = ("format", "observer", "quant_method", "type")
@@ -99,7 +101,13 @@ def load_tokenizer(directory: Path, name: Path | None = None) -> Any:
         from transformers import AutoTokenizer
 
         _check_tokenizer_class(directory, config)
-        tokenizer = AutoTokenizer.from_pretrained(local, config=config, **_SAFE)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(local, config=config, **_SAFE)
+        except ValueError as error:
+            found = {file.name for pattern in _TOKENIZERS for file in local.glob(pattern)}
+            if found <= _WITHOUT_WORDS:
+                raise NoTokenizer(name) from error
+            raise
     # Without any file of one, transformers makes one up that knows no word.
     if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
         raise NoTokenizer(name)

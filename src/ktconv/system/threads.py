@@ -19,19 +19,25 @@ def run_tasks(
     """Does all tasks, begun in their order, by up to `threads` threads.
 
     Each thread calls `worker` once, which returns what does its tasks: buffers need no locks. The
-    first error ends all threads after their present task, and is raised.
+    first error ends all threads after their present task. Of several errors that of the earliest
+    task is raised, whichever thread was faster: it had begun before all later ones.
     """
-    pending, lock, stopped = iter(tasks), threading.Lock(), threading.Event()
+    pending, lock, stopped = iter(enumerate(tasks)), threading.Lock(), threading.Event()
+    errors: dict[int, Exception] = {}
 
     def work() -> None:
         try:
             run = worker()
             while not stopped.is_set():
                 with lock:
-                    task = next(pending, None)
+                    number, task = next(pending, (-1, None))
                 if task is None:
                     return
-                run(task)
+                try:
+                    run(task)
+                except Exception as error:
+                    errors[number] = error
+                    return
         finally:
             stopped.set()  # after an error, or because nothing is left
 
@@ -42,6 +48,8 @@ def run_tasks(
                 future.result()
         finally:
             stopped.set()  # also after an interrupt
+    if errors:
+        raise errors[min(errors)]
 
 
 # Tasks, and the CPUs that their threads run on (empty: any).

@@ -61,6 +61,7 @@ TYPICAL = {
     "bf16": 0.0,
     "fp8": 0.03,
     "fp8-channel": 0.03,
+    "mxfp8": 0.03,
     "mxfp4": 0.14,
     "nvfp4": 0.1,
     **dict.fromkeys(("gint4-32", "gint4-32-f32"), 0.1),
@@ -136,7 +137,16 @@ def test_methods_that_hold() -> None:
     assert set(formats_for(128, 128, 1)) == set(FORMATS)
     wide = {"int4", "fp8", "gint4-128", "gint4-128-f32", "gint8-128", "gint8-128-f32"}
     assert set(formats_for(2880, 2880, 1)) == set(FORMATS) - wide
-    narrow = {"bf16", "mxfp4", "nvfp4", "gint4-32", "gint4-32-f32", "gint8-32", "gint8-32-f32"}
+    narrow = {
+        "bf16",
+        "mxfp4",
+        "mxfp8",
+        "nvfp4",
+        "gint4-32",
+        "gint4-32-f32",
+        "gint8-32",
+        "gint8-32-f32",
+    }
     assert set(formats_for(128, 64, 2)) == narrow
     assert formats_for(128, 128, 3) == formats_for(100, 128, 1) == []
 

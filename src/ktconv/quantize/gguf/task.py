@@ -78,7 +78,7 @@ class StackTask:
                 found = blocks
                 if self.verify:
                     target = buffers.readback[: blocks.nbytes]
-                    with written(staging, [Piece(name, blocks.nbytes, done)], target) as found:
+                    with written(staging, [Piece(name, target.nbytes, done)], target) as found:
                         digest.update(found.data)
                         sums.add(self._compared(name, expert, view, found))
                 else:
