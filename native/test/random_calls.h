@@ -29,6 +29,7 @@
   X(kt_quantize_pack)                                                                              \
   X(kt_encoded_sizes)                                                                              \
   X(kt_encode)                                                                                     \
+  X(kt_encode_blocks)                                                                              \
   X(kt_largest)                                                                                    \
   X(kt_compensate)                                                                                 \
   X(kt_audit_run)                                                                                  \
@@ -37,6 +38,7 @@
   X(kt_same_bytes)                                                                                 \
   X(kt_audit_codes)                                                                                \
   X(kt_audit_encoded)                                                                              \
+  X(kt_audit_blocks)                                                                               \
   X(kt_pool_create)                                                                                \
   X(kt_pool_destroy)                                                                               \
   X(kt_pool_threads)                                                                               \

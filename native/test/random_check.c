@@ -206,6 +206,7 @@ static const subject subjects[] = {
     {"decode", decode_case, KT_DTYPE_COUNT},
     {"weights", weights_case_of, 0},
     {"encode", encode_case, KT_ENCODE_BF16 + 1},
+    {"blocks", blocks_case, 7},
     {"compensate", compensate_case, 2},
     {"forward", forward_case, TWICE},
     {"training", training_case, TWICE},

@@ -19,7 +19,8 @@ enum {
   BY_CODES = 16, /* kt_audit_codes */
   BY_ENCODE = 32,
   BY_ENCODED = 64, /* kt_audit_encoded */
-  BY_MATRIX = BY_DECODE | BY_QUANTIZE | BY_AUDIT | BY_ENCODE | BY_ENCODED,
+  BY_BLOCKS = 128, /* kt_encode_blocks, kt_audit_blocks */
+  BY_MATRIX = BY_DECODE | BY_QUANTIZE | BY_AUDIT | BY_ENCODE | BY_ENCODED | BY_BLOCKS,
   BY_LAYOUT = BY_QUANTIZE | BY_PACK | BY_AUDIT | BY_CODES
 };
 
@@ -158,7 +159,7 @@ static const weights_refusal weights_refusals[] = {
     BY(no_rule, BY_QUANTIZE | BY_AUDIT),
     BY(importance_alone, BY_QUANTIZE | BY_AUDIT),
     BY(odd_importance, BY_QUANTIZE | BY_AUDIT),
-    BY(no_codes, BY_LAYOUT | BY_DECODE | BY_ENCODE | BY_ENCODED),
+    BY(no_codes, BY_LAYOUT | BY_DECODE | BY_ENCODE | BY_ENCODED | BY_BLOCKS),
     BY(no_packed, BY_PACK | BY_AUDIT | BY_CODES),
     BY(no_packed_scale, BY_PACK | BY_AUDIT),
     BY(no_room, BY_QUANTIZE | BY_AUDIT | BY_ENCODE),
@@ -212,6 +213,11 @@ static inline void refuse_matrix(const arguments *a, int by) {
   if (by & BY_ENCODED)
     REFUSED_CALL(
         CALLED(kt_audit_encoded, &a->encoding, m, a->tensor_scale, a->codes, a->scale, any));
+  if (by & BY_BLOCKS) {
+    REFUSED_CALL(
+        CALLED(kt_encode_blocks, KT_Q8_0, m, NULL, a->codes, a->scratch, a->scratch_size, bad));
+    REFUSED_CALL(CALLED(kt_audit_blocks, KT_Q8_0, m, a->codes, any));
+  }
 }
 
 static inline void refuse_layout(const arguments *a, int by) {

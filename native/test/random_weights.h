@@ -502,6 +502,62 @@ static void encode_case(int kind) {
   free(t.values);
 }
 
+/* ---- Blocks of ggml --------------------------------------------------------------------- */
+
+static const int32_t block_types[] = {KT_Q4_0, KT_Q8_0,   KT_Q4_K, KT_Q5_K,
+                                      KT_Q6_K, KT_IQ4_NL, KT_MXFP4};
+
+static inline void blocks_at_level(int32_t type, const source *s, const truth *t,
+                                   const float *importance, kept *k) {
+  const kt_matrix *const m = &s->m;
+  kt_stored_unit unit;
+  kt_dtype_unit(type, &unit);
+  const size_t size = (size_t)(m->rows * (m->cols / unit.cols) * unit.bytes);
+  void *const blocks = room(size, 1);
+  kt_position *const bad = one_in(3) ? NULL : room(sizeof *bad, sizeof(int64_t));
+  const kt_status status = CALLED(kt_encode_blocks, type, m, importance, blocks,
+                                  scratch_of(m->cols), kt_scratch_size(m->cols), bad);
+  if (status == KT_ERR_SCALE && t->largest > 65504) return;
+  expect_truth(t, "kt_encode_blocks", status, bad);
+  if (status != KT_OK) return;
+  compare(k, 0, "blocks", blocks, size, 0);
+  if (m->rows % 32 && m->col_stride != 1) return;
+  kt_encoded_audit *const audit = room(sizeof *audit, sizeof(double));
+  EXPECTED(KT_OK, CALLED(kt_audit_blocks, type, m, blocks, audit));
+  if (audit->other_codes) FAILED("the audit finds %" PRId64 " other codes", audit->other_codes);
+  compare(k, 1, "the audit", audit, sizeof *audit, 1);
+}
+
+static void blocks_case(int number) {
+  static const int64_t counts[] = {1, 2, 9, 31, 32, 33};
+  const int32_t type = block_types[number];
+  const int dtype = (int)below(KT_DTYPE_COUNT);
+  kt_stored_unit stored;
+  kt_dtype_unit(dtype, &stored);
+  const int64_t rows = stored.rows * (one_in(2) ? 32 : ONE_OF(counts));
+  source s =
+      draw_source(dtype, rows > 200 ? stored.rows * 8 : rows, 256 * (1 + below(4)), one_in(2));
+  float *importance = NULL;
+  if (one_in(2)) {
+    importance = room((size_t)s.m.cols * 4, 4);
+    for (int64_t i = 0; i < s.m.cols; i++)
+      importance[i] = one_in(9) ? (one_in(2) ? 0 : 0x1p-149f) : 1.25f + unit();
+    seal(importance);
+  }
+  truth t;
+  describe(&s, "blocks");
+  decode_at_levels(&s, &t);
+  kept k = {0};
+  const int kept_pieces = piece_count;
+  for (int i = 0; i < level_count; i++) {
+    use_level(i);
+    blocks_at_level(type, &s, &t, importance, &k);
+    release_rooms(kept_pieces);
+  }
+  forget(&k);
+  free(t.values);
+}
+
 /* ---- Error compensation -------------------------------------------------------------------- */
 
 static void compensate_case(int number) {

@@ -116,3 +116,34 @@ def test_refusals() -> None:
         native.encode_blocks("Q8_0", _matrix(weights))
     with pytest.raises(ValueError):
         native.encode_blocks("Q4_1", _matrix(_weights()))
+
+
+def _weighed(values: np.ndarray, weights: np.ndarray, counted: np.ndarray | float = 1.0) -> float:
+    return float((counted * (values - weights).astype(np.float64) ** 2).sum())
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_only_ratios_of_importance_count(kind: str) -> None:
+    """Also where products with it are subnormal, and with runs that do not count."""
+    weights = _weights(6)
+    counted = np.exp(2 * np.random.default_rng(7).standard_normal(COLS)).astype(np.float32)
+    counted[64:96] = 0
+    wanted = native.encode_blocks(kind, _matrix(weights), counted)
+    for factor in (2.0**-120, 2.0**-60, 2.0**20):
+        scaled = counted * np.float32(factor)
+        assert np.array_equal(native.encode_blocks(kind, _matrix(weights), scaled), wanted)
+    least = native.encode_blocks(kind, _matrix(weights), np.full(COLS, 1e-45, np.float32))
+    assert np.array_equal(least, native.encode_blocks(kind, _matrix(weights)))
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+@pytest.mark.parametrize("size", [1e-7, 1e-6, 1e-5])
+def test_no_block_is_worse_than_zeros(kind: str, size: float) -> None:
+    """Where scales are subnormal in binary16, or a run is small beside the others of its block."""
+    weights = _weights(8) * np.float32(size / 0.02)
+    weights[0, 32:256] = np.abs(weights[0, 32:256]) - np.float32(10 * size)
+    values = _decoded(kind, native.encode_blocks(kind, _matrix(weights)))
+    for start in range(0, COLS, 256):
+        for row in range(ROWS):
+            own = (row, slice(start, start + 256))
+            assert _weighed(values[own], weights[own]) <= _weighed(np.float32(0), weights[own])

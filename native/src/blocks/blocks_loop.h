@@ -26,7 +26,7 @@
 #ifndef KT_BLOCKS_LANES
 #define KT_BLOCKS_LANES 8
 #endif
-enum { LANES = KT_BLOCKS_LANES, SIX = 16 / LANES, RUN = 32 };
+enum { LANES = KT_BLOCKS_LANES, SIX = 16 / LANES, RUN = 32, BATCH = 16 };
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 
@@ -460,6 +460,10 @@ INLINE void q45_k_blocks(const runs *run, int lanes, uint8_t *out, const int bit
       best = found;
   }
   for (int n = 0; n < 2; n++) keep_better(&best, fitted_pairs(run, top, &best));
+  /* Steps of small runs can be rounded to 0, beside a minimum that is none of theirs. */
+  const vi worse = best.error > pair_error(run, all(0.0f), all(0.0f), top);
+  best.scale = pick(worse, all(0.0f), best.scale);
+  best.minimum = pick(worse, all(0.0f), best.minimum);
   int32_t codes[RUN][LANES];
   const vf down = best.dmin * best.minimum, over = inverse(best.d * best.scale);
   for (int k = 0; k < RUN; k++) {
@@ -518,16 +522,32 @@ INLINE void load_columns(vf *to, const float *x, int lanes, const int length) {
     for (int k = 0; k < length; k++) values[k][lane] = lane < lanes ? x[length * lane + k] : 0.0f;
 }
 
-/* The importance of such columns; NULL: all 1. Runs without any count as if all columns had the
- * same. */
-INLINE void load_importance(vf *to, const float *importance, int lanes, const int length) {
-  vf sum = {0};
-  if (importance) {
-    load_columns(to, importance, lanes, length);
-    for (int k = 0; k < length; k++) sum += to[k];
+/* The importance of the columns of a batch, NULL: all 1, with `of_block` runs in a block. Only
+ * ratios within a block matter: a power of two brings its largest to between 1 and 2, so that no
+ * sum is lost to small or large units. Columns that do not count have LEAST of it, so that codes
+ * are near to them as well. */
+#define LEAST 0x1p-30f
+INLINE void load_importance(runs *run, const float *importance, int lanes, const int vectors,
+                            const int length, const int of_block) {
+  float peak[BATCH] = {0};
+  for (int p = 0; p < vectors; p++)
+    for (int k = 0; k < length; k++) run[p].w[k] = all(1.0f);
+  if (!importance) return;
+  for (int r = 0; r < lanes; r++)
+    for (int k = 0; k < length; k++) {
+      const float found = importance[r * length + k];
+      if (found > peak[r / of_block]) peak[r / of_block] = found;
+    }
+  for (int r = 0; r < lanes; r++) {
+    const float most = peak[r / of_block];
+    if (most == 0.0f) continue;
+    const float factor = kt_float((254u - (kt_bits(most) >> 23)) << 23);
+    one_lane(*const values)[LANES] = (one_lane(*)[LANES])run[r / LANES].w;
+    for (int k = 0; k < length; k++) {
+      const float found = importance[r * length + k] * factor;
+      values[k][r % LANES] = found > LEAST ? found : LEAST;
+    }
   }
-  for (int k = 0; k < length; k++)
-    to[k] = importance ? pick(sum > 0.0f, to[k], all(1.0f)) : all(1.0f);
 }
 
 /* The largest magnitude whose factors binary16 has. */
@@ -568,9 +588,8 @@ static kt_status blocks_any(const kt_blocks_job *job) {
     for (int64_t k = 0; k < cols; k += batch) { /* importance is loaded once for these rows */
       runs run[SIX];
       const int lanes = (int)((cols - k < batch ? cols - k : batch) / length);
-      for (int p = 0; p < vectors; p++)
-        load_importance(run[p].w, job->importance ? job->importance + k + p * LANES * length : NULL,
-                        lanes - p * LANES, length);
+      load_importance(run, job->importance ? job->importance + k : NULL, lanes, vectors, length,
+                      job->unit_cols / length);
       uint8_t *const out = job->blocks + n * row_bytes + k / job->unit_cols * job->unit_bytes;
       for (int64_t r = 0; r < count; r++) {
         const float *const x = job->scratch + r * stride + k;

@@ -52,8 +52,9 @@ def compare(
             "Depth of the comparison.",
             panel=CHECKS,
             metavar="LEVEL",
-            detail="Each level includes those before it. The default is model, or layers without "
-            "torch and transformers.\n\n- weights: errors of weights\n- layers: errors of layers' "
+            detail="Each level includes those before it. The default is model, layers without "
+            "torch and transformers, or weights where an output has GGUF files.\n\n- weights: "
+            "errors of weights\n- layers: errors of layers' "
             "outputs\n- model: KL divergence and perplexity",
         ),
     ] = None,

@@ -155,6 +155,11 @@ def _layer_indices(root: Path) -> list[int]:
             raise CheckpointError(f"{root / item.name} is not a layer folder", _LEFT_OVER)
         indices.append(int(match[1]))
     if not indices:
+        if any(root.glob("*.gguf")):
+            raise CheckpointError(
+                f"{root} has GGUF files, which have no NUMA parts and no _layer_* folders",
+                "use them as they are; llama-gguf-split of llama.cpp merges the parts of a model",
+            )
         shards = any(root.glob("*.safetensors"))
         raise CheckpointError(
             f"{root} contains no _layer_* folder" + (", but shards" if shards else ""),

@@ -11,9 +11,12 @@ import pytest
 from helpers.cli import ktconv, ktconv_done, refused
 from helpers.families import numbered, random_weights, simple_config, write_checkpoint
 from helpers.gguf_files import metadata, write_gguf
+from helpers.lora import sides, write_adapter
 
 from ktconv.conversion.run import Conversion
 from ktconv.formats.gguf import GGUF_FORMATS
+from ktconv.source import ModelSource, open_checkpoint
+from ktconv.source.reading.tensors import SourceTensors
 
 gguf = pytest.importorskip("gguf")
 
@@ -204,3 +207,104 @@ def test_compare_and_push_know_the_files(model: Path, tmp_path: Path) -> None:
     assert sizes == there
     shown = ktconv_done("push", tmp_path / "gguf-q8_0", "a/b", "--dry-run")
     assert "model-00002-of-00002.gguf" in shown
+
+
+def test_an_unfinished_output_is_verified(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "o"
+    ktconv_done("quantize-cpu", model, output, "--method", "gguf-q4_0", "--layers", "0")
+    found = json.loads(ktconv("verify", output, "--source", model, "--json").stdout)
+    assert {one["check"] for one in found["failures"]} == {"unfinished", "missing tensor"}
+    assert found["failures"][1]["tensor"].startswith("blk.1.ffn_")
+
+
+def test_a_wrong_code_is_found_by_name(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "o"
+    ktconv_done("quantize-cpu", model, output, "--method", "gguf-q8_0")
+    path = sorted(output.glob("*.gguf"))[0]
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 0x10  # of the last expert's down
+    path.write_bytes(data)
+    found = ktconv("verify", output, "--source", model)
+    assert found.exit_code == 1
+    assert "blk.0.ffn_down_exps.weight" in found.stdout + found.stderr
+    assert "has 1 code of expert 2, rows 0 to 255" in " ".join(
+        (found.stdout + found.stderr).split()
+    )
+
+
+def test_compare_chooses_the_level_that_works(model: Path, tmp_path: Path) -> None:
+    for method in ("gguf-q8_0", "gguf-q4_0"):
+        ktconv_done("quantize-cpu", model, tmp_path / method, "--method", method)
+    words = ("compare", tmp_path / "gguf-q8_0", tmp_path / "gguf-q4_0", "--source", model)
+    found = ktconv(*words, "--tokens", "1", "--seconds", "0.01", "--json")
+    assert found.exit_code == 0 and json.loads(found.stdout)["level"] == "weights"
+    assert "level weights, since ktconv does not compute" in found.stderr
+
+
+def test_other_commands_say_what_the_files_are(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "o"
+    ktconv_done("quantize-cpu", model, output, "--method", "gguf-q4_0")
+    refused(ktconv("merge", output, tmp_path / "m"), 2, "has GGUF files, which have no NUMA parts")
+    refused(ktconv("reshard", output, tmp_path / "m", "--numa", "2"), 2, "has GGUF files")
+    refused(ktconv("bench", "--model", output), 2, "contains no packed experts: it has GGUF files")
+
+
+def _routed(folder: Path) -> Path:
+    """`model` with routers."""
+    tensors: dict[str, Any] = {}
+    for layer in range(LAYERS):
+        weights = random_weights(HIDDEN, INNER, EXPERTS, seed=layer)
+        tensors |= numbered(f"model.layers.{layer}.mlp.experts", weights)
+        tensors[f"model.layers.{layer}.mlp.gate.weight"] = np.ones((EXPERTS, HIDDEN), np.float32)
+    return write_checkpoint(folder, tensors, _config(INNER, EXPERTS, LAYERS))
+
+
+def _adapter(folder: Path, *others: str) -> Path:
+    rng = np.random.default_rng(5)
+    shapes = {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
+    modules = {
+        f"model.layers.0.mlp.experts.{expert}.{proj}_proj": sides(rng, *shape)
+        for expert in range(EXPERTS)
+        for proj, shape in shapes.items()
+    }
+    return write_adapter(folder, modules | {name: sides(rng, EXPERTS, HIDDEN) for name in others})
+
+
+def test_adapters_change_experts_alone(model: Path, tmp_path: Path) -> None:
+    router = "model.layers.0.mlp.gate"
+    whole = _routed(tmp_path / "model")
+    words = ("quantize-cpu", whole, tmp_path / "o", "--method", "gguf-q8_0", "--adapter")
+    more = ("--with", _beside(tmp_path / "beside.gguf"))
+    both = _adapter(tmp_path / "both", router)
+    refused(ktconv(*words, both, *more), 2, f"--adapter changes {router}.weight, which --with")
+    one = _adapter(tmp_path / "one")
+    ktconv_done(*words, one, *more)
+    found = _tensors(tmp_path / "o")["blk.0.ffn_up_exps.weight"]
+    values = gguf.quants.dequantize(found.data, found.tensor_type)
+    checkpoint = open_checkpoint(ModelSource(whole, adapter=(str(one),)))
+    merged = SourceTensors(checkpoint).expert(checkpoint.layers[0], 1)[1]
+    assert merged is not None
+    plain, wanted = _source(0, "up")[1], merged.values()
+    assert np.linalg.norm(values[1] - wanted) < 0.9 * np.linalg.norm(values[1] - plain)
+    assert np.linalg.norm(values[1] - wanted) < 0.006 * np.linalg.norm(wanted)
+    ktconv_done("verify", tmp_path / "o", "--source", whole)
+
+
+def test_fewer_experts(tmp_path: Path) -> None:
+    model = _routed(tmp_path / "model")
+    lines = [{"layer": layer, "ids": [2, 0, 1]} for layer in range(LAYERS)]
+    ranking = tmp_path / "ranking.jsonl"
+    ranking.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    kept, output = tmp_path / "kept.json", tmp_path / "o"
+    ktconv_done("prune", model, "--scores", ranking, "--keep", "2", "--write", kept)
+    words = ("quantize-cpu", model, output, "--method", "gguf-q8_0", "--prune", kept)
+    beside = _beside(tmp_path / "beside.gguf")
+    refused(ktconv(*words, "--with", beside), 2, "has 3 experts", "and 2 experts")
+    ktconv_done(*words)
+    first = gguf.GGUFReader(sorted(output.glob("*.gguf"))[0]).fields
+    assert first["qwen3moe.expert_count"].contents() == 2
+    found = _tensors(output)["blk.1.ffn_gate_exps.weight"]
+    values = gguf.quants.dequantize(found.data, found.tensor_type)
+    wanted = _source(1, "gate")[[0, 2]]
+    assert np.linalg.norm(values - wanted) < 0.01 * np.linalg.norm(wanted)
+    ktconv_done("verify", output, "--source", model)

@@ -21,11 +21,12 @@ from ktconv.conversion.run import Preflight as AnyPreflight
 from ktconv.errors import UsageError
 from ktconv.quantize.gguf.task import StackTask, stack_buffers
 from ktconv.quantize.packed.importance.load import ExpertWeights, open_weights
-from ktconv.source import open_checkpoint
+from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.reading.reader import SourceReader
 from ktconv.system import machine
-from ktconv.targets.gguf.beside import open_beside
+from ktconv.system.stores import MadePath
+from ktconv.targets.gguf.beside import Beside, open_beside
 from ktconv.targets.gguf.card import gguf_card
 from ktconv.targets.gguf.target import GgufTarget, Options, Plan
 from ktconv.targets.second_rounding import refuse_second_rounding
@@ -66,6 +67,7 @@ def prepare(request: Request) -> Preflight:
         weights = open_weights(request.importance, checkpoint, layers)
         options = replace(options, importance=weights.record)
     if beside is not None:
+        _refuse_changed_others(checkpoint, beside)
         options = replace(options, beside=beside.record())
         checkpoint = replace(checkpoint, other_tensors=beside.checkpoint.other_tensors)
     target = GgufTarget(options, checkpoint, beside)
@@ -82,6 +84,18 @@ def prepare(request: Request) -> Preflight:
     check_output(plan, request.output)
     free = machine.disk_free(request.output)
     return Preflight(request, plan, units, threads, peak, free, weights)
+
+
+def _refuse_changed_others(checkpoint: Checkpoint, beside: Beside) -> None:
+    """UsageError for adapters of other weights than experts, which `beside` has without them."""
+    whole = checkpoint.unpruned or checkpoint
+    made = (one.name for one in whole.other_tensors if isinstance(one.file, MadePath))
+    if whole.adapters and (name := next(made, None)) is not None:
+        raise UsageError(
+            f"--adapter changes {name}, which --with {beside.checkpoint.path} has without it",
+            "merge the adapter into the model first, and give --with a GGUF file of the result; "
+            "or leave --with out, for the experts alone",
+        )
 
 
 def to_gguf(

@@ -26,6 +26,7 @@ from ktconv.source.reading.matrices import (
 from ktconv.source.reading.reader import SourceReader, Span
 from ktconv.system.arrays import U8
 from ktconv.system.checksums import Checksum
+from ktconv.system.units import counted
 from ktconv.targets.gguf.target import GgufTarget
 from ktconv.targets.packed.matrix_check import ErrorStats
 from ktconv.writer.staging import Staging
@@ -121,8 +122,8 @@ class StackTask:
         found = compared(self.target.format.type, view, blocks)
         if found.other_codes or not math.isfinite(found.squared_error):
             raise VerificationError(
-                f"{name}, expert {expert}: {found.other_codes} codes are not the nearest to their "
-                "source's weights",
+                f"{name}, expert {expert}, has {counted(found.other_codes, 'code')} farther from "
+                "their source's weights than another code",
                 "check this machine's memory and disk, then run the same command again",
             )
         return stats_of(found, view)

@@ -221,6 +221,11 @@ def no_packed_experts(directory: Path) -> tuple[str, str]:
             f"{directory} contains no packed experts: it is an output in {scheme}, whose experts "
             "have the names of a checkpoint"
         ), hint
+    if any(directory.glob("*.gguf")):
+        return (
+            f"{directory} contains no packed experts: it has GGUF files, which llama.cpp and "
+            "KTransformers compute"
+        ), hint
     if manifest is None and any(directory.glob("*.safetensors")):
         return (
             f"{directory} contains no packed experts, and no {MANIFEST}: it is a model, or an "

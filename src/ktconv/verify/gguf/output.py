@@ -16,7 +16,8 @@ from ktconv.source.model_source import ModelSource
 from ktconv.targets.gguf.target import FORMAT, GgufTarget, Options
 from ktconv.targets.gguf.weights import open_gguf
 from ktconv.verify.output import NO_LIMIT, OpenedOutput
-from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest, read_run
+from ktconv.writer.journal import Journal
+from ktconv.writer.manifest import MANIFEST, read_manifest, read_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +43,16 @@ class GgufOutput(OpenedOutput):
 
 
 def is_gguf_output(directory: Path) -> bool:
-    """Whether quantize-cpu wrote, or began to write, GGUF files there, by its manifest."""
-    manifest = read_manifest(directory) or read_run(directory)
-    return manifest is not None and manifest.options.get("format") == FORMAT
+    """Whether quantize-cpu wrote, or began to write, GGUF files there, by its records."""
+    return recorded_options(directory).get("format") == FORMAT
+
+
+def recorded_options(directory: Path) -> Mapping[str, Any]:
+    """The options in the manifest, or in the journal of a conversion that is not finished."""
+    if (manifest := read_run(directory)) is not None:
+        return manifest.options
+    options = (Journal(directory).peek_run() or {}).get("options")
+    return options if isinstance(options, dict) else {}
 
 
 def open_gguf_output(output: Path, source: ModelSource | None) -> GgufOutput:
@@ -53,7 +61,7 @@ def open_gguf_output(output: Path, source: ModelSource | None) -> GgufOutput:
     manifest = read_manifest(output)
     found = open_gguf(output)
     checkpoint = open_checkpoint(source) if source is not None else None
-    options = _options(output, manifest)
+    options = _options(output)
     plan = None
     if checkpoint is not None:
         plan = plan_checkpoint(checkpoint, GgufTarget(options, checkpoint, None))
@@ -68,9 +76,8 @@ def open_gguf_output(output: Path, source: ModelSource | None) -> GgufOutput:
     )
 
 
-def _options(output: Path, manifest: Manifest | None) -> Options:
-    found = manifest or read_run(output)
-    record = {} if found is None else found.options
+def _options(output: Path) -> Options:
+    record = recorded_options(output)
     method, mtp = record.get("method"), record.get("mtp")
     if method not in GGUF_FORMATS or type(mtp) is not bool:
         raise CheckpointError(

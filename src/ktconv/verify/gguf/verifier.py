@@ -16,6 +16,7 @@ from ktconv.source.reading.buffers import Buffers, BufferSizes
 from ktconv.source.reading.matrices import MatrixReader, spans_of
 from ktconv.source.reading.reader import Span
 from ktconv.system.text import Notify
+from ktconv.system.units import counted
 from ktconv.targets.packed.matrix_check import ErrorStats
 from ktconv.verify.findings import Facts, Progression
 from ktconv.verify.gguf.output import GgufOutput, open_gguf_output
@@ -89,8 +90,8 @@ class BlocksCheck:
 
     def _fail(self, count: int, chunk: range) -> None:
         words = (
-            f"has {count} codes of expert {self.expert}, rows {chunk.start} to {chunk.stop - 1}, "
-            "that are not the nearest to their source's weights"
+            f"has {counted(count, 'code')} of expert {self.expert}, rows {chunk.start} to "
+            f"{chunk.stop - 1}, farther from their source's weights than another code"
         )
         self.context.findings.fail_tensor(
             "weights", "element", self.tensor.name, self.tensor.file, words,
