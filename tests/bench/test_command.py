@@ -318,10 +318,11 @@ def test_every_option_has_a_meaning_for_packing_or_none() -> None:
         "--stage", "--method", "--shape", "--isa", "--iters", "--seconds", "--seed", "--format",
     }  # fmt: skip
     of_fine_tuning = {"--mode", "--rank"}  # which --mode infer, the default, refuses
+    of_models = {"--generate", "--source"}  # which belong to --model
     none = {words[0] for words in MEANINGLESS}
-    assert options - {"--help"} == packing | none | of_fine_tuning
+    assert options - {"--help"} == packing | none | of_fine_tuning | of_models
     refused = {one.when.split()[0] for one in CONFLICTS if one.when.endswith(" --stage=pack")}
-    assert refused == none | {"--mode"}
+    assert refused == none | {"--mode", "--generate"}
 
 
 def test_packing_checks_everything_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:

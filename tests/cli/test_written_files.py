@@ -34,7 +34,7 @@ READ = {
     "push": {"output"},
     "quantize-cpu": {
         "--recipe", "--config", "--map", "--calibrate", "--experts", "--exclude-experts",
-        "--from-list",
+        "--from-list", "--with",
     },
     "quantize-gpu": {"--config", "--map", "--experts", "--exclude-experts"},
     "reshard": {"packed", "--config", "--map", "--importance"},

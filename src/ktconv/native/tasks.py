@@ -69,7 +69,7 @@ class Queue:
 
     def scratch(self, size: int, make: Callable[[int], Array] = aligned_bytes) -> Array:
         """At least `size` bytes for one of its tasks, which all use the same: they run one after
-        the other. `make` returns new memory of so many bytes."""
+        the other. `make` returns new memory, given its size."""
         with self.lock:
             if self._scratch.nbytes < size:
                 self._scratch = make(size)  # earlier tasks keep theirs
