@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,19 +15,17 @@ from ktconv.source import MoELayer, Projection, TensorRef
 from ktconv.source.reading.buffers import Buffers, BufferSizes
 from ktconv.source.reading.matrices import MatrixReader, spans_of
 from ktconv.source.reading.reader import Span
-from ktconv.system.text import Notify
 from ktconv.system.units import counted
 from ktconv.targets.packed.matrix_check import ErrorStats
-from ktconv.verify.findings import Facts, Progression
+from ktconv.verify.findings import Facts
 from ktconv.verify.gguf.output import GgufOutput, open_gguf_output
-from ktconv.verify.layers import LayersCheck
 from ktconv.verify.memory import Budget, Need, plan_memory
 from ktconv.verify.reading import Context, CopyCheck, read_into
 from ktconv.verify.reading_check import expert_check
 from ktconv.verify.runner import Advance, Check, unit_of
 from ktconv.verify.structure import StructureCheck
 from ktconv.verify.totals import ItemResult, Totals
-from ktconv.verify.verifier import LEVELS_WITH_MODEL_CODE, OutputVerifier
+from ktconv.verify.without_layers import VerifierWithoutLayers
 
 
 class GgufStructureCheck(StructureCheck):
@@ -99,66 +97,27 @@ class BlocksCheck:
         )  # fmt: skip
 
 
-class _NoLayers:
-    """Level layers, of which there is nothing to compute."""
-
-    def run(self, progression: Progression) -> Facts | None:
-        return None
-
-
-class GgufVerifier(OutputVerifier):
+class GgufVerifier(VerifierWithoutLayers):
     output: GgufOutput
     structure_class = GgufStructureCheck
-    layers_class = LayersCheck
+    kind = "GGUF files"
+    why_no_layers = "llama.cpp and KTransformers compute these blocks, ktconv's kernels do not"
     open = staticmethod(open_gguf_output)
 
     def check_options(self) -> None:
-        request = self.request
-        given = {
-            "tp": request.tp,
-            "ep": request.ep,
-            "importance": request.importance,
-            "calibrate": request.calibrate,
-            "gradients": request.gradients,
-            "with": request.beside,
-        }
-        for option in (name for name, value in given.items() if value):
-            raise UsageError(
-                f"--{option} does not apply to {self.output.directory}, which has GGUF files",
-                "omit it",
-            )
+        super().check_options()
         if self.level == "model":
             raise UsageError(
                 "--level model does not apply to GGUF files, which transformers does not compute",
                 "use --level weights; llama.cpp's llama-perplexity measures the model",
             )
 
-    def check_more(self) -> Facts:
-        return {}
-
-    def prepare(self) -> None:
-        self.check_options()
-        if self.level in LEVELS_WITH_MODEL_CODE:
-            self.findings.note(
-                "level layers was not run: llama.cpp and KTransformers compute these blocks, "
-                "ktconv's kernels do not"
-            )
-            self.level = "weights"  # the level that the output is verified to
-        self.more = self.check_more()
-        self.structure = self.structure_class(self.output, self.findings).run()
-        self.budget = self._budget()
-        self.checks = self._checks()
-
     def _budget(self) -> Budget:
         thread, shared = 2 * self.thread_bytes(), 0
         if (checkpoint := self.output.checkpoint) is not None:
             thread, shared = thread + checkpoint.thread_memory, checkpoint.shared_memory
         need = Need(thread, shared=shared)
-        budget = plan_memory(need, self.request.max_memory, self.request.threads, None)
-        return replace(budget, peak=budget.peak)
-
-    def thread_bytes(self) -> int:
-        return self.buffer_sizes().nbytes
+        return plan_memory(need, self.request.max_memory, self.request.threads, None)
 
     def buffer_sizes(self) -> BufferSizes:
         if self.output.plan is None:
@@ -181,6 +140,3 @@ class GgufVerifier(OutputVerifier):
     def weights_facts(self, totals: Totals) -> Facts:
         counts = {index: len(layer.experts) for index, layer in self.output.source_layers.items()}
         return totals.as_dict(None, counts)
-
-    def layers_check(self, notify: Notify) -> LayersCheck:
-        return _NoLayers()  # type: ignore[return-value]

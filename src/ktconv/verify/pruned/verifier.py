@@ -6,14 +6,11 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ktconv.errors import UsageError
 from ktconv.source import TensorRef
 from ktconv.source.reading.buffers import BufferSizes
-from ktconv.system.text import Notify
 from ktconv.system.units import counted
-from ktconv.verify.findings import Facts, Progression
+from ktconv.verify.findings import Facts
 from ktconv.verify.kept_check import KeptCheck
-from ktconv.verify.layers import LayersCheck
 from ktconv.verify.memory import Budget, Need, plan_memory
 from ktconv.verify.pruned.model import PrunedModelCheck
 from ktconv.verify.pruned.output import PrunedOutput, open_pruned_output
@@ -21,7 +18,7 @@ from ktconv.verify.reading import Context
 from ktconv.verify.runner import OTHER, Check
 from ktconv.verify.structure import StructureCheck
 from ktconv.verify.totals import ItemResult, Totals
-from ktconv.verify.verifier import LEVELS_WITH_MODEL_CODE, OutputVerifier
+from ktconv.verify.without_layers import VerifierWithoutLayers
 from ktconv.writer.manifest import MANIFEST
 
 
@@ -37,65 +34,19 @@ class PrunedStructureCheck(StructureCheck):
         return self._check_names({*self._output.records})
 
 
-class NoLayers:
-    """Level layers, of which there is nothing to compute."""
-
-    def run(self, progression: Progression) -> Facts | None:
-        return None
-
-
-class PrunedVerifier(OutputVerifier):
+class PrunedVerifier(VerifierWithoutLayers):
     output: PrunedOutput
     structure_class = PrunedStructureCheck
-    layers_class = LayersCheck
+    kind = "the encoding of its source"
+    why_no_layers = "experts have the bytes of the source, and no kernel is part of the output"
     model_class = PrunedModelCheck
     open = staticmethod(open_pruned_output)
-
-    def check_options(self) -> None:
-        request = self.request
-        given = {
-            "tp": request.tp,
-            "ep": request.ep,
-            "importance": request.importance,
-            "calibrate": request.calibrate,
-            "gradients": request.gradients,
-            "with": request.beside,
-        }
-        for option in (name for name, value in given.items() if value):
-            raise UsageError(
-                f"--{option} does not apply to {self.output.directory}, which has the encoding of "
-                "its source",
-                "omit it",
-            )
-
-    def check_more(self) -> Facts:
-        return {}
-
-    def prepare(self) -> None:
-        self.check_options()
-        if self.level in LEVELS_WITH_MODEL_CODE:
-            self.findings.note(
-                "level layers was not run: experts have the bytes of the source, and no kernel is "
-                "part of the output"
-            )
-        if self.level == "layers":
-            self.level = "weights"  # the level that the output is verified to
-        if self.level == "model":
-            self.model = self.model_class(self.output, self.request, self.findings)
-            self.model.prepare()
-        self.more = self.check_more()
-        self.structure = self.structure_class(self.output, self.findings).run()
-        self.budget = self._budget()
-        self.checks = self._checks()
 
     def _budget(self) -> Budget:
         need = Need(self.thread_bytes())
         budget = plan_memory(need, self.request.max_memory, self.request.threads, None)
         peak = self.model.memory if self.model else 0
         return replace(budget, peak=max(budget.peak, peak))
-
-    def thread_bytes(self) -> int:
-        return self.buffer_sizes().nbytes
 
     def buffer_sizes(self) -> BufferSizes:
         return BufferSizes()
@@ -123,6 +74,3 @@ class PrunedVerifier(OutputVerifier):
                 f"router rows of the source that {MANIFEST} names"
             )
         return None
-
-    def layers_check(self, notify: Notify) -> LayersCheck:
-        return NoLayers()  # type: ignore[return-value]
