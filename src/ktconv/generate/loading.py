@@ -25,6 +25,7 @@ from ktconv.source.model_source import ModelSource
 from ktconv.source.reading.tensors import SourceTensors
 from ktconv.system import machine
 from ktconv.system.text import Notify
+from ktconv.system.threads import torch_threads
 from ktconv.verify.output import (
     adapters_for,
     recorded_naming,
@@ -66,8 +67,7 @@ class OpenedModel:
         """
         count = threads or machine.usable_cores()
         with ExitStack() as stack:
-            stack.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(count)
+            stack.enter_context(torch_threads(count))
             notify(f"note: loading {self.name} without its experts")
             model = _rest(self.checkpoint, self._experts, notify)
             notify(f"note: loading the experts of {self.output}")
