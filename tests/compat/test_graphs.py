@@ -344,7 +344,7 @@ def test_tasks_of_several_threads() -> None:
 def test_a_failure_is_nan_and_an_error_of_the_next_call(
     make: Make, device: Any, graph: bool
 ) -> None:
-    """The error is told in words, once; other layers go on."""
+    """The next call of the layer raises the error, once; other layers work on."""
     missing = torch.tensor([0, 1, 2, 3, 4, 5, 6, 6])
     wrapper, other, given = make(mapping=missing), make(layer_idx=1), batch(5)
     wrapper.layer.packed.layer._table[2].up = ffi.NULL

@@ -84,7 +84,7 @@ def test_memory_for_an_earlier_manifest_grows_with_it(tmp_path: Path) -> None:
 def test_matrices_are_converted_one_by_one_where_memory_is_scarce(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the bytes of those that share calls, and in less memory, which is not refused."""
+    """The output has the same bytes, and a limit too low for shared calls is no error."""
     model = write_model(tmp_path / "model", layers=1)
     steps: list[int] = []
 

@@ -155,7 +155,7 @@ def test_errors(int4: Path, tmp_path: Path) -> None:
 
 
 def test_an_output_of_another_model_is_refused(int4: Path, tmp_path: Path) -> None:
-    """Of the same sizes: the trial of an expert tells."""
+    """A model of the same sizes is told apart by computing one expert."""
     from safetensors.torch import load_file, save_file
 
     other = shutil.copytree(EXAMPLE, tmp_path / "other")

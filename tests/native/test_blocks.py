@@ -139,7 +139,7 @@ def test_only_ratios_of_importance_count(kind: str) -> None:
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 @pytest.mark.parametrize("size", [1e-7, 1e-6, 1e-5])
 def test_no_block_is_worse_than_zeros(kind: str, size: float) -> None:
-    """Where scales are subnormal in binary16, or a run is small beside the others of its block."""
+    """No error exceeds that of zeros, even where scales are subnormal or a run is small."""
     weights = _weights(8) * np.float32(size / 0.02)
     weights[0, 32:256] = np.abs(weights[0, 32:256]) - np.float32(10 * size)
     values = _decoded(kind, native.encode_blocks(kind, _matrix(weights)))

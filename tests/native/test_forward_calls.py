@@ -193,7 +193,7 @@ def test_batches_of_a_call_have_their_own_rows(pool: Pool) -> None:
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("nodes", [[0, 1], [0, 1, 2], [0, 0, 1, 2, 2]], ids=str)
 def test_any_scratch_that_is_large_enough(nodes: list[int], parts: int) -> None:
-    """Its regions end at pages, from 2 MiB on at huge ones; there may be fewer parts than nodes."""
+    """Regions of scratch end at pages, huge ones from 2 MiB on; parts may be fewer than nodes."""
     of, (x, ids, weights) = layer(parts=parts), batch(9)
     pool, alone = Pool(len(nodes), nodes=nodes), Pool(1)
     expected = call(of, alone, x, ids, weights, np.empty_like(x))

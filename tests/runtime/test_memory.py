@@ -147,7 +147,7 @@ def test_weights_on_inputs_take_at_most_what_was_planned(make_layer: Make, token
 
 
 class TwoNodes:
-    """As much of a pool on two NUMA nodes as workspaces use; it only notes what is bound."""
+    """A stand-in for a pool on two NUMA nodes that only notes which memory is bound."""
 
     nodes = 2
 

@@ -112,7 +112,7 @@ def test_expert_set_without_a_file(tmp_path: Path) -> None:
 
 
 def test_a_set_of_a_model_with_other_experts(tmp_path: Path) -> None:
-    """As before experts were dropped: ids that still exist are those of others."""
+    """A set made before experts were dropped is refused: its ids now name other experts."""
     path = tmp_path / "hot.json"
     write_expert_set(expert_set({3: [0, 5]}, {3: 16, 4: 16}), path)
     assert json.loads(path.read_text())["experts_in_layer"] == {"3": 16, "4": 16}
