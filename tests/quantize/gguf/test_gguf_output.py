@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers.cli import ktconv, ktconv_done, refused
 from helpers.families import numbered, random_weights, simple_config, write_checkpoint
-from helpers.gguf_files import metadata, write_gguf
+from helpers.gguf_files import around, biases, experts, metadata, write_gguf
 from helpers.lora import sides, write_adapter
 
 from ktconv.conversion.run import Conversion
@@ -50,6 +50,11 @@ def _tensors(output: Path) -> dict[str, Any]:
 
 def _source(layer: int, proj: str) -> np.ndarray:
     return np.asarray(getattr(random_weights(HIDDEN, INNER, EXPERTS, seed=layer), proj), np.float32)
+
+
+def _converted(model: Path, output: Path, method: str, *more: object) -> Path:
+    ktconv_done("quantize-cpu", model, output, "--method", method, *more)
+    return output
 
 
 @pytest.mark.parametrize("method", GGUF_FORMATS)
@@ -215,6 +220,76 @@ def test_an_unfinished_output_is_verified(model: Path, tmp_path: Path) -> None:
     found = json.loads(ktconv("verify", output, "--source", model, "--json").stdout)
     assert {one["check"] for one in found["failures"]} == {"unfinished", "missing tensor"}
     assert found["failures"][1]["tensor"].startswith("blk.1.ffn_")
+    alone = json.loads(ktconv("verify", output, "--json").stdout)
+    assert [one["check"] for one in alone["failures"]] == ["unfinished"]
+    assert (alone["structure"]["tensors_found"], alone["structure"]["tensors_expected"]) == (3, 6)
+    refused(ktconv("bench", "--model", output), 2, "the conversion in", "is not finished")
+
+
+def test_an_unfinished_output_says_what_comes_last(model: Path, tmp_path: Path) -> None:
+    words = ("--method", "gguf-q4_0", "--layers", "0", "--with", _beside(tmp_path / "b.gguf"))
+    shown = ktconv_done("quantize-cpu", model, tmp_path / "o", *words)
+    assert "missing layer 1. The manifest is written when these are converted." in shown
+    found = json.loads(ktconv("verify", tmp_path / "o", "--json").stdout)
+    assert [one["check"] for one in found["failures"]] == ["unfinished"]
+
+
+def test_biases_are_those_of_the_source(tmp_path: Path) -> None:
+    source = {**experts(), **around(), **biases()}
+    model = write_gguf(tmp_path / "m.gguf", source, metadata(), architecture="gpt-oss")
+    bare = {**experts(), **around()}
+    other = write_gguf(tmp_path / "bare.gguf", bare, metadata())
+    words = ("quantize-cpu", model, tmp_path / "x", "--method", "gguf-q8_0", "--with", other)
+    refused(ktconv(*words), 2, "with gates there, and", "with gates and biases in the model")
+    output = _converted(model, tmp_path / "o", "gguf-q8_0", "--with", model)
+    found = _tensors(output)
+    for name, values in biases().items():
+        assert found[name].tensor_type.name == "F32"
+        assert np.array_equal(found[name].data, values)
+    ktconv_done("verify", output, "--source", model)
+    (path,) = (one for one in output.glob("*.gguf") if "blk.0.ffn_up_exps.bias" in _names(one))
+    data = bytearray(path.read_bytes())
+    at = data.index(biases()["blk.0.ffn_up_exps.bias"].tobytes())
+    data[at + 4 * (192 + 7)] ^= 1  # of expert 1, row 7
+    path.write_bytes(data)
+    result = ktconv("verify", output, "--source", model, "--json")
+    failures = json.loads(result.stdout)["failures"]
+    assert {one["check"] for one in failures} == {"checksum", "bias"}
+    (wrong,) = (one["message"] for one in failures if one["check"] == "bias")
+    assert "blk.0.ffn_up_exps.bias" in wrong and "of expert 1 in 1 rows, first in row 7" in wrong
+
+
+def _names(path: Path) -> set[str]:
+    return {one.name for one in gguf.GGUFReader(path).tensors}
+
+
+def test_a_source_is_not_overwritten(model: Path, tmp_path: Path) -> None:
+    output = _converted(model, tmp_path / "o", "gguf-q8_0", "--with", _beside(tmp_path / "b.gguf"))
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+    again = ("--overwrite", "--requantize", "--method")
+    first = sorted(output.glob("*.gguf"))[0]
+    for words in (
+        (first, output, *again, "gguf-q4_0"),
+        (output, output, *again, "int8"),
+        (model, output, *again, "gguf-q4_0", "--with", first),
+    ):
+        refused(ktconv("quantize-cpu", *words), 2, f"the output {output} is the directory of")
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+
+
+def test_layers_that_the_file_beside_lacks(tmp_path: Path) -> None:
+    tensors = numbered("model.layers.1.mlp.experts", random_weights(HIDDEN, INNER, EXPERTS, seed=1))
+    for layer in (0, 2):
+        weights = random_weights(HIDDEN, INNER, EXPERTS, seed=layer)
+        tensors |= numbered(f"model.layers.{layer}.mlp.experts", weights)
+    config = _config(INNER, EXPERTS, LAYERS) | {"num_nextn_predict_layers": 1}
+    model = write_checkpoint(tmp_path / "model", tensors, config)
+    words = ("quantize-cpu", model, tmp_path / "o", "--method", "gguf-q8_0")
+    words += ("--with", _beside(tmp_path / "beside.gguf"))
+    result = ktconv(*words)
+    refused(result, 2, "is of another model: it has no experts in layer 2")
+    assert "--no-mtp" in result.stderr
+    ktconv_done(*words, "--no-mtp")
 
 
 def test_a_wrong_code_is_found_by_name(model: Path, tmp_path: Path) -> None:
@@ -232,13 +307,14 @@ def test_a_wrong_code_is_found_by_name(model: Path, tmp_path: Path) -> None:
     )
 
 
-def test_compare_chooses_the_level_that_works(model: Path, tmp_path: Path) -> None:
-    for method in ("gguf-q8_0", "gguf-q4_0"):
-        ktconv_done("quantize-cpu", model, tmp_path / method, "--method", method)
-    words = ("compare", tmp_path / "gguf-q8_0", tmp_path / "gguf-q4_0", "--source", model)
-    found = ktconv(*words, "--tokens", "1", "--seconds", "0.01", "--json")
-    assert found.exit_code == 0 and json.loads(found.stdout)["level"] == "weights"
-    assert "level weights, since ktconv does not compute" in found.stderr
+def test_compare_measures_what_kernels_compute(model: Path, tmp_path: Path) -> None:
+    outputs = [_converted(model, tmp_path / one, one) for one in ("gguf-q8_0", "gguf-q5_k")]
+    words = ("compare", *outputs, "--source", model, "--tokens", "1", "--seconds", "0.01")
+    found = ktconv(*words, "--level", "weights", "--json")
+    assert found.exit_code == 0
+    eight, five = json.loads(found.stdout)["rows"][1:]
+    assert eight["kernel_formats"] == ["gint8-32-f32"] and eight["tokens_per_s"]["1"] > 0
+    assert "no weight format of the kernels has exactly" in five["not_measured"]
 
 
 def test_other_commands_say_what_the_files_are(model: Path, tmp_path: Path) -> None:
@@ -246,7 +322,9 @@ def test_other_commands_say_what_the_files_are(model: Path, tmp_path: Path) -> N
     ktconv_done("quantize-cpu", model, output, "--method", "gguf-q4_0")
     refused(ktconv("merge", output, tmp_path / "m"), 2, "has GGUF files, which have no NUMA parts")
     refused(ktconv("reshard", output, tmp_path / "m", "--numa", "2"), 2, "has GGUF files")
-    refused(ktconv("bench", "--model", output), 2, "contains no packed experts: it has GGUF files")
+    result = ktconv("bench", "--model", _converted(model, tmp_path / "k", "gguf-q4_k"))
+    refused(result, 2, "gguf-q4_k (blk.0.ffn_gate_exps.weight is Q4_K), which no weight format")
+    assert "of GGUF's types they have MXFP4, Q4_0, Q8_0 exactly" in result.stderr
 
 
 def _routed(folder: Path) -> Path:
