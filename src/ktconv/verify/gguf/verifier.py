@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from ktconv import native
-from ktconv.errors import UsageError
 from ktconv.quantize.gguf.task import biases_of, compared, stack_buffers, stats_of
 from ktconv.source import MoELayer, Projection, TensorRef
 from ktconv.source.reading.buffers import Buffers, BufferSizes
@@ -18,14 +17,14 @@ from ktconv.source.reading.reader import Span
 from ktconv.system.units import counted
 from ktconv.targets.packed.matrix_check import ErrorStats
 from ktconv.verify.findings import Facts
+from ktconv.verify.gguf.dequantized import GgufLayersCheck, GgufModelCheck
 from ktconv.verify.gguf.output import GgufOutput, open_gguf_output
-from ktconv.verify.memory import Budget, Need, plan_memory
 from ktconv.verify.reading import Context, CopyCheck, read_into
 from ktconv.verify.reading_check import expert_check
 from ktconv.verify.runner import Advance, Check, unit_of
 from ktconv.verify.structure import StructureCheck
 from ktconv.verify.totals import ItemResult, Totals
-from ktconv.verify.without_layers import VerifierWithoutLayers
+from ktconv.verify.verifier import OutputVerifier
 from ktconv.writer.gguf_shards import TENSORS_COUNT
 
 
@@ -144,27 +143,22 @@ class BiasesCheck:
         return ItemResult(0)
 
 
-class GgufVerifier(VerifierWithoutLayers):
+class GgufVerifier(OutputVerifier):
     output: GgufOutput
     structure_class = GgufStructureCheck
-    kind = "GGUF files"
-    why_no_layers = "llama.cpp and KTransformers compute these blocks, ktconv's kernels do not"
+    layers_class = GgufLayersCheck
+    model_class = GgufModelCheck
     open = staticmethod(open_gguf_output)
 
     def check_options(self) -> None:
-        super().check_options()
-        if self.level == "model":
-            raise UsageError(
-                "--level model does not apply to GGUF files, which transformers does not compute",
-                "use --level weights; llama.cpp's llama-perplexity measures the model",
-            )
+        self.refuse_packed_options("GGUF files")
 
-    def _budget(self) -> Budget:
-        thread, shared = 2 * self.thread_bytes(), 0
-        if (checkpoint := self.output.checkpoint) is not None:
-            thread, shared = thread + checkpoint.thread_memory, checkpoint.shared_memory
-        need = Need(thread, shared=shared)
-        return plan_memory(need, self.request.max_memory, self.request.threads, None)
+    def check_more(self) -> Facts:
+        return {}
+
+    def thread_bytes(self) -> int:
+        """Bytes of a thread: buffers, and as many again for the blocks that are compared."""
+        return 2 * self.buffer_sizes().nbytes
 
     def buffer_sizes(self) -> BufferSizes:
         if self.output.plan is None:
