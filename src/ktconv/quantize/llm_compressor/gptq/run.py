@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,12 @@ if TYPE_CHECKING:
 
 PASS = "pass"  # folder beside the journal: what the samples are between two layers
 _LIBRARIES = ("llmcompressor", "compressed-tensors", "torch", "transformers")
+
+
+@cache  # each call reads and parses the metadata of the packages
+def _libraries() -> Mapping[str, str]:
+    """Versions of the libraries that calibration depends on."""
+    return {name: version(name) for name in _LIBRARIES}
 
 
 def coverage_of(output: Path) -> dict[int, LayerCoverage]:
@@ -126,8 +133,7 @@ class Gptq(Encode):
 
     def origin(self) -> Record:
         """The samples: a resumed run with others would mix two calibrations."""
-        used = {name: version(name) for name in _LIBRARIES}
-        return {"calibration": {**self.samples.facts, "libraries": used}}
+        return {"calibration": {**self.samples.facts, "libraries": dict(_libraries())}}
 
     def more(self) -> Record:
         """Coverage of all layers, and the self-test of this run."""
