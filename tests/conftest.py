@@ -22,6 +22,7 @@ import typer.main
 import typer.testing
 from helpers import family_models
 from helpers.amx import EMULATOR, Emulator, kept_directory, load_emulator
+from helpers.disk_calls import Commands
 
 from ktconv import native
 from ktconv.cli import options
@@ -222,6 +223,14 @@ def nothing_frozen() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "gc", SimpleNamespace(freeze=lambda: None))
         yield
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    """Commands in processes of their own, which one interpreter of this run is forked for."""
+    server = Commands(tmp_path_factory.mktemp("commands"))
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -35,8 +35,10 @@ CALLS: dict[str, Any] = {
 }  # fmt: skip
 # What commands import; without it each process would by itself.
 IMPORTED = (
-    "pydantic", "ktconv.cli", "ktconv.cli.estimate", "ktconv.cli.progress",
-    "ktconv.inspect.inspection", "ktconv.quantize.packed.run", "ktconv.verify.command",
+    "pydantic.fields", "pydantic.type_adapter", "pydantic.types", "ktconv.cli.entry", "ktconv.cli",
+    "ktconv.cli.estimate", "ktconv.cli.progress", "ktconv.inspect.inspection",
+    "ktconv.quantize.packed.gptq.way", "ktconv.quantize.packed.run", "ktconv.source.remote.ahead",
+    "ktconv.verify.command",
 )  # fmt: skip
 SOURCES = str(Path(ktconv.__file__).parent)
 Hook = Callable[[str, tuple[Any, ...]], None]
@@ -164,17 +166,31 @@ class Commands:
         """The command's end; with `call`, hit by `number` ahead of that call (counted from 1), or
         with `after` so many seconds after its start, with `group` together with processes that
         it has started. `typed` is on its stdin, `variables` are in its environment."""
-        streams = [str(self._directory / name) for name in ("stdin", "stdout", "stderr")]
-        for path, text in zip(streams, (typed, "", ""), strict=True):
-            Path(path).write_text(text)
-        # One character per byte: the process decodes its arguments by its own locale.
-        encoded = [os.fsencode(str(word)).decode("latin-1") for word in words]
-        order = {"words": encoded, "call": call, "number": number, "streams": streams}
-        order |= {"after": after, "group": group, "variables": dict(variables or {})}
+        order = {"call": call, "number": number, "after": after, "group": group}
+        return self._ordered([(words, typed, order | {"variables": dict(variables or {})})])[0]
+
+    def run_at_once(self, *commands: Sequence[object]) -> list[Ended]:
+        """The ends of several commands that run at the same time."""
+        order = {"call": 0, "number": 0, "after": None, "group": False, "variables": {}}
+        return self._ordered([(words, "", order) for words in commands])
+
+    def _ordered(self, commands: Sequence[tuple[Sequence[object], str, Any]]) -> list[Ended]:
+        orders = []
+        for number, (words, typed, order) in enumerate(commands):
+            names = (f"stdin{number}", f"stdout{number}", f"stderr{number}")
+            streams = [str(self._directory / name) for name in names]
+            for path, text in zip(streams, (typed, "", ""), strict=True):
+                Path(path).write_text(text)
+            # One character per byte: the process decodes its arguments by its own locale.
+            encoded = [os.fsencode(str(word)).decode("latin-1") for word in words]
+            orders.append({"words": encoded, "streams": streams, **order})
         assert self._server.stdin is not None and self._server.stdout is not None
-        print(json.dumps(order), file=self._server.stdin, flush=True)
-        code = int(self._server.stdout.readline())
-        return Ended(code, *(Path(path).read_text(errors="replace") for path in streams[1:]))
+        print(json.dumps(orders), file=self._server.stdin, flush=True)
+        codes = json.loads(self._server.stdout.readline())
+        return [
+            Ended(code, *(Path(path).read_text(errors="replace") for path in order["streams"][1:]))
+            for code, order in zip(codes, orders, strict=True)
+        ]
 
     def close(self) -> None:
         """Ends the server."""
@@ -197,19 +213,23 @@ def _serve(modules: list[str]) -> None:
         importlib.import_module(module)
     gc.freeze()  # else a collection in a child copies the pages of all objects
     for line in sys.stdin:
-        order = json.loads(line)
-        after, group = order.pop("after"), order.pop("group")
-        child = os.fork()
-        if child == 0:
-            _end_with_parent()
-            if os.getppid() != server:
-                os._exit(1)
-            if after is not None:
-                os.setpgid(0, 0)
-            _execute(**order)
+        children = [_start(server, **order) for order in json.loads(line)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(json.dumps(codes), flush=True)
+
+
+def _start(server: int, after: float | None, group: bool, number: int, **order: Any) -> int:
+    child = os.fork()
+    if child == 0:
+        _end_with_parent()
+        if os.getppid() != server:
+            os._exit(1)
         if after is not None:
-            _hit_after(child, after, order["number"], group)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            os.setpgid(0, 0)
+        _execute(number=number, **order)
+    if after is not None:
+        _hit_after(child, after, number, group)
+    return child
 
 
 def _hit_after(child: int, seconds: float, number: int, group: bool) -> None:
