@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -40,6 +41,8 @@ IMPORTED = (
     "ktconv.quantize.packed.gptq.way", "ktconv.quantize.packed.run", "ktconv.source.remote.ahead",
     "ktconv.verify.command",
 )  # fmt: skip
+PYTHON_FAILED = 120  # exit code where the last flush of stdout fails
+CLOSED, READER_LEFT = "closed", "reader left"  # of standard streams
 SOURCES = str(Path(ktconv.__file__).parent)
 Hook = Callable[[str, tuple[Any, ...]], None]
 
@@ -162,19 +165,26 @@ class Commands:
         after: float | None = None,
         group: bool = False,
         variables: Mapping[str, str] | None = None,
+        lost: Mapping[int, str] | None = None,
     ) -> Ended:
         """The command's end; with `call`, hit by `number` ahead of that call (counted from 1), or
         with `after` so many seconds after its start, with `group` together with processes that
-        it has started. `typed` is on its stdin, `variables` are in its environment."""
+        it has started. `typed` is on its stdin, `variables` are in its environment. `lost`
+        standard streams are CLOSED, pipes of READER_LEFT, or a file."""
         order = {"call": call, "number": number, "after": after, "group": group}
-        return self._ordered([(words, typed, order | {"variables": dict(variables or {})})])[0]
+        order |= {"variables": dict(variables or {})}
+        return self._ordered([(words, typed, order)], lost or {})[0]
 
     def run_at_once(self, *commands: Sequence[object]) -> list[Ended]:
         """The ends of several commands that run at the same time."""
         order = {"call": 0, "number": 0, "after": None, "group": False, "variables": {}}
         return self._ordered([(words, "", order) for words in commands])
 
-    def _ordered(self, commands: Sequence[tuple[Sequence[object], str, Any]]) -> list[Ended]:
+    def _ordered(
+        self,
+        commands: Sequence[tuple[Sequence[object], str, Any]],
+        lost: Mapping[int, str] = MappingProxyType({}),
+    ) -> list[Ended]:
         orders = []
         for number, (words, typed, order) in enumerate(commands):
             names = (f"stdin{number}", f"stdout{number}", f"stderr{number}")
@@ -183,12 +193,13 @@ class Commands:
                 Path(path).write_text(text)
             # One character per byte: the process decodes its arguments by its own locale.
             encoded = [os.fsencode(str(word)).decode("latin-1") for word in words]
-            orders.append({"words": encoded, "streams": streams, **order})
+            given = [lost.get(descriptor, path) for descriptor, path in enumerate(streams)]
+            orders.append({"words": encoded, "streams": given, "kept": streams, **order})
         assert self._server.stdin is not None and self._server.stdout is not None
         print(json.dumps(orders), file=self._server.stdin, flush=True)
         codes = json.loads(self._server.stdout.readline())
         return [
-            Ended(code, *(Path(path).read_text(errors="replace") for path in order["streams"][1:]))
+            Ended(code, *(Path(path).read_text(errors="replace") for path in order["kept"][1:]))
             for code, order in zip(codes, orders, strict=True)
         ]
 
@@ -218,7 +229,9 @@ def _serve(modules: list[str]) -> None:
         print(json.dumps(codes), flush=True)
 
 
-def _start(server: int, after: float | None, group: bool, number: int, **order: Any) -> int:
+def _start(
+    server: int, after: float | None, group: bool, number: int, kept: list[str], **order: Any
+) -> int:
     child = os.fork()
     if child == 0:
         _end_with_parent()
@@ -251,14 +264,30 @@ def _run(words: list[str], call: int, number: int) -> None:
         runpy.run_module("ktconv", run_name="__main__")
 
 
+def _open_stream(descriptor: int, path: str) -> None:
+    """Make a standard stream a file, or one of those that nobody reads."""
+    if path == CLOSED:
+        os.close(descriptor)
+        setattr(sys, ("stdin", "stdout", "stderr")[descriptor], None)  # as in a new interpreter
+        return
+    if path == READER_LEFT:
+        reader, opened = os.pipe()
+        os.close(reader)
+    elif descriptor:
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    else:
+        opened = os.open(path, os.O_RDONLY)
+    os.dup2(opened, descriptor)
+    os.close(opened)
+
+
 def _execute(
     words: list[str], call: int, number: int, streams: list[str], variables: dict[str, str]
 ) -> NoReturn:
     """In a child: the command, as `python -m ktconv` runs it."""
     os.environ.update(variables)
-    os.dup2(os.open(streams[0], os.O_RDONLY), 0)
-    for descriptor, path in enumerate(streams[1:], start=1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    for descriptor, path in enumerate(streams):
+        _open_stream(descriptor, path)
     code = 1
     try:
         _run([os.fsdecode(word.encode("latin-1")) for word in words], call, number)
@@ -268,8 +297,11 @@ def _execute(
         sys.excepthook(*sys.exc_info())
     finally:
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (AttributeError, OSError):  # None where it was closed
+                code = code or PYTHON_FAILED
         os._exit(code)
 
 
