@@ -171,13 +171,14 @@ class Commands:
         with `after` so many seconds after its start, with `group` together with processes that
         it has started. `typed` is on its stdin, `variables` are in its environment. `lost`
         standard streams are CLOSED, pipes of READER_LEFT, or a file."""
-        order = {"call": call, "number": number, "after": after, "group": group}
+        order: dict[str, Any] = {"call": call, "number": number, "after": after, "group": group}
         order |= {"variables": dict(variables or {})}
         return self._ordered([(words, typed, order)], lost or {})[0]
 
     def run_at_once(self, *commands: Sequence[object]) -> list[Ended]:
         """The ends of several commands that run at the same time."""
-        order = {"call": 0, "number": 0, "after": None, "group": False, "variables": {}}
+        order: dict[str, Any] = {"call": 0, "number": 0, "after": None, "group": False}
+        order["variables"] = {}
         return self._ordered([(words, "", order) for words in commands])
 
     def _ordered(

@@ -80,7 +80,7 @@ def weights(output: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(output.glob("*.safetensors"))}
 
 
-FAULTS = {
+FAULTS: dict[str, list[Fault | None]] = {
     "none": [None],
     "slow": [Fault("slow")],
     "reset": [Fault("reset")],

@@ -83,7 +83,7 @@ def opened(url: str) -> Store:
 
 # ---- web servers -----------------------------------------------------------------------------
 
-FAULTS = {
+FAULTS: dict[str, list[Fault | None]] = {
     "none": [None],
     "slow": [Fault("slow")],
     "reset": [Fault("reset")],
