@@ -61,11 +61,10 @@ def working(cluster: Cluster) -> list[str]:
     return [node.id for node in cluster.nodes() if node.cpus]
 
 
-@pytest.mark.parametrize("options", [
-    (), ("--layout=layers",), ("--max-shard-size=40kB",),
-    ("--fold=up-down", "--importance=weights"), ("--save-backward",),
+@pytest.mark.parametrize(("options", "scratch"), [
+    ((), False), ((), True), (("--layout=layers",), False), (("--max-shard-size=40kB",), True),
+    (("--fold=up-down", "--importance=weights"), False), (("--save-backward",), True),
 ])  # fmt: skip
-@pytest.mark.parametrize("scratch", [False, True])
 def test_same_bytes(
     cluster: Cluster, model: Path, tmp_path: Path, options: tuple[str, ...], scratch: bool
 ) -> None:
