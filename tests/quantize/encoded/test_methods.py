@@ -675,7 +675,7 @@ def test_our_kernels_have_its_numbers(
     """As `bench --model` opens it."""
     from ktconv.bench.cases import _opened
 
-    number, experts = _opened(made(scheme), None)
+    number, experts, _ = _opened(made(scheme), None)
     assert (number, experts.format.key, experts.count) == (0, KERNELS[scheme], EXPERTS)
     tensors, modules = read_model(made(scheme)), list(places(model, scheme))
     for expert in range(EXPERTS):

@@ -45,6 +45,7 @@ from ktconv.system.arrays import U8
 from ktconv.system.pointers import PointerError, refuse_pointer_at
 from ktconv.system.regular_files import opened_regular
 from ktconv.targets.expert_sets import EXCLUDED, ExpertSet, set_of_record
+from ktconv.writer.journal import Journal
 from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest, read_run
 from ktconv.writer.metadata import read_index
 
@@ -213,6 +214,8 @@ def recorded_of(directory: Path) -> Recorded:
 
 def no_packed_experts(directory: Path) -> tuple[str, str]:
     """Message and hint of an error for a directory in which no packed experts were found."""
+    if Journal(directory).has_run():
+        return not_finished(directory)
     manifest = read_manifest(directory)
     options = {} if manifest is None else manifest.options
     hint = "give an OUTPUT of ktconv quantize-cpu --method int4 or int8"
@@ -232,6 +235,15 @@ def no_packed_experts(directory: Path) -> tuple[str, str]:
             "output in the names of one"
         ), f"{hint}; if it is an output, restore its {MANIFEST}"
     return f"{directory} contains no packed experts", hint
+
+
+def not_finished(directory: Path) -> tuple[str, str]:
+    """Message and hint of an error for an output whose conversion was interrupted, or had some of
+    the layers only."""
+    return (
+        f"the conversion in {directory} is not finished",
+        "run the same conversion again, which continues it",
+    )
 
 
 def listed_names(directory: Path, manifest: Manifest | None) -> Iterable[str]:
