@@ -139,6 +139,7 @@ typedef struct kt_tiles {
   const uint8_t *tiles;
   int64_t steps, stride; /* stride: of activations */
   int first, last;       /* of the strip */
+  int alone;             /* sums stay in tiles from chunk to chunk: there is one pair of halves */
 } kt_tiles;
 
 KT_INLINE void kt_load_sums(const int both, int32_t *const sums[2]) {
@@ -179,11 +180,12 @@ KT_INLINE void kt_multiply_chunk(const kt_unpack_form f, const int both, const i
   const int64_t busy = kt_busy_steps(parts, d, chunk->steps);
   if (chunk->first)
     kt_amx_zero_sums(both);
-  else
+  else if (!chunk->alone)
     kt_load_sums(both, sums);
   kt_multiply_steps(f, both, parts, t, d, busy, chunk->tiles, x[0], x[1], chunk->stride);
   kt_multiply_steps(f, both, 0, t, d, chunk->steps - busy, chunk->tiles + busy * KT_BF16_TILE,
                     x[0] + busy * KT_AMX_LINE, x[1] + busy * KT_AMX_LINE, chunk->stride);
+  if (chunk->alone && !chunk->last) return;
   KT_STORE_TILE(0, sums[0], 2 * KT_AMX_LINE);
   KT_STORE_TILE(1, sums[0] + KT_AMX_ROWS, 2 * KT_AMX_LINE);
   if (both) {
@@ -342,7 +344,7 @@ KT_INLINE void kt_transposed_strip(const kt_unpack_form f, const kt_unpack_table
     const int64_t first = kt_chunk_start(steps, chunks, i);
     const int64_t last = kt_chunk_start(steps, chunks, i + 1);
     const kt_tiles chunk = {job->ring + job->chunk * KT_TRANSPOSED_CHUNK, last - first, job->stride,
-                            i == 0, i + 1 == chunks};
+                            i == 0, i + 1 == chunks, pairs == 1};
     int64_t next = last, more = kt_chunk_start(steps, chunks, i + 2) - last;
     job->chunk ^= 1;
     if (last == steps) { /* then the next strip */
