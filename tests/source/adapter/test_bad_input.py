@@ -108,6 +108,14 @@ CHANGES: list[tuple[Callable[[Stored, Config], Any], str]] = [
         "layer 7 of the model has no experts",
     ),
     (
+        _as("7.mlp.experts.base_layer.lora_A.weight", np.ones((RANK, HIDDEN), np.float32)),
+        "has .*7.mlp.experts.base_layer.lora_A.weight, but layer 7 of the model has no experts",
+    ),
+    (
+        _as("1.mlp.experts.w13_lora.lora_A.weight", np.ones((RANK, HIDDEN), np.float32)),
+        "1.mlp.experts.w13_lora.lora_A.weight .* is of experts, in a layout that is not known",
+    ),
+    (
         _as("0.mlp.nonsense.lora_A.weight", np.ones((RANK, HIDDEN), np.float32)),
         "0.mlp.nonsense.lora_A.weight .* is of a module that the model does not have",
     ),
