@@ -31,7 +31,9 @@ def run(request: GenerateRequest, notify: Notify, told: Callable[[str], bool]) -
             return told(piece) if piece else True
 
         with running(opened.name):
-            tokens, timing = generate(one.model, ids, most, request.sampling, ends, tell)
+            tokens, timing = generate(
+                one.model, ids, most, request.sampling, ends, tell, one.step_threads
+            )
         pieces.append(stream.end())
         told(pieces[-1])
     ended = tokens[-1] in ends
