@@ -81,7 +81,7 @@ size_t kt_attention_layer_scratch_size(const kt_attention_layer *layer, int64_t 
   const kt_attention_step step = {.tokens = tokens, .room = tokens + 1};
   const kt_attention attention = attention_of(layer, &step, NULL, NULL);
   const size_t size = kt_attention_scratch_size(&attention);
-  return size ? arrays_size(layer) + size : 0;
+  return size ? arrays_size(layer) + (size + LINE - 1) / LINE * LINE : 0;
 }
 
 /* `row` of heads, in `other` where there is a norm: which of the two it is. */
