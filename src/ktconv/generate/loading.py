@@ -47,7 +47,9 @@ class OpenedModel:
 
     def __init__(self, output: Path, source: ModelSource | None) -> None:
         if not output.is_dir():
-            raise UsageError(f"{output} is not a directory", "give an output of ktconv")
+            raise UsageError(
+                f"{output} is not a directory", "give an output of ktconv on this machine"
+            )
         self.output, self._own = output, source is None
         self._experts = opened(output)
         self.checkpoint = checkpoint = _checkpoint(output, source)
