@@ -56,6 +56,14 @@
   X(kt_moe_part_node)                                                                              \
   X(kt_moe_touch)                                                                                  \
   X(kt_choose_experts)                                                                             \
+  X(kt_linear_forward)                                                                             \
+  X(kt_rms_norm)                                                                                   \
+  X(kt_rotate)                                                                                     \
+  X(kt_attention_scratch_size)                                                                     \
+  X(kt_attend)                                                                                     \
+  X(kt_attention_layer_scratch_size)                                                               \
+  X(kt_attention_layer_run)                                                                        \
+  X(kt_routed_layer_run)                                                                           \
   X(kt_train_saved_size)                                                                           \
   X(kt_train_scratch_size)                                                                         \
   X(kt_train_forward)                                                                              \

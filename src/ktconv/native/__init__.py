@@ -38,6 +38,16 @@ from ktconv.native.auditing import (
 )
 from ktconv.native.blocks import BLOCK_TYPES, audit_blocks, blocks_bytes, encode_blocks
 from ktconv.native.compensation import BLOCK_COLS, compensate
+from ktconv.native.dense import (
+    NORM_KINDS,
+    Attention,
+    AttentionLayer,
+    Linear,
+    Norm,
+    RoutedLayer,
+    dense_is_fast,
+    rotate,
+)
 from ktconv.native.encoding import (
     ENCODINGS,
     EncodedAudit,

@@ -158,7 +158,7 @@ def test_answers_that_stay_short_are_called_that(
     hub.fault = lambda _: Fault(kind)
     with pytest.raises(ResourceError, match=said) as found:
         fetch(store, "big.json", 7, 107)
-    assert "finished layers are kept" in str(found.value.hint)
+    assert "run the same command again" in str(found.value.hint)
 
 
 def big_file(hub: HubServer, tmp_path: Path) -> Store:
