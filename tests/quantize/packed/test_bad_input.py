@@ -729,7 +729,8 @@ def test_source_that_is_cut_while_it_is_encoded(
     wide: Path, output: Path, monkeypatch: pytest.MonkeyPatch, method: str, left: int
 ) -> None:
     """Between rounding and comparing: not what was written is wrong."""
-    own = native.encode
+    encode = "encode" if method == "bf16" else "encode_audit"  # its codes are kept
+    own = getattr(native, encode)
 
     def cut(*arguments: Any) -> Any:
         found = own(*arguments)
@@ -737,7 +738,7 @@ def test_source_that_is_cut_while_it_is_encoded(
             os.truncate(shard, left)
         return found
 
-    monkeypatch.setattr(native, "encode", cut)
+    monkeypatch.setattr(native, encode, cut)
     words = ["quantize-cpu", str(wide), str(output), "--threads=1", f"--method={method}"]
     refused(CliRunner().invoke(app, words), 2, "changed while it was read")
     assert not output.exists()
