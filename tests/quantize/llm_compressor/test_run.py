@@ -159,7 +159,7 @@ write, calls = ShardStaging.write, []
 
 def killed(self, *words):
     calls.append(words)
-    if len(calls) == 300:
+    if len(calls) == 9:
         os.kill(os.getpid(), signal.SIGKILL)
     write(self, *words)
 
@@ -177,7 +177,7 @@ def test_kill_9_loses_nothing_that_was_finished(model: Path, tmp_path: Path) -> 
     records = [json.loads(path.read_bytes()) for path in (output / STATE).glob("layer-*.json")]
     names = [file["name"] for record in records for file in record["files"]]
     finished = {name: (output / name).stat().st_mtime_ns for name in names}
-    assert 5 <= len(finished) <= 8  # a layer takes 36 writes, and three may be under way
+    assert 5 <= len(finished) <= 8  # a layer takes one write, and three may be under way
     assert list((output / STATE).glob("*.part"))
     result = done(model, output)
     assert contents(output) == contents(tmp_path / "clean")
@@ -346,7 +346,6 @@ def test_bytes_that_change_in_memory_after_they_were_compared(
 
     monkeypatch.setattr(native, "encode_audit", changed)
     refused(run(model, tmp_path / "out"), 1, f"weight_{part} changed in memory between")
-    assert not (tmp_path / "out").exists()
 
 
 def test_keys_of_config_do_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,8 +208,12 @@ def encode_together(
     wanted = [(one.encoder.source, range(one.task.matrix.rows)) for one in parts]
     with loaded_together(wanted, buffers.source, buffers.bounce) as found:
         stretches: dict[str, Stretch] = {}
-        for part, data in zip(parts, found, strict=True):
-            stretches |= part.encoded(data, places, buffers.scratch)
+        views = [part.view(data) for part, data in zip(parts, found, strict=True)]
+        if any(part.task.scheme.row.kind == "nvfp4" for part in parts):
+            for part, view in zip(parts, views, strict=True):
+                largest[part.task.expert, part.task.proj] = part.largest(view, buffers.scratch)
+        for part, view in zip(parts, views, strict=True):
+            stretches |= part.encoded(view, places, buffers.scratch)
         in_order = [stretches[name] for name in places]
         write_stretches(in_order, staging, buffers.readback, tasks[0].verify)
     advance(sum(task.source_bytes for task in tasks))
@@ -239,15 +243,25 @@ class _Part:
 
     def __init__(self, task: EncodeTask, encoder: _Rounded) -> None:
         self.task, self.encoder = task, encoder
-        name, factor = task.tensors[0].name, encoder.factor
-        self.deviation = Deviation(task.scheme, "rtn", name, task.half, factor)
+        self.deviation = Deviation(task.scheme, "rtn", task.tensors[0].name, task.half)
 
-    def encoded(self, data: U8, places: Mapping[str, U8], scratch: U8) -> dict[str, Stretch]:
-        """Encode the matrix that `data` has into its places, and compare; what is to be written,
-        by tensor."""
-        task, encoder, source = self.task, self.encoder, self.encoder.source
-        rows, (codes_of, *others) = range(task.matrix.rows), task.tensors
-        view = source.view(rows, source.load_scales(), data, 0, task.matrix.cols)
+    def view(self, data: U8) -> native.Matrix:
+        """The matrix that `data` has."""
+        source, matrix = self.encoder.source, self.task.matrix
+        return source.view(range(matrix.rows), source.load_scales(), data, 0, matrix.cols)
+
+    def largest(self, view: native.Matrix, scratch: U8) -> float:
+        """The largest magnitude. CheckpointError for a NaN or an infinity."""
+        try:
+            return native.largest(view, scratch)
+        except native.NonFiniteError as error:
+            raise self.encoder.source.not_finite(error.row, error.col) from error
+
+    def encoded(
+        self, view: native.Matrix, places: Mapping[str, U8], scratch: U8
+    ) -> dict[str, Stretch]:
+        """Encode the matrix into its places, and compare; what is to be written, by tensor."""
+        task, encoder, (codes_of, *others) = self.task, self.encoder, self.task.tensors
         codes = places[codes_of.name]
         audit, sums = encoder.proven(view, codes, scratch)
         self.deviation.add_audit(audit, view.rows * view.cols)
@@ -331,10 +345,17 @@ class _Rounded(_Encoder):
         self._encoding = task.scheme.encoding(task.half)
         dtype = self._encoding.scale_array(task.sizes.rows, task.sizes.cols)
         self.scales = np.empty(task.sizes.scale_shape, dtype)
-        if task.scheme.row.kind == "nvfp4":
-            most = _largest(task, {} if largest is None else largest)
-            self.factor = second_scale(task.scheme, most)
-        self._tensor_scale = tensor_scale(task.scheme, self.factor)
+        self._largest: dict[tuple[int, Projection], float] = {} if largest is None else largest
+
+    @cached_property
+    def factor(self) -> float:  # type: ignore[override]
+        if self._task.scheme.row.kind != "nvfp4":
+            return 0.0
+        return second_scale(self._task.scheme, _largest(self._task, self._largest))
+
+    @cached_property
+    def _tensor_scale(self) -> float:
+        return tensor_scale(self._task.scheme, self.factor)
 
     def proven(
         self, view: native.Matrix, codes: U8, scratch: U8
