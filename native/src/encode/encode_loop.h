@@ -275,13 +275,13 @@ INLINE scale searched_scale(const float *x, int64_t count, float amax, float hal
 
 /* ---- Rows --------------------------------------------------------------------- */
 
-INLINE scale scale_of(const kt_encode_job *job, float amax, const int kind, const int half) {
+INLINE scale scale_of(float tensor_scale, float amax, const int kind, const int half) {
   switch (kind) {
   case KT_ENCODE_INT4: return int_scale(amax, 7.5f, half);
   case KT_ENCODE_INT8: return int_scale(amax, 127.5f, half);
   case KT_ENCODE_MXFP4: return mx_scale(amax, 2);
   case KT_ENCODE_MXFP8: return mx_scale(amax, 8);
-  case KT_ENCODE_NVFP4: return nvfp4_scale(amax, job->tensor_scale);
+  case KT_ENCODE_NVFP4: return nvfp4_scale(amax, tensor_scale);
   default: return fp8_scale(amax);
   }
 }
@@ -338,18 +338,22 @@ INLINE void finish_row(const kt_encode_job *job, int64_t n, uint8_t *codes, cons
  * divided by is left in `divisor`. Bits of the largest magnitude. */
 INLINE uint32_t row_scales(const kt_encode_job *job, int64_t n, const float *x, int64_t group,
                            const int kind, const int half, float *restrict divisor) {
-  float *restrict const most = divisor + kt_scratch_stride(job->source->cols);
+  const int64_t groups = job->groups, stride = kt_scratch_stride(job->source->cols);
+  float *restrict const most = divisor + stride;
+  uint32_t *restrict const stored = (uint32_t *)(void *)(divisor + 2 * stride);
+  const float tensor_scale = job->tensor_scale;
   uint32_t largest = 0;
-  for (int64_t g = 0; g < job->groups; g++) {
+  for (int64_t g = 0; g < groups; g++) {
     const uint32_t bits = largest_bits(x + g * group, group);
     most[g] = kt_float(bits);
     largest = bits > largest ? bits : largest;
   }
-  for (int64_t g = 0; g < job->groups; g++) {
-    const scale found = scale_of(job, most[g], kind, half);
-    store_scale(job->scales, n * job->groups + g, found.stored, kind);
+  for (int64_t g = 0; g < groups; g++) {
+    const scale found = scale_of(tensor_scale, most[g], kind, half);
+    stored[g] = found.stored;
     divisor[g] = found.divisor;
   }
+  for (int64_t g = 0; g < groups; g++) store_scale(job->scales, n * groups + g, stored[g], kind);
   return largest;
 }
 
