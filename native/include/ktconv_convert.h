@@ -442,11 +442,11 @@ typedef struct kt_encoded_audit {
 kt_status kt_audit_encoded(const kt_encoding *encoding, const kt_matrix *source, float tensor_scale,
                            const void *codes, const void *scales, kt_encoded_audit *audit);
 
-/* kt_encode, then kt_audit_encoded of what that has made, of some rows after the other: caches still
- * have the weights when they are compared. Results are those of the two calls, but for the last bits
- * of sums of squares, which are added up in another order. sums [2]: kt_byte_sum of codes and of
- * scales as they were when they had been compared. Errors as of both; KT_ERR_SHAPE before anything
- * is encoded. */
+/* kt_encode, then kt_audit_encoded of what that has made, of some rows after the other: caches
+ * still have the weights when they are compared. Results are those of the two calls, but for the
+ * last bits of sums of squares, which are added up in another order. sums [2]: kt_byte_sum of codes
+ * and of scales as they were when they had been compared. Errors as of both; KT_ERR_SHAPE before
+ * anything is encoded. */
 kt_status kt_encode_audit(const kt_encoding *encoding, const kt_matrix *matrix, float tensor_scale,
                           void *codes, void *scales, void *scratch, size_t scratch_size,
                           kt_encoded_audit *audit, uint64_t *sums, kt_position *bad);
