@@ -38,6 +38,7 @@
   X(kt_same_bytes)                                                                                 \
   X(kt_audit_codes)                                                                                \
   X(kt_audit_encoded)                                                                              \
+  X(kt_encode_audit)                                                                               \
   X(kt_audit_blocks)                                                                               \
   X(kt_pool_create)                                                                                \
   X(kt_pool_destroy)                                                                               \

@@ -77,11 +77,11 @@ def test_what_is_tiny_or_huge_verifies(
 ) -> None:
     for name, model in models.items():
         if name != "tiny" and words[2] in HALF:
-            said = ktconv(words[0], model, tmp_path / "no", *words[1:])
+            said = ktconv(words[0], model, tmp_path / f"no {name}", *words[1:])
             refused(said, 2, "weights of which f16 scales are infinite")
             continue
         if name == "largest" and words[2] in ("mxfp4", "MXFP4A16"):
-            said = ktconv(words[0], model, tmp_path / "no", *words[1:])
+            said = ktconv(words[0], model, tmp_path / f"no {name}", *words[1:])
             refused(said, 2, "would have infinite weights", words[2])
             continue
         output = tmp_path / name
