@@ -24,12 +24,12 @@ from ktconv.targets.encoded.engines import ENGINES, engine_lines, why_not
 from ktconv.targets.encoded.ignored import Stored, ignored_modules
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.encoded.loading import readers_of
-from ktconv.targets.encoded.names import target_pattern
 from ktconv.targets.encoded.naming import BLK, V4
 from ktconv.targets.encoded.readers import SGLANG_KT, TRANSFORMERS, VLLM, listed
 from ktconv.targets.encoded.recipe import Share, shares
 from ktconv.targets.encoded.scheme import MIXED, SCHEMES, Scheme
 from ktconv.targets.encoded.sections import compressed_tensors, mixed_precision
+from ktconv.targets.encoded.stacking import NUMBERED
 from ktconv.targets.encoded.target import RECIPE_TOML, Chosen, Options, Plan
 
 RAWINT4_GROUP = 32  # kt-kernel 0.7.2 takes any group size, and computes only this one right
@@ -71,7 +71,7 @@ def recipe_yaml(plan: Plan) -> bytes:
     """Recipe that llm-compressor was given. JSON is YAML, so values are written as JSON."""
     options, scheme = plan.target.options, plan.target.scheme
     group = {
-        "targets": [target_pattern(plan.target.modules(plan.moe_layers))],
+        "targets": plan.target.patterns(_chosen(plan))[scheme],
         "weights": scheme.weight_arguments(),
     }
     if (activations := scheme.input_arguments()) is not None:
@@ -271,6 +271,8 @@ def command_line(name: str, options: Options) -> str:
     words += [] if options.mtp else ["--no-mtp"]
     words += ["--experts FILE"] if options.experts else []
     words += ["--exclude-experts FILE --allow-partial"] if options.exclude_experts else []
+    stacked = options.expert_layout != NUMBERED
+    words += [f"--expert-layout {options.expert_layout}"] if stacked else []
     words += ["--experts-only"] if options.experts_only else []
     words += ["--requantize"] if options.requantize else []
     usual = "amax" if row.command == "quantize-gpu" else "search"
