@@ -122,6 +122,7 @@ def quantize_gpu_command(
             ExpertLayout,
             "Tensors of each expert, or of all of a layer.",
             "--expert-layout",
+            metavar="LAYOUT",
             panel=FORMAT,
             detail="- numbered: experts.5.gate_proj.weight_packed, which every engine reads that "
             "reads the format\n- stacked: experts.gate_up_proj.weight_packed [E, ...], as "

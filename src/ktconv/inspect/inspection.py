@@ -228,10 +228,13 @@ def _gguf(directory: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _grouping(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The group size, or the methods of a recipe."""
+    """The group size with the layout of experts that are not numbered, or the methods of a
+    recipe."""
     lines = options.get("recipe")
     if not isinstance(lines, list):
-        return {"group_size": options.get("group_size")}
+        layout = options.get("expert_layout")
+        stacked = {} if layout is None else {"expert_layout": layout}
+        return {"group_size": options.get("group_size"), **stacked}
     recipe = parse_recipe("\n".join(map(str, lines)))
     methods = [recipe.method, *(rule.method for rule in recipe.rules)]
     return {"methods": list(dict.fromkeys(method.words for method in methods))}

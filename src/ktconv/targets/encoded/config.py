@@ -169,8 +169,9 @@ def _library(plan: Plan) -> str:
     own = all(row.naming.keeps(layer) for layer in plan.moe_layers)
     if not own or row.naming is BLK or (row.kt_method and row.section is not compressed_tensors):
         return "ktransformers"
-    readers = readers_of(row.name, plan.checkpoint)
-    return next(reader.engine.lower() for reader in (TRANSFORMERS, VLLM) if readers[reader] is None)
+    readers = readers_of(row.name, plan.checkpoint, plan.target.options.expert_layout)
+    able = (one.engine.lower() for one in (TRANSFORMERS, VLLM) if readers[one] is None)
+    return next(able, "ktconv")
 
 
 def _biased(plan: Plan) -> bool:
@@ -226,7 +227,7 @@ def _engines(plan: Plan) -> list[str]:
         ]
     if target.row.naming is V4:
         return ["Engines read it that know DeepSeek-V4's FP4 experts."]
-    readers = readers_of(target.row.name, plan.checkpoint)
+    readers = readers_of(target.row.name, plan.checkpoint, target.options.expert_layout)
     able = [reader.title for reader, failure in readers.items() if failure is None]
     lines = [f"{listed(able)} {'read' if len(able) > 1 else 'reads'} it."] if able else []
     lines += [f"{reader.title} {failure}." for reader, failure in readers.items() if failure]
@@ -249,7 +250,7 @@ def _ktransformers(plan: Plan) -> list[str]:
     scheme = target.scheme
     named = all(".mlp.experts" in module for module in target.modules(plan.moe_layers))
     fits = scheme.row.kind == "int4" and scheme.group_size == RAWINT4_GROUP and named
-    fits = fits and scheme.row.layout is PACK_QUANTIZED
+    fits = fits and scheme.row.layout is PACK_QUANTIZED and target.stacking is None
     mismatch = mismatch_of(plan.moe_layers, "RAWINT4", model_types(plan.checkpoint))
     usable = "can" if fits and mismatch is None else "cannot"
     why = f":\n{mismatch.sentence}" if mismatch else ""
