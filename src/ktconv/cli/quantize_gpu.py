@@ -124,11 +124,11 @@ def quantize_gpu_command(
             "--expert-layout",
             metavar="LAYOUT",
             panel=FORMAT,
-            detail="- numbered: experts.5.gate_proj.weight_packed, which every engine reads that "
-            "reads the format\n- stacked: experts.gate_up_proj.weight_packed [E, ...], as "
-            "llm-compressor stacks experts\n- stacked-flat: experts.gate_up_proj_packed [E, ...], "
-            "as vLLM reads stacked experts\n\nThe numbers are the same. What reads which: "
-            "docs/quantize-gpu.md#stacked-experts.",
+            detail="- numbered: tensors of each expert, as 5.gate_proj.weight_packed; every engine "
+            "reads them that reads the format\n- stacked: gate_up_proj.weight_packed [E, ...], as "
+            "llm-compressor stacks experts\n- stacked-flat: gate_up_proj_packed [E, ...], as vLLM "
+            "reads stacked experts\n\nThe numbers are the same. Which engine reads which: "
+            "docs/quantize-gpu.md.",
         ),
     ] = "numbered",
     experts: Annotated[

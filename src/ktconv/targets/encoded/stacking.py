@@ -48,7 +48,7 @@ LAYOUTS = (NUMBERED, *STACKINGS)
 
 def together(projections: Sequence[Projection]) -> list[tuple[str, list[Projection]]]:
     """The stacked matrices of experts with these projections, and what is in each."""
-    wide = [proj for proj in projections if proj != "down"]
+    wide: list[Projection] = [proj for proj in projections if proj != "down"]
     return [(_GATE_UP if len(wide) > 1 else USUAL.of("up"), wide), (USUAL.of("down"), ["down"])]
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 class _PackQuantized(Layout):
     name = "pack-quantized"
-    parts = ("weight_packed", "weight_scale", "weight_shape")
+    parts: Sequence[str] = ("weight_packed", "weight_scale", "weight_shape")
     scale_part = "weight_scale"
 
     def shapes(self, sizes: Sizes) -> Sequence[tuple[str, tuple[int, ...], int]]:
