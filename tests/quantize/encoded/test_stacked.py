@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from helpers.cli import ktconv, refused
 from helpers.convert import all_files, read_model
 from helpers.corrupt import check, found
 from helpers.families import Raw, write_checkpoint
+from helpers.gpu import ending, stacked
 from helpers.gpu_corrupt import change
 from helpers.layered import EXPERTS, HIDDEN, INNER, layered_model
 from helpers.nemotron import write_nemotron
@@ -29,7 +29,6 @@ from ktconv.targets.encoded.scheme import names_of
 
 SCHEMES = names_of("quantize-gpu")
 STACKED = ("stacked", "stacked-flat")
-EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(\w+)")
 Made = Callable[..., Path]
 
 
@@ -50,34 +49,6 @@ def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
         return output
 
     return get
-
-
-def ending(layout: str, part: str) -> str:
-    if layout == "stacked":
-        return f".{part}"
-    return "" if part == "weight" else part.replace("weight_", "_", 1)
-
-
-def stacked(numbered: Mapping[str, Raw], layout: str) -> dict[str, Raw]:
-    """What the tensors of numbered experts become: by expert, gate before up."""
-    some: dict[tuple[str, str, str], dict[tuple[int, str], Raw]] = {}
-    others = {}
-    for name, tensor in numbered.items():
-        if (match := EXPERT.fullmatch(name)) is None:
-            others[name] = tensor
-        elif not (layout == "stacked-flat" and match[4] == "weight_shape"):
-            word = "down" if match[3] == "down" else "wide"
-            some.setdefault((match[1], word, match[4]), {})[int(match[2]), match[3]] = tensor
-    for (where, word, part), parts in some.items():
-        both = len({proj for _, proj in parts}) > 1
-        name = "down_proj" if word == "down" else "gate_up_proj" if both else "up_proj"
-        first = next(iter(parts.values()))
-        experts = 1 + max(expert for expert, _ in parts)
-        height = first.shape[0] * len(parts) // experts
-        data = b"".join(parts[key].data for key in sorted(parts))  # gate < up
-        shape = (experts, height, *first.shape[1:])
-        others[f"{where}.{name}{ending(layout, part)}"] = Raw(first.dtype, shape, data)
-    return others
 
 
 def values(path: Path) -> dict[tuple[int, int, str], np.ndarray[Any, Any]]:
