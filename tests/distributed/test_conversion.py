@@ -267,9 +267,9 @@ def test_experts_for_gpus(cluster: Cluster, model: Path, tmp_path: Path) -> None
     pytest.importorskip("llmcompressor")
     stacked = "--expert-layout=stacked"  # jobs write parts of tensors
     ktconv_done("quantize-gpu", model, tmp_path / "here", stacked)
-    words = ("quantize-gpu", model, tmp_path / "there", stacked)
-    ktconv_done(*words, "--layers=0-1", "--ray", "--threads=1")
-    ktconv_done(*words)
+    there = ("quantize-gpu", model, tmp_path / "there", stacked)
+    ktconv_done(*there, "--layers=0-1", "--ray", "--threads=1")
+    ktconv_done(*there)
     assert contents(tmp_path / "there") == contents(tmp_path / "here")
     words = ("quantize-gpu", model, tmp_path / "x", "--method=gptq", "--dataset=x.txt", "--ray")
     refused(ktconv(*words), 2, "--algorithm gptq runs the whole model in one process")

@@ -24,6 +24,7 @@ from ktconv import native
 from ktconv.source import open_checkpoint
 from ktconv.source.reading.matrices import MatrixReader, buffer_bytes
 from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
+from ktconv.targets.encoded import readers
 from ktconv.targets.encoded.names import fits
 from ktconv.targets.encoded.scheme import names_of
 
@@ -203,6 +204,21 @@ def test_what_is_said(made: Made, model: Path, tmp_path: Path) -> None:
         for name, one in read_model(made("W4A16", "stacked-flat")).items()
         if ".experts." in name
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "said"),
+    [
+        ("olmoe", "stacked", "ends with an error about the names of stacked experts"),
+        ("olmoe", "stacked-flat", None),
+        ("mixtral", "stacked-flat", "leaves stacked experts out without an error"),
+        ("glm4_moe", "stacked-flat", "was tried with stacked experts of olmoe, qwen2_moe and"),
+        ("glm4_moe", "numbered", None),
+    ],
+)
+def test_what_vllm_does_by_family(kind: str, layout: str, said: str | None) -> None:
+    found = readers.why_not_stacked(readers.VLLM, layout, [kind])
+    assert found is None if said is None else said in str(found)
 
 
 def test_half_precision_beside_bf16(tmp_path: Path) -> None:

@@ -79,7 +79,8 @@ READERS = (VLLM, SGLANG, SGLANG_KT, TRANSFORMERS)
 # layout of those in `_FLAT_IN_VLLM` to the same logits as numbered experts.
 _RANDOM = "fills stacked experts with random numbers, and warns"
 _LEFT_OUT = "leaves stacked experts out without an error"
-_FLAT_IN_VLLM = frozenset({"qwen2_moe", "qwen3_moe"})
+_FLAT_IN_VLLM = frozenset({"olmoe", "qwen2_moe", "qwen3_moe"})
+_OUT_IN_VLLM = frozenset({"mixtral"})  # whose class knows other names
 STACKED = {
     "stacked": {
         VLLM: "ends with an error about the names of stacked experts",
@@ -96,6 +97,8 @@ def why_not_stacked(reader: Reader, layout: str, model_types: Iterable[str]) -> 
     if layout not in STACKED:
         return None
     if reader is VLLM and layout == "stacked-flat" and _FLAT_IN_VLLM.isdisjoint(model_types):
+        if not _OUT_IN_VLLM.isdisjoint(model_types):
+            return _LEFT_OUT
         return f"was tried with stacked experts of {listed(sorted(_FLAT_IN_VLLM))} alone"
     return STACKED[layout].get(reader)
 
