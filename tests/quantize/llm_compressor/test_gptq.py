@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.convert import read_shards
+from helpers.corrupt import check
 from helpers.encoded import in_int8
 from helpers.forked import forked
+from helpers.gpu import stacked
 from helpers.oneshot import oneshot_experts
 from helpers.paths import MODELS
 
@@ -295,6 +297,20 @@ def first_shard(output: Path) -> Path:
         if b"model.layers.0.mlp.experts.2." in path.read_bytes()[:100_000]:
             return path
     raise AssertionError("no shard has the first layer")
+
+
+def test_stacked_experts_are_the_same(text: Path, tmp_path: Path, passed: list[int]) -> None:
+    """Also where a layer is read again because the samples between two layers are lost."""
+    model = cut(tmp_path / "model", layers=2)
+    quantize(model, tmp_path / "numbered", text, samples=4)
+    asked = request(model, tmp_path / "output", text, samples=4, expert_layout="stacked")
+    with pytest.raises(KeyboardInterrupt):
+        quantize_gpu(asked, Ending("started layer-00001"))
+    shutil.rmtree(tmp_path / "output/.ktconv/pass")
+    passed.clear()
+    assert quantize_gpu(asked).complete and passed == [0, 1]
+    assert tensors(tmp_path / "output") == stacked(tensors(tmp_path / "numbered"), "stacked")
+    assert check(tmp_path / "output", model).passed
 
 
 # ---- one layer of a trained model ------------------------------------------------------

@@ -166,11 +166,11 @@ def _loading_notes(plan: Plan) -> list[str]:
         return engine_lines(target.recipe, [(unit.layer, unit.experts) for unit in plan.layers])
     if any(layer.biased for layer in plan.moe_layers):
         return []  # another note says who computes experts with biases
-    readers = readers_of(target.row.name, checkpoint)
+    readers = readers_of(target.row.name, checkpoint, target.options.expert_layout)
     able = [reader.title for reader, failure in readers.items() if failure is None]
     return [
         f"{target.name} is not for {reader.engine}: {reader.title} {failure}"
-        + (f"; {listed(able)} read it" if able else "")
+        + (f"; {listed(able)} {'read' if len(able) > 1 else 'reads'} it" if able else "")
         for reader, failure in readers.items()
         if failure
     ]
