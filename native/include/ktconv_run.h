@@ -364,6 +364,116 @@ size_t kt_adapted_scratch_size(const kt_moe *moe, const kt_adapters *adapters, i
 kt_status kt_adapted_forward(const kt_moe *moe, const kt_adapters *adapters, kt_pool *pool,
                              const kt_moe_call *call, void *scratch, size_t scratch_size);
 
+/* ---- Outside the experts ------------------------------------------------------ *
+ *
+ * What else a model computes for a token, or for few: arrays are bf16, in the order of the shapes,
+ * sums binary32, rounded to nearest, ties to even. The same bits on every level and for any number
+ * of threads. y overlaps nothing that is read. */
+
+/* Whether the level in use has code of its own for what follows; 0: the reference runs. */
+int kt_dense_is_fast(void);
+
+/* A linear layer. */
+typedef struct kt_linear {
+  int64_t rows, cols;
+  const void *weight; /* [rows, cols] */
+  const void *bias;   /* NULL, or [rows] */
+} kt_linear;
+
+/* y [tokens, rows] = x [tokens, cols] times the transposed weight, plus bias. Weights are read once
+ * for up to 16 tokens. KT_ERR_ARGUMENT: sizes below 1, a NULL, arrays that are not aligned. */
+kt_status kt_linear_forward(const kt_linear *linear, kt_pool *pool, int64_t tokens, const void *x,
+                            void *y);
+
+/* y = x r weight, with r = 1 / sqrt(mean of x^2 + epsilon) of a row; what is rounded on the way: */
+typedef enum kt_norm_kind {
+  KT_NORM_ROUNDED = 0, /* x r, then its product with the weight */
+  KT_NORM_ONCE = 1,    /* the whole, once */
+  KT_NORM_PLUS_ONE = 2 /* the whole, once; weights count as 1 + weight */
+} kt_norm_kind;
+
+typedef struct kt_norm {
+  int64_t cols;
+  const void *weight; /* [cols] */
+  float epsilon;      /* at least 0 */
+  int32_t kind;       /* kt_norm_kind */
+} kt_norm;
+
+/* x and y [rows, cols]; y may be x. By the calling thread. KT_ERR_ARGUMENT: as above, and a kind
+ * that does not exist. */
+kt_status kt_rms_norm(const kt_norm *norm, int64_t rows, const void *x, void *y);
+
+/* Rotary embedding of one token: with h = cols / 2, y[i] = x[i] cosine[i] - x[i + h] sine[i] for i
+ * < h, else x[i] cosine[i] + x[i - h] sine[i]; both products are rounded, then their sum. x and y
+ * [heads, cols], cosine and sine [cols]. By the calling thread. */
+kt_status kt_rotate(int64_t heads, int64_t cols, const void *x, const void *cosine,
+                    const void *sine, void *y);
+
+/* Attention of one token. With n = heads / key_heads, head h has the keys and values of head h / n:
+ *   y[h] = sum over tokens t of softmax(scale * queries[h] . keys[t])[t] * values[t]
+ * Key t of head k is at keys + k * key_head + t * key_token elements, values alike. Weights of
+ * softmax are not rounded. */
+typedef struct kt_attention {
+  int64_t heads, key_heads, cols, value_cols, tokens; /* cols and value_cols up to 1024 */
+  int64_t key_head, key_token, value_head, value_token;
+  const void *queries, *keys, *values; /* queries [heads, cols] */
+  void *y;                             /* [heads, value_cols] */
+  float scale;                         /* finite, above 0 */
+} kt_attention;
+
+/* Bytes of scratch, aligned as floats; 0 for sizes that cannot be. */
+size_t kt_attention_scratch_size(const kt_attention *attention);
+
+/* KT_ERR_ARGUMENT: sizes or a scale that cannot be, a NULL, arrays that are not aligned. */
+kt_status kt_attend(const kt_attention *attention, kt_pool *pool, void *scratch,
+                    size_t scratch_size);
+
+/* A decoder layer of one token up to its experts:
+ *   n = before(x); q, k, v = linear layers of n, q and k normed where there are norms, and rotated
+ *   h = x + out(attention of q to all keys and values, k and v the last of them), rounded
+ *   normed = after(h) */
+typedef struct kt_attention_layer {
+  kt_norm before, after;
+  kt_norm query_norm, key_norm; /* of each head, or of all as one row; without a weight: none */
+  kt_linear projection[3];      /* of query, key and value */
+  kt_linear out;
+  int64_t key_heads, cols; /* of a head */
+  float scale;
+} kt_attention_layer;
+
+/* One call of it. Keys and values of head k have `room` tokens, [key_heads, room, cols], of which
+ * `tokens` are there; this one is written behind them. */
+typedef struct kt_attention_step {
+  const void *x;             /* [hidden] */
+  const void *cosine, *sine; /* [cols] */
+  void *keys, *values;
+  int64_t tokens, room;
+  void *h, *normed; /* [hidden] */
+} kt_attention_step;
+
+/* Bytes of scratch, 64-byte aligned, for a step with so many tokens; 0 for sizes that cannot be. */
+size_t kt_attention_layer_scratch_size(const kt_attention_layer *layer, int64_t tokens);
+
+/* KT_ERR_ARGUMENT: sizes that do not fit each other, no room, a NULL, arrays not aligned. */
+kt_status kt_attention_layer_run(const kt_attention_layer *layer, kt_pool *pool,
+                                 const kt_attention_step *step, void *scratch, size_t scratch_size);
+
+/* The rest of the layer: y = h + the experts that the router chooses by its product with normed;
+ * product and sum of the experts are rounded to bf16. Where `rounded` is not 0, weights are rounded
+ * to bf16 first. */
+typedef struct kt_routed_layer {
+  kt_linear gate; /* [experts, hidden] */
+  kt_router router;
+  const kt_moe *moe;
+  const uint8_t *skip; /* as kt_moe_call's */
+  int32_t rounded;
+} kt_routed_layer;
+
+/* Scratch is that of kt_moe_forward for one token. KT_ERR_ARGUMENT, KT_ERR_EXPERT: as there, as
+ * kt_choose_experts, and for sizes that do not fit each other. */
+kt_status kt_routed_layer_run(const kt_routed_layer *layer, kt_pool *pool, const void *normed,
+                              const void *h, void *y, void *scratch, size_t scratch_size);
+
 /* ---- Work that streams start ---------------------------------------------------- *
  *
  * A CUDA stream starts a task by one host function and waits for it by another: kt_task_start and

@@ -19,6 +19,7 @@
  * any x86-64 CPU with AVX-512 BF16. Exit code: 0 all passed, 1 something differed, 2 no memory, 3
  * memory was touched that must not be. */
 #define _GNU_SOURCE
+#include "random_dense.h"
 #include "random_known.h"
 
 #include <time.h>
@@ -212,12 +213,18 @@ static const subject subjects[] = {
     {"training", training_case, TWICE},
     {"adapted", adapted_case, TWICE},
     {"router", router_case, 6},
+    {"linear layer", linear_case, 6},
+    {"norm and rotation", elements_case, 6},
+    {"attention", attention_case, 6},
+    {"decoder layer", decoder_layer_case, 6},
+    {"router and experts", routed_layer_case, 2},
     {"weights refused", weights_refusal_case, WEIGHTS_REFUSALS},
     {"compensate refused", compensate_refusal_case, 11},
     {"encoded sizes", encoded_sizes_case, 10},
     {"layer refused", layer_refusal_case, LAYER_REFUSALS},
     {"adapted refused", adapted_refusal_case, ADAPTED_REFUSALS},
     {"router refused", router_refusal_case, 20},
+    {"outside experts refused", dense_refusal_case, 6},
     {"pools", pool_case, 6},
     {"limits", limits_case, 1},
     {"memory", memory_case, 4},

@@ -13,7 +13,7 @@ from helpers.convert import convert
 from helpers.paths import EXAMPLE
 
 import ktconv as library
-from ktconv.errors import UsageError
+from ktconv.errors import CheckpointError, UsageError
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
 torch = pytest.importorskip("torch")
@@ -136,6 +136,39 @@ def test_the_end_of_the_text(int4: Path, tmp_path: Path) -> None:
     assert found["ended_by"] == "end token"
     assert found["tokens"] == usual["tokens"][: first + 1]
     assert usual["text"].startswith(found["text"])
+
+
+def test_a_string_at_which_text_ends(int4: Path, tmp_path: Path) -> None:
+    """Of generation_config.json, in the text and across tokens; what is none is refused."""
+    usual = library.generate(int4, prompt=PROMPT, source=EXAMPLE, max_tokens=12)["text"]
+    stop = usual[len(usual) // 3 :][:3]
+    model = shutil.copytree(EXAMPLE, tmp_path / "model")
+    config = model / "generation_config.json"
+    config.write_text(json.dumps({"stop_strings": ["not there", stop]}))
+    found = library.generate(int4, prompt=PROMPT, source=model, max_tokens=12)
+    assert found["ended_by"] == "stop string"
+    assert stop in found["text"] != usual and usual.startswith(found["text"])
+    config.write_text(json.dumps({"stop_strings": [7]}))
+    with pytest.raises(CheckpointError, match=r"stop_strings.*not strings"):
+        library.generate(int4, prompt=PROMPT, source=model)
+
+
+def test_a_source_on_a_web_server(int4: Path) -> None:
+    from helpers.web_server import serving
+
+    with serving(EXAMPLE) as server:
+        found = library.generate(int4, prompt=PROMPT, source=server.url, max_tokens=5)
+    assert (
+        found["text"] == library.generate(int4, prompt=PROMPT, source=EXAMPLE, max_tokens=5)["text"]
+    )
+
+
+def test_a_broken_tokenizer_is_named(int4: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(EXAMPLE, tmp_path / "model")
+    for text, words in (('{"a":', "is not valid JSON"), ('{"a": 1}', "cannot load the tokenizer")):
+        (model / "tokenizer.json").write_text(text)
+        result = ktconv("generate", int4, "--source", model, "--prompt", PROMPT)
+        refused(result, 2, "tokenizer.json", words)
 
 
 def test_errors(int4: Path, tmp_path: Path) -> None:

@@ -48,10 +48,10 @@ def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "transformers alone was not measured: loading MODEL needs about 1 TB" in table
 
 
-@pytest.mark.parametrize("counts", ["512", "0,4", "4,1", "a,b", "1,2,3"])
+@pytest.mark.parametrize("counts", ["512", "0,4", "4,1", "a,b", "1,2,3", "4,1048577"])
 def test_counts_that_cannot_be(counts: str) -> None:
     result = ktconv("bench", "--model", EXAMPLE, "--generate", counts)
-    refused(result, 2, "must be the tokens of a prompt")
+    refused(result, 2, "must be the tokens of a prompt", "from 2 to 1048576")
 
 
 def test_more_tokens_than_the_model_reads(tmp_path: Path) -> None:

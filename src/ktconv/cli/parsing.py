@@ -299,4 +299,6 @@ def refuse_empty(words: Sequence[str]) -> None:
         named = before.startswith("-") and before != "--"
         name = option[1] if option else before if named else "an argument"
         if option or not word:
-            raise UsageError(f"{name} is empty", "give a value, or omit it")
+            raise UsageError(
+                f"{name} is empty", "give a value: variables of the shell may be unset"
+            )

@@ -232,7 +232,7 @@ def staging_of(
     """Staging that writes the files of a unit into `staging`, and moves them to `output`."""
     if unit.folder is not None:
         return FolderStaging(unit.folder, unit.folder_files, staging, output, attempt)
-    return ShardStaging(unit.shards, staging, output, attempt)
+    return ShardStaging(unit.shards, staging, output, attempt, unit.slots)
 
 
 class Conversion(ABC):

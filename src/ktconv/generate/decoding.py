@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -12,8 +13,11 @@ import torch
 from torch import Tensor
 
 from ktconv.errors import CheckpointError
+from ktconv.generate.outside.cache import with_room
 from ktconv.generate.request import Sampling
+from ktconv.system.threads import torch_threads
 
+_ROOM = 1024  # tokens that memory is taken for at first
 _CHUNK = 2048  # tokens of a prompt at a time, so that long ones need little memory
 
 
@@ -44,6 +48,19 @@ def end_tokens(model: Any, tokenizer: Any, name: Path) -> frozenset[int]:
     return frozenset(ids)
 
 
+def stop_strings(model: Any, name: Path) -> tuple[str, ...]:
+    """Strings at which a text ends, of the model's generation config. CheckpointError, with `name`,
+    where that has something else."""
+    found = getattr(getattr(model, "generation_config", None), "stop_strings", None)
+    strings = (found,) if isinstance(found, str) else tuple(found or ())
+    if not all(isinstance(one, str) and one for one in strings):
+        raise CheckpointError(
+            f"the stop strings of {name} (stop_strings) are {found!r}, not strings",
+            "correct generation_config.json: a string, or a list of strings",
+        )
+    return strings
+
+
 def generate(
     model: Any,
     prompt: Sequence[int],
@@ -51,16 +68,22 @@ def generate(
     sampling: Sampling,
     ends: frozenset[int],
     told: Callable[[int], bool],
+    step_threads: int | None = None,
 ) -> tuple[list[int], Timing]:
     """At most `most` tokens after `prompt`, of which the last may be one of `ends`; their times.
 
     `told` gets each token but the end as soon as it is there, and says whether to go on.
+    `step_threads`: PyTorch's threads after the prompt, of a model with kernels outside its experts;
+    None: transformers as it is.
     """
     choose = _Chooser(sampling)
     found: list[int] = []
-    with torch.inference_mode():
+    with torch.inference_mode(), ExitStack() as stack:
         began = perf_counter()
         logits, cache = _read(model, prompt)
+        if step_threads is not None:
+            with_room(cache, len(prompt) + min(most, _ROOM))
+            stack.enter_context(torch_threads(step_threads))
         timing = Timing(len(prompt), 0.0, [])
         while True:
             found.append(choose(logits))

@@ -74,6 +74,7 @@ def parse_counts(text: str) -> tuple[int, int]:
         if 1 <= prompt <= MOST_TOKENS and 2 <= new <= MOST_TOKENS:
             return prompt, new
     raise UsageError(
-        f"--generate {text!r} must be the tokens of a prompt and at least 2 new ones",
+        f"--generate {text!r} must be the tokens of a prompt and of its answer, which are from 1 "
+        f"and from 2 to {MOST_TOKENS}",
         "for example --generate 512,128",
     )

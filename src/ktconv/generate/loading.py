@@ -1,4 +1,4 @@
-"""A model with its experts on the kernels, and everything else as transformers has it."""
+"""A model with its experts on the kernels, and everything else by transformers' code."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ktconv.errors import PackedExpertsError, UsageError
+from ktconv.generate.outside import Watch, on_kernels
 from ktconv.model.evaluate import directory_of, load_model, load_without_experts
 from ktconv.model.load import check_language_model, context_length, load_config, load_tokenizer
 from ktconv.model.matching import check_likeness, trial_token
@@ -46,7 +47,9 @@ class OpenedModel:
 
     def __init__(self, output: Path, source: ModelSource | None) -> None:
         if not output.is_dir():
-            raise UsageError(f"{output} is not a directory", "give an output of ktconv")
+            raise UsageError(
+                f"{output} is not a directory", "give an output of ktconv on this machine"
+            )
         self.output, self._own = output, source is None
         self._experts = opened(output)
         self.checkpoint = checkpoint = _checkpoint(output, source)
@@ -58,9 +61,15 @@ class OpenedModel:
 
     @contextmanager
     def loaded(
-        self, notify: Notify, *, threads: int | None = None, memory: str = "auto"
+        self,
+        notify: Notify,
+        *,
+        threads: int | None = None,
+        memory: str = "auto",
+        watch: Watch | None = None,
     ) -> Iterator[LoadedModel]:
-        """The model for a while, with experts on the kernels; PyTorch uses as many threads as they.
+        """The model for a while, with experts on the kernels, and what they know outside of them;
+        PyTorch uses as many threads as they. `watch`: see `on_kernels`.
 
         Raises CheckpointError where output and source do not belong together, UsageError for
         `memory` that they cannot have, and as `ktconv.model.load_model`.
@@ -76,16 +85,19 @@ class OpenedModel:
             )
             if not self._own:
                 _check_alike(self.checkpoint, model, self.output)
-            yield LoadedModel(model, replaced.method, count)
+            alone = stack.enter_context(on_kernels(model, replaced.pool, watch))
+            yield LoadedModel(model, replaced.method, count, 1 if alone else count)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that can be called, the format of its experts, and the number of threads."""
+    """A model that can be called, the format of its experts, the number of threads, and PyTorch's
+    own for a single token: others would take the CPU from the kernels' while they wait."""
 
     model: Any
     method: str
     threads: int
+    step_threads: int | None  # None: transformers alone
 
 
 def _checkpoint(output: Path, source: ModelSource | None) -> Checkpoint:

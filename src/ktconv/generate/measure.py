@@ -18,7 +18,7 @@ from ktconv.bench.limits import Meter
 from ktconv.bench.run import Report
 from ktconv.errors import MemoryShortError, UsageError
 from ktconv.generate.decoding import Timing, generate
-from ktconv.generate.loading import OpenedModel
+from ktconv.generate.loading import LoadedModel, OpenedModel
 from ktconv.generate.request import Sampling
 from ktconv.model.evaluate import load_model
 from ktconv.model.load import running
@@ -81,8 +81,14 @@ def bench_whole(request: GenerateBench, notify: Notify) -> tuple[Report[WholeRow
     with Pool(request.threads) as pool:
         rate = Meter().measure(pool).read_gb_s
     notify(f"{counted(request.threads, 'thread')}: memory {rate:.1f} GB/s")
-    with opened.loaded(notify, threads=request.threads, memory=request.memory) as one:
-        report.rows.append(_row("ktconv", one.method, one.model, opened.name, request, rate))
+    spent: list[list[float]] = []
+
+    def watch(seconds: float) -> None:
+        if spent:
+            spent[-1].append(seconds)
+
+    with opened.loaded(notify, threads=request.threads, memory=request.memory, watch=watch) as one:
+        report.rows.append(_row("ktconv", one, opened.name, request, rate, spent))
         del one
     gc.collect()
     checkpoint = opened.checkpoint
@@ -100,25 +106,33 @@ def bench_whole(request: GenerateBench, notify: Notify) -> tuple[Report[WholeRow
         return report, notes
     with _threads(request.threads):
         method = str(model.dtype).removeprefix("torch.")
-        report.rows.append(_row("transformers", method, model, opened.name, request, rate))
+        alone = LoadedModel(model, method, request.threads, None)
+        report.rows.append(_row("transformers", alone, opened.name, request, rate, []))
     return report, notes
 
 
 def _row(
-    engine: str, method: str, model: Any, name: Path, request: GenerateBench, rate: float
+    engine: str,
+    loaded: LoadedModel,
+    name: Path,
+    request: GenerateBench,
+    rate: float,
+    spent: list[list[float]],
 ) -> WholeRow:
+    """`spent`: where seconds of experts come to, in its last list."""
+    model = loaded.model
     generator = torch.Generator().manual_seed(request.seed)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocabulary, (request.prompt,), generator=generator).tolist()
-    with running(name), _experts_timed(model) as spent:
-        _generated(model, ids[:_WARM_UP], _WARM_UP, spent)
+    with running(name), _experts_timed(model, spent):
+        _generated(loaded, ids[:_WARM_UP], _WARM_UP, spent)
         spent.clear()
-        timing = _generated(model, ids, request.new, spent)
+        timing = _generated(loaded, ids, request.new, spent)
     experts = [sum(one) for one in spent]
     step, outside = median(timing.steps_s), _outside_bytes(model)
     return WholeRow(
         engine=engine,
-        method=method,
+        method=loaded.method,
         threads=request.threads,
         prompt_tokens=request.prompt,
         new_tokens=request.new,
@@ -133,7 +147,7 @@ def _row(
     )
 
 
-def _generated(model: Any, ids: list[int], count: int, spent: list[list[float]]) -> Timing:
+def _generated(loaded: LoadedModel, ids: list[int], count: int, spent: list[list[float]]) -> Timing:
     """Times of a run; `spent` gets a list for the prompt and one for each token."""
     spent.append([])
 
@@ -141,15 +155,16 @@ def _generated(model: Any, ids: list[int], count: int, spent: list[list[float]])
         spent.append([])
         return True
 
-    _, timing = generate(model, ids, count, Sampling(), frozenset(), told)
+    _, timing = generate(
+        loaded.model, ids, count, Sampling(), frozenset(), told, loaded.step_threads
+    )
     spent.pop()  # of no token
     return timing
 
 
 @contextmanager
-def _experts_timed(model: Any) -> Iterator[list[list[float]]]:
+def _experts_timed(model: Any, spent: list[list[float]]) -> Iterator[None]:
     """Seconds of each call of a layer's experts come to the end of the last of these lists."""
-    spent: list[list[float]] = []
     began: list[float] = []
 
     def before(*_: Any) -> None:
@@ -162,7 +177,7 @@ def _experts_timed(model: Any) -> Iterator[list[list[float]]]:
         for site in find_experts(model).values():
             for hook in _hooked(site, before, after):
                 stack.callback(hook.remove)
-        yield spent
+        yield
 
 
 def _hooked(site: Site, before: Any, after: Any) -> list[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from ktconv.generate.decoding import end_tokens, generate
+from ktconv.generate.decoding import end_tokens, generate, stop_strings
 from ktconv.generate.loading import OpenedModel
 from ktconv.generate.prompt import TextStream, prompt_tokens, room_for
 from ktconv.generate.request import GenerateRequest
@@ -22,19 +22,30 @@ def run(request: GenerateRequest, notify: Notify, told: Callable[[str], bool]) -
     most = room_for(ids, request.max_tokens, opened.context)
     with opened.loaded(notify, threads=request.threads, memory=request.memory) as one:
         ends = end_tokens(one.model, opened.tokenizer, opened.name)
+        stops = stop_strings(one.model, opened.name)
         stream = TextStream(opened.tokenizer)
         pieces: list[str] = []
+
+        def stopped() -> bool:
+            return bool(stops) and any(stop in "".join(pieces) for stop in stops)
 
         def tell(token: int) -> bool:
             piece = stream.add(token)
             pieces.append(piece)
-            return told(piece) if piece else True
+            return told(piece) and not stopped() if piece else True
 
         with running(opened.name):
-            tokens, timing = generate(one.model, ids, most, request.sampling, ends, tell)
+            tokens, timing = generate(
+                one.model, ids, most, request.sampling, ends, tell, one.step_threads
+            )
         pieces.append(stream.end())
         told(pieces[-1])
-    ended = tokens[-1] in ends
+    if tokens[-1] in ends:
+        ended_by = "end token"
+    elif stopped():
+        ended_by = "stop string"
+    else:
+        ended_by = "length" if len(tokens) == most else "reader"
     step = median(timing.steps_s) if timing.steps_s else None
     return {
         "schema": 1,
@@ -46,7 +57,7 @@ def run(request: GenerateRequest, notify: Notify, told: Callable[[str], bool]) -
         "text": "".join(pieces),
         "tokens": tokens,
         "prompt_tokens": len(ids),
-        "ended_by": "end token" if ended else "length" if len(tokens) == most else "reader",
+        "ended_by": ended_by,
         "prefill_s": timing.prefill_s,
         "prefill_tokens_s": len(ids) / timing.prefill_s,
         "decode_ms": None if step is None else 1000 * step,

@@ -70,6 +70,8 @@ def load_model(
     elif decode:
         decoded = open_encoded(directory, adapters)
     wanted = _dtype(dtype)
+    if is_remote(directory):
+        raise MemoryShortError(f"{directory} is not on this machine, and so not loaded as a whole")
     size = _bytes_in_memory(gguf or directory, wanted) if decoded is None else decoded.nbytes
     _check_memory(gguf or directory, size)
     tokenizer = load_tokenizer(directory)
@@ -150,8 +152,6 @@ def _bytes_in_memory(place: Path, dtype: str | torch.dtype) -> int:
 
 def _check_memory(place: Path, size: int) -> None:
     """ResourceError unless `size` bytes of weights can be loaded into free memory."""
-    if is_remote(place):
-        raise MemoryShortError(f"{place} is not on this machine, and so not loaded as a whole")
     needed, free = int(_LOADING * size), machine.available_memory()
     if needed > free:
         raise MemoryShortError(

@@ -43,6 +43,7 @@ _REPORTING: Mapping[str, Any] = {"output_loading_info": True, "ignore_mismatched
 _TOKENIZERS = ("*token*.json", "*token*.py", "*.model", "*.tiktoken", "vocab*", "*spm*", "*.bpe")
 # Of those, files that have settings of a tokenizer and no words; some tokenizers need no others.
 _WITHOUT_WORDS = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
+_TOKENIZER = "tokenizer.json"
 _GENERATION = "generation_config.json"
 # Keys within quantization_config whose value names a class.
 _CLASS_KEYS = ("format", "observer", "quant_method", "type")
@@ -97,7 +98,8 @@ def load_tokenizer(directory: Path, name: Path | None = None) -> Any:
     local = local_path(directory)
     if not any(next(local.glob(pattern), None) for pattern in _TOKENIZERS):
         raise NoTokenizer(name)
-    with loading(directory, f"the tokenizer of {name}", name, "tokenizer_config.json"):
+    of = f" ({_TOKENIZER})" if (local / _TOKENIZER).exists() else ""
+    with loading(directory, f"the tokenizer of {name}{of}", name, "tokenizer_config.json"):
         from transformers import AutoTokenizer
 
         _check_tokenizer_class(directory, config)
@@ -107,11 +109,21 @@ def load_tokenizer(directory: Path, name: Path | None = None) -> Any:
             found = {file.name for pattern in _TOKENIZERS for file in local.glob(pattern)}
             if found <= _WITHOUT_WORDS:
                 raise NoTokenizer(name) from error
+            _check_json(local / _TOKENIZER)
+            raise
+        except Exception:
+            _check_json(local / _TOKENIZER)
             raise
     # Without any file of one, transformers makes one up that knows no word.
     if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
         raise NoTokenizer(name)
     return tokenizer
+
+
+def _check_json(file: Path) -> None:
+    """CheckpointError that names a file which is no JSON object; one that is not there is none."""
+    if file.exists():
+        parse_object(file.read_bytes(), str(file), "Download it again.", allow_same_twice=True)
 
 
 def load_language_model(

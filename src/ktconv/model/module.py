@@ -156,6 +156,19 @@ class PackedExperts(nn.Module):
         layer(x.detach(), ids, weights.detach().float(), skip=self._elsewhere, out=y, **chosen)
         return y
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a call is one of the C library: experts of the output alone, without LoRA, and
+        nothing around them."""
+        around = self._identities or self.own or self.lora is not None or self.adapters is not None
+        experts = self.experts
+        return not around and not experts.weight_on_input and experts.norm is None
+
+    @property
+    def skip_address(self) -> int:
+        """Where the experts that are not among the packed ones are marked, bool [E]."""
+        return int(self._elsewhere.data_ptr())
+
     def _chosen(self, tokens: int) -> dict[str, Any]:
         """Arguments of a layer that choose its adapters. UsageError where tokens are not those of
         the sequences that have them."""

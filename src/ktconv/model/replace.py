@@ -57,6 +57,11 @@ class ReplacedExperts:
         self._originals = {n: site.module for n, site in sites.items()} if keep else None
         self._put(packed)
 
+    @property
+    def pool(self) -> Pool:
+        """The threads that compute."""
+        return self._packed[self.layers[0]].pool or Pool.shared()
+
     def _put(self, modules: Mapping[int, nn.Module]) -> None:
         for layer, site in self._sites.items():
             setattr(site.parent, site.name, modules[layer])

@@ -38,12 +38,23 @@ from ktconv.native.auditing import (
 )
 from ktconv.native.blocks import BLOCK_TYPES, audit_blocks, blocks_bytes, encode_blocks
 from ktconv.native.compensation import BLOCK_COLS, compensate
+from ktconv.native.dense import (
+    NORM_KINDS,
+    Attention,
+    AttentionLayer,
+    Linear,
+    Norm,
+    RoutedLayer,
+    dense_is_fast,
+    rotate,
+)
 from ktconv.native.encoding import (
     ENCODINGS,
     EncodedAudit,
     Encoding,
     audit_encoded,
     encode,
+    encode_audit,
     largest,
 )
 from ktconv.native.layouts import FORMATS, SCALE_DTYPES, Layout, packed_size, stored_scale

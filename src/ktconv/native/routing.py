@@ -42,7 +42,7 @@ class Router:
 
 
 @lru_cache(maxsize=64)
-def _without_arrays(router: Router, experts: int) -> Any:
+def router_struct(router: Router, experts: int) -> Any:
     """A kt_router without arrays, to be copied: making one takes longer than routing a token."""
     return ffi.new(
         "kt_router *",
@@ -82,7 +82,7 @@ def choose_experts(
     kt_choose_experts refuses.
     """
     tokens, experts = len(logits), logits.shape[1] - router.sinks
-    c = ffi.new("kt_router *", _without_arrays(router, experts)[0])
+    c = ffi.new("kt_router *", router_struct(router, experts)[0])
     c.correction = _floats("correction", correction, (experts,))
     c.expert_factor = _floats("expert_factor", expert_factor, (experts,))
     ids = np.empty((tokens, router.top_k), np.int64)

@@ -9,7 +9,7 @@ from ktconv.errors import ResourceError
 
 LATER = (408, 425, 429, 500, 502, 503, 504)  # HTTP: the same request can succeed later
 REFUSED = (401, 403)
-AGAIN = "then run the same command again: finished layers are kept"
+AGAIN = "then run the same command again; a conversion keeps its finished layers"
 _TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{8,}|(?i:bearer)\s+\S+")
 _HIDDEN = "[token]"
 _PACKAGES = {

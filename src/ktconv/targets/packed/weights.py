@@ -107,10 +107,19 @@ class PackedWeights:
     # dtype and shape are empty for a `.kt` file
     tensors: dict[TensorId, TensorRef] = field(default_factory=dict)
     others: dict[str, TensorRef] = field(default_factory=dict)  # non-expert tensors of shards
+    # Tensors of shards whose parts are in `others`, under the names of numbered experts' tensors.
+    stacked: dict[str, TensorRef] = field(default_factory=dict)
+    slots: frozenset[str] = frozenset()  # the names of these parts
     headers: dict[str, Header] = field(default_factory=dict)  # by shard
     damaged: dict[str, str] = field(default_factory=dict)  # file name -> what is wrong
     doubles: list[tuple[str, str, str]] = field(default_factory=list)  # name, first, second file
     layers: dict[int, Geometry] = field(default_factory=dict)
+
+    def in_files(self) -> dict[str, TensorRef]:
+        """All tensors by their names in files."""
+        found = {name_of(tensor): place for tensor, place in self.tensors.items()}
+        found |= {name: one for name, one in self.others.items() if name not in self.slots}
+        return found | self.stacked
 
     def map(self, tensor: TensorId) -> U8:
         """The tensor's bytes, mapped read-only. Raises CheckpointError if it is not there."""

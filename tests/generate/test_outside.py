@@ -1,0 +1,168 @@
+"""Single tokens outside the experts on kernels: the model's own answers, and what stays its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.paths import EXAMPLE
+
+from ktconv import native
+
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+if not native.dense_is_fast():
+    pytest.skip("this machine has no kernels for it", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Any]:
+    """The example in transformers, its experts on the kernels."""
+    from ktconv.model import load_model, replace_experts
+
+    found, _ = load_model(EXAMPLE)
+    with replace_experts(found, EXAMPLE, threads=2) as replaced:
+        found.test_pool = replaced.pool
+        yield found
+
+
+def steps(model: Any, prompt: int, count: int, room: int | None) -> Any:
+    """Logits [count, V] of random tokens after a random prompt; `room`: for how many tokens there
+    is memory, None: a cache of transformers."""
+    from ktconv.generate.outside.cache import with_room
+
+    generator = torch.Generator().manual_seed(5)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(vocabulary, (1, prompt + count), generator=generator)
+    found = []
+    with torch.inference_mode():
+        cache = model(input_ids=ids[:, :prompt], use_cache=True).past_key_values
+        if room is not None:
+            with_room(cache, room)
+        for at in range(prompt, prompt + count):
+            out = model(input_ids=ids[:, at : at + 1], past_key_values=cache, use_cache=True)
+            found.append(out.logits[0, -1].float())
+        assert cache.get_seq_length() == prompt + count
+    return torch.stack(found)
+
+
+def patched(model: Any) -> list[Any]:
+    return [one for one in model.modules() if "forward" in vars(one)]
+
+
+@pytest.mark.parametrize("room", [None, 12, 100])
+def test_answers_are_the_models_own(model: Any, room: int | None) -> None:
+    """In layers that compute as a whole, and without them; memory for keys grows from 12 on."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from ktconv.generate.outside import on_kernels
+
+    usual, own = ALL_ATTENTION_FUNCTIONS["sdpa"], steps(model, 11, 9, None)
+    with on_kernels(model, model.test_pool) as all_linear:
+        assert all_linear and len(patched(model)) > 15
+        found = steps(model, 11, 9, room)
+    assert not patched(model) and ALL_ATTENTION_FUNCTIONS["sdpa"] is usual
+    assert torch.equal(steps(model, 11, 9, None), own)
+    assert (found - own).norm() < 0.03 * own.norm()
+    assert (found.argmax(1) == own.argmax(1)).sum() >= 8
+
+
+def test_whole_layers_give_the_bits_of_their_parts(model: Any) -> None:
+    from ktconv.generate.outside import on_kernels
+    from ktconv.generate.outside.layers import _Forward
+
+    told: list[float] = []
+    with on_kernels(model, model.test_pool, told.append):
+        layers = [vars(one).get("forward") for one in model.model.layers]
+        assert all(isinstance(one, _Forward) and one.routed for one in layers)
+        parts = steps(model, 11, 5, None)
+        assert not told
+        assert torch.equal(steps(model, 11, 5, 100), parts)
+        assert len(told) == 5 * len(layers) and min(told) > 0
+
+
+def test_layers_that_do_more_are_left_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that adds something, attention with a cap on its products, and a norm of another
+    formula: their own code runs."""
+    from ktconv.generate.outside import on_kernels
+    from ktconv.generate.outside.layers import _Forward
+
+    layer, other = model.model.layers[:2]
+    kind = type(layer)
+    usual = kind.forward
+    monkeypatch.setattr(
+        kind, "forward", lambda self, *a, **k: usual(self, *a, **k) * (1 + (self is layer))
+    )
+    norm, own = type(other.input_layernorm), type(other.input_layernorm).forward
+    monkeypatch.setattr(
+        norm,
+        "forward",
+        lambda self, x: own(self, x) * (1.5 if self is other.input_layernorm else 1),
+    )
+    expected = steps(model, 7, 4, None)
+    with on_kernels(model, model.test_pool):
+        assert not any(isinstance(vars(one).get("forward"), _Forward) for one in (layer, other))
+        assert other.input_layernorm not in patched(model)
+        assert layer.input_layernorm in patched(model)
+        found = steps(model, 7, 4, 100)
+    assert (found - expected).norm() < 0.03 * expected.norm()
+
+
+def test_capped_attention_is_not_the_kernels(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ktconv.generate.outside import on_kernels
+    from ktconv.generate.outside.layers import _Forward
+
+    attention = type(model.model.layers[0].self_attn)
+    usual = attention.forward
+    monkeypatch.setattr(
+        attention, "forward", lambda self, *a, **k: usual(self, *a, softcap=9.0, **k)
+    )
+    with on_kernels(model, model.test_pool):
+        assert not any(isinstance(vars(one).get("forward"), _Forward) for one in model.modules())
+
+
+def test_other_calls_are_the_models_own(model: Any) -> None:
+    """Batches, masks, float32 and gradients."""
+    from ktconv.generate.outside import on_kernels
+
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    with torch.inference_mode():
+        own = model(input_ids=ids, attention_mask=mask).logits
+        with on_kernels(model, model.test_pool):
+            found = model(input_ids=ids, attention_mask=mask).logits
+            x = torch.randn(1, 1, model.lm_head.in_features)
+            with pytest.raises(RuntimeError):  # PyTorch's own: another dtype than the weights'
+                model.lm_head(x)
+    assert (found - own).float().norm() < 0.03 * own.float().norm()
+    with on_kernels(model, model.test_pool):
+        x = torch.randn(1, 1, model.lm_head.in_features).bfloat16().requires_grad_()
+        model.lm_head(x).sum().backward()
+        assert x.grad is not None and bool(x.grad.any())
+
+
+def test_without_kernels_nothing_changes(model: Any) -> None:
+    from ktconv.generate.outside import on_kernels
+
+    before = native.isa()
+    native.use_isa("scalar")
+    try:
+        with on_kernels(model, model.test_pool) as all_linear:
+            assert not all_linear and not patched(model)
+    finally:
+        native.use_isa(before)
+
+
+def test_weights_move_once_and_stay_shared() -> None:
+    from ktconv.generate.outside.memory import on_huge_pages
+
+    weight = torch.nn.Parameter(torch.randn(40, 64).bfloat16())
+    tied, part = weight, torch.randn(8, 4).bfloat16()
+    parts = [part[:4], part[4:]]
+    before, places = weight.detach().clone(), [one.data_ptr() for one in parts]
+    on_huge_pages([weight, tied, *parts])
+    assert torch.equal(weight, before) and weight.data_ptr() % 64 == 0
+    assert [one.data_ptr() for one in parts] == places
