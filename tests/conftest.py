@@ -22,6 +22,7 @@ import typer.main
 import typer.testing
 from helpers import family_models
 from helpers.amx import EMULATOR, Emulator, kept_directory, load_emulator
+from helpers.disk_calls import Commands
 
 from ktconv import native
 from ktconv.cli import options
@@ -182,30 +183,22 @@ def freeze() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """For what commands keep in the user's cache."""
+    """For what commands keep in the user's cache. And all else that holds for every test: each
+    fixture of its own would be asked for 20 000 times."""
     path = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(path))
-        yield path
-
-
-@pytest.fixture(scope="session", autouse=True)
-def families_kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The processes of a run share the checkpoints that transformers writes."""
+    # The processes of a run share the checkpoints that transformers writes.
     base = tmp_path_factory.getbasetemp()
     kept = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "families"
     kept.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(path))
         patch.setattr(family_models, "kept", kept)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def short_texts() -> Iterator[None]:
-    """Level model lets models write a text, which takes longer than all it measures."""
-    with pytest.MonkeyPatch.context() as patch:
+        # Level model lets models write a text, which takes longer than all it measures.
         patch.setattr(model_level, "NEW_TOKENS", 4)
-        yield
+        # Commands, whose process ends with them, let no collection of garbage visit what is there
+        # when they begin: this one would keep the models of all tests.
+        patch.setattr(options, "gc", SimpleNamespace(freeze=lambda: None))
+        yield path
 
 
 @pytest.fixture(scope="session")
@@ -215,13 +208,12 @@ def torch() -> Any:
     return pytest.importorskip("torch")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def nothing_frozen() -> Iterator[None]:
-    """Commands, whose process ends with them, let no collection of garbage visit what is there
-    when they begin: this one would keep the models of all tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options, "gc", SimpleNamespace(freeze=lambda: None))
-        yield
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    """Commands in processes of their own, which one interpreter of this run is forked for."""
+    server = Commands(tmp_path_factory.mktemp("commands"))
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")

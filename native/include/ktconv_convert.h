@@ -442,6 +442,15 @@ typedef struct kt_encoded_audit {
 kt_status kt_audit_encoded(const kt_encoding *encoding, const kt_matrix *source, float tensor_scale,
                            const void *codes, const void *scales, kt_encoded_audit *audit);
 
+/* kt_encode, then kt_audit_encoded of what that has made, of some rows after the other: caches
+ * still have the weights when they are compared. Results are those of the two calls, but for the
+ * last bits of sums of squares, which are added up in another order. sums [2]: kt_byte_sum of codes
+ * and of scales as they were when they had been compared. Errors as of both; KT_ERR_SHAPE before
+ * anything is encoded. */
+kt_status kt_encode_audit(const kt_encoding *encoding, const kt_matrix *matrix, float tensor_scale,
+                          void *codes, void *scales, void *scratch, size_t scratch_size,
+                          kt_encoded_audit *audit, uint64_t *sums, kt_position *bad);
+
 /* Compares blocks of kt_encode_blocks with their source by decoders of its own. other_codes:
  * weights to which another number of their block is nearer; max_steps: of types with even steps,
  * beyond 0.5 where a scale cuts a weight off. other_scales is 0: scales are of a search.

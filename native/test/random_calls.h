@@ -38,6 +38,7 @@
   X(kt_same_bytes)                                                                                 \
   X(kt_audit_codes)                                                                                \
   X(kt_audit_encoded)                                                                              \
+  X(kt_encode_audit)                                                                               \
   X(kt_audit_blocks)                                                                               \
   X(kt_pool_create)                                                                                \
   X(kt_pool_destroy)                                                                               \
@@ -180,18 +181,53 @@ static int piece_count;
 
 static inline size_t page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
 
+/* Pages of earlier pieces between their unreadable ones, the next to be used last: to map others
+ * takes longer than most of what is computed in them. */
+enum { MOST_SPARE = 2000 };
+typedef struct spare {
+  uint8_t *base;
+  size_t inner;
+} spare;
+static spare spares[MOST_SPARE];
+static int spare_count;
+
+static inline uint8_t *spare_pages(size_t inner) {
+  for (int i = spare_count; i-- > 0;)
+    if (spares[i].inner == inner) {
+      uint8_t *const base = spares[i].base;
+      spares[i] = spares[--spare_count];
+      return base;
+    }
+  return NULL;
+}
+
+static inline uint8_t *new_pages(size_t inner) {
+  const size_t page = page_size();
+  uint8_t *const map =
+      mmap(NULL, inner + 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (map == MAP_FAILED || mprotect(map, page, PROT_NONE) ||
+      mprotect(map + page + inner, page, PROT_NONE)) {
+    perror("mmap");
+    exit(2);
+  }
+  return map + page;
+}
+
+static inline void release_pages(const piece *p) {
+  if (spare_count == MOST_SPARE) {
+    munmap(p->base - page_size(), p->inner + 2 * page_size());
+    return;
+  }
+  if (p->sealed && mprotect(p->base, p->inner, PROT_READ | PROT_WRITE)) exit(2);
+  spares[spare_count++] = (spare){p->base, p->inner};
+}
+
 static inline void *mapped(size_t size, piece *p) {
   const size_t page = page_size();
   p->inner = (size + page - 1) / page * page;
   if (p->inner == 0) p->inner = page;
-  uint8_t *const map =
-      mmap(NULL, p->inner + 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (map == MAP_FAILED || mprotect(map, page, PROT_NONE) ||
-      mprotect(map + page + p->inner, page, PROT_NONE)) {
-    perror("mmap");
-    exit(2);
-  }
-  p->base = map + page;
+  p->base = spare_pages(p->inner);
+  if (!p->base) p->base = new_pages(p->inner);
   memset(p->base, WATCHED, p->inner);
   return p->base + (mode == AT_END ? p->inner - size : 0);
 }
@@ -236,7 +272,7 @@ static inline void release_piece(const piece *p) {
       break;
     }
   }
-  munmap(p->base - page_size(), p->inner + 2 * page_size());
+  release_pages(p);
 }
 
 static inline void release_rooms(int from) {

@@ -210,9 +210,13 @@ static inline void refuse_matrix(const arguments *a, int by) {
   if (by & BY_ENCODE)
     REFUSED_CALL(CALLED(kt_encode, &a->encoding, m, a->tensor_scale, a->codes, a->scale, a->scratch,
                         a->scratch_size, bad));
-  if (by & BY_ENCODED)
+  if (by & BY_ENCODED) {
     REFUSED_CALL(
         CALLED(kt_audit_encoded, &a->encoding, m, a->tensor_scale, a->codes, a->scale, any));
+    uint64_t sums[2];
+    REFUSED_CALL(CALLED(kt_encode_audit, &a->encoding, m, a->tensor_scale, a->codes, a->scale,
+                        a->scratch, a->scratch_size, any, sums, bad));
+  }
   if (by & BY_BLOCKS) {
     REFUSED_CALL(
         CALLED(kt_encode_blocks, KT_Q8_0, m, NULL, a->codes, a->scratch, a->scratch_size, bad));

@@ -437,6 +437,34 @@ static const int32_t encode_groups[][6] = {
     [KT_ENCODE_BF16] = {0, 0, 0, 0, 0, 0},
 };
 
+/* kt_encode_audit finds and leaves what the two calls do. */
+static inline void encode_together(const kt_encoding *e, const source *s, float tensor_scale,
+                                   const void *codes, const void *scales,
+                                   const kt_encoded_audit *audit) {
+  const kt_matrix *const m = &s->m;
+  kt_encoded *const sizes = room(sizeof *sizes, sizeof(int64_t));
+  EXPECTED(KT_OK, CALLED(kt_encoded_sizes, e, m->rows, m->cols, sizes));
+  const size_t size = (size_t)(sizes->row_size * m->rows);
+  const size_t scale_size = (size_t)(sizes->scale_rows * sizes->scale_cols * sizes->scale_size);
+  void *const own_codes = room(size, 1);
+  void *const own_scales = scale_size ? room(scale_size, (size_t)sizes->scale_size) : NULL;
+  kt_encoded_audit *const found = room(sizeof *found, sizeof(double));
+  uint64_t *const sums = room(2 * sizeof *sums, sizeof *sums);
+  EXPECTED(KT_OK, CALLED(kt_encode_audit, e, m, tensor_scale, own_codes, own_scales,
+                         scratch_of(m->cols), kt_scratch_size(m->cols), found, sums, NULL));
+  if (memcmp(codes, own_codes, size) || (scale_size && memcmp(scales, own_scales, scale_size)))
+    FAILED("kt_encode_audit leaves other bytes than kt_encode");
+  if (found->zeros != audit->zeros || found->other_codes != audit->other_codes ||
+      found->other_scales != audit->other_scales ||
+      memcmp(&found->max_steps, &audit->max_steps, sizeof found->max_steps))
+    FAILED("kt_encode_audit finds something else than kt_audit_encoded");
+  const double off = fabs(found->squared_error - audit->squared_error);
+  if (off > 1e-9 * audit->squared_error) FAILED("kt_encode_audit: another squared error");
+  const uint64_t wanted[2] = {kt_byte_sum(codes, size),
+                              scale_size ? kt_byte_sum(scales, scale_size) : 0};
+  if (memcmp(wanted, sums, sizeof wanted)) FAILED("kt_encode_audit: other sums of bytes");
+}
+
 static inline void encode_at_level(const kt_encoding *e, const source *s, const truth *t,
                                    float tensor_scale, kept *k) {
   const kt_matrix *const m = &s->m;
@@ -462,6 +490,7 @@ static inline void encode_at_level(const kt_encoding *e, const source *s, const 
     FAILED("the audit finds %" PRId64 " other codes and %" PRId64 " other scales",
            audit->other_codes, audit->other_scales);
   compare(k, 2, "the audit", audit, sizeof *audit, 1);
+  encode_together(e, s, tensor_scale, codes, scales, audit);
 }
 
 static void encode_case(int kind) {

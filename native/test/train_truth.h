@@ -65,28 +65,37 @@ static inline const float *matrix_of(const problem *p, int which, int expert) {
   return p->matrix[which] + expert * size_of_matrix(p, which);
 }
 
-/* out[r] += factor * sum of m[r][c] * in[c] */
+/* out[r] += factor * sum of m[r][c] * in[c], in two sums that do not wait for one another. */
 static inline void multiply(const float *m, int64_t rows, int64_t cols, double factor,
                             const double *in, double *out) {
   for (int64_t r = 0; r < rows; r++) {
-    double sum = 0;
-    for (int64_t c = 0; c < cols; c++) sum += (double)m[r * cols + c] * in[c];
-    out[r] += factor * sum;
+    const float *const row = m + r * cols;
+    double even = 0, odd = 0;
+    for (int64_t c = 0; c + 1 < cols; c += 2) {
+      even += (double)row[c] * in[c];
+      odd += (double)row[c + 1] * in[c + 1];
+    }
+    if (cols % 2) even += (double)row[cols - 1] * in[cols - 1];
+    out[r] += factor * (even + odd);
   }
 }
 
 /* out[c] += factor * sum of m[r][c] * in[r] */
 static inline void multiply_transposed(const float *m, int64_t rows, int64_t cols, double factor,
                                        const double *in, double *out) {
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t c = 0; c < cols; c++) out[c] += factor * (double)m[r * cols + c] * in[r];
+  for (int64_t r = 0; r < rows; r++) {
+    const double times = factor * in[r];
+    for (int64_t c = 0; c < cols; c++) out[c] += times * (double)m[r * cols + c];
+  }
 }
 
 /* out[r][c] += factor * a[r] * b[c]; rows of out `stride` elements apart. */
 static inline void add_outer(const double *a, int64_t rows, const double *b, int64_t cols,
                              double factor, int64_t stride, double *out) {
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t c = 0; c < cols; c++) out[r * stride + c] += factor * a[r] * b[c];
+  for (int64_t r = 0; r < rows; r++) {
+    const double times = factor * a[r];
+    for (int64_t c = 0; c < cols; c++) out[r * stride + c] += times * b[c];
+  }
 }
 
 /* As the format rounds them: what W reads. */

@@ -13,14 +13,16 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import helpers
 import numpy as np
 import pytest
 import typer
 from helpers.cli import contents, done, refused, refused_in_json, run, write_model
+from helpers.disk_calls import CLOSED, READER_LEFT, Commands, Ended
 from helpers.paths import EXAMPLE
 from typer.testing import CliRunner
 
@@ -81,13 +83,12 @@ WORKING: dict[str, Words] = {
 }
 
 
-def meets(kind: int) -> list[str]:
+REAL = ("help", "quantize-cpu")  # interpreters of their own: Python begins and ends like this, too
+
+
+def lost_to(kind: int) -> list[str]:
     """All commands print the same way: each meets one kind of lost streams, two of them all."""
-    return [
-        name
-        for number, name in enumerate(WORKING)
-        if number % 3 == kind or name in ("help", "quantize-cpu")
-    ]
+    return [name for number, name in enumerate(WORKING) if number % 3 == kind or name in REAL]
 
 
 def dead_pipe() -> int:
@@ -102,40 +103,51 @@ def in_process(words: Sequence[object], **streams: Any) -> subprocess.CompletedP
     return subprocess.run(command, check=False, **streams)
 
 
-@pytest.mark.parametrize("name", meets(0))
+@pytest.mark.parametrize("name", lost_to(0))
 def test_without_streams(
-    name: str, model: Path, output: Path, folders: Path, tmp_path: Path
+    name: str, commands: Commands, model: Path, output: Path, folders: Path, tmp_path: Path
 ) -> None:
     """Descriptors 0, 1 and 2 are closed: no file of ours may get their numbers."""
     words = WORKING[name](model, output, folders, tmp_path / "new")
-    ended = in_process(words, preexec_fn=lambda: os.closerange(0, 3))
+    ended: subprocess.CompletedProcess[bytes] | Ended
+    if name in REAL:
+        ended = in_process(words, preexec_fn=lambda: os.closerange(0, 3))
+    else:
+        ended = commands.run(words, lost=dict.fromkeys(range(3), CLOSED))
     assert ended.returncode == 0
     if name == "quantize-cpu":
         assert contents(tmp_path / "new") == contents(output)
 
 
-@pytest.mark.parametrize("name", meets(1))
+@pytest.mark.parametrize("name", lost_to(1))
 def test_with_readers_that_left(
-    name: str, model: Path, output: Path, folders: Path, tmp_path: Path
+    name: str, commands: Commands, model: Path, output: Path, folders: Path, tmp_path: Path
 ) -> None:
     """Whatever is written meets a broken pipe, also what Python writes when it ends."""
-    words, dead = WORKING[name](model, output, folders, tmp_path / "new"), dead_pipe()
-    assert in_process(words, stdout=dead, stderr=dead).returncode == 0
-    os.close(dead)
+    words = WORKING[name](model, output, folders, tmp_path / "new")
+    if name in REAL:
+        dead = dead_pipe()
+        assert in_process(words, stdout=dead, stderr=dead).returncode == 0
+        os.close(dead)
+    else:
+        assert commands.run(words, lost=dict.fromkeys((1, 2), READER_LEFT)).returncode == 0
 
 
-@pytest.mark.parametrize("name", meets(2))
+@pytest.mark.parametrize("name", lost_to(2))
 def test_with_a_full_disk_under_stdout(
-    name: str, model: Path, output: Path, folders: Path, tmp_path: Path
+    name: str, commands: Commands, model: Path, output: Path, folders: Path, tmp_path: Path
 ) -> None:
     words = WORKING[name](model, output, folders, tmp_path / "new")
-    with Path("/dev/full").open("w") as full:
-        ended = in_process(words, stdout=full, stderr=subprocess.PIPE)
-    assert ended.returncode == 3
-    assert (
-        b"Error: the operating system reported an error: No space left on device." in ended.stderr
-    )
-    assert b"Traceback" not in ended.stderr and b"ignored" not in ended.stderr
+    if name in REAL:
+        with Path("/dev/full").open("w") as full:
+            real = in_process(words, stdout=full, stderr=subprocess.PIPE)
+        code, said = real.returncode, real.stderr.decode()
+    else:
+        ended = commands.run(words, lost={1: "/dev/full"})
+        code, said = ended.returncode, ended.stderr
+    assert code == 3
+    assert "Error: the operating system reported an error: No space left on device." in said
+    assert "Traceback" not in said and "ignored" not in said
 
 
 @pytest.fixture(scope="module")
@@ -151,23 +163,27 @@ def failing(
 
 @pytest.mark.parametrize("closed", [[0], [1], [2], [1, 2]], ids=str)
 def test_failures_keep_their_codes_without_streams(
-    closed: list[int], failing: list[tuple[list[object], int]]
+    closed: list[int], commands: Commands, failing: list[tuple[list[object], int]]
 ) -> None:
     def close() -> None:
         for descriptor in closed:
             os.close(descriptor)
 
-    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    for words, code in failing if closed == [1, 2] else failing[::2]:
-        assert in_process(words, preexec_fn=close, **quiet).returncode == code
+    for words, code in failing:
+        assert commands.run(words, lost=dict.fromkeys(closed, CLOSED)).returncode == code
+    if closed == [1, 2]:
+        words, code = failing[0]
+        assert in_process(words, preexec_fn=close).returncode == code
 
 
 def test_failures_keep_their_codes_with_readers_that_left(
-    failing: list[tuple[list[object], int]],
+    commands: Commands, failing: list[tuple[list[object], int]]
 ) -> None:
-    dead = dead_pipe()
     for words, code in failing:
-        assert in_process(words, stdout=dead, stderr=dead).returncode == code
+        assert commands.run(words, lost=dict.fromkeys((1, 2), READER_LEFT)).returncode == code
+    words, code = failing[0]
+    dead = dead_pipe()
+    assert in_process(words, stdout=dead, stderr=dead).returncode == code
     os.close(dead)
 
 
@@ -213,9 +229,12 @@ class Here:
 module, number = sys.argv[1], int(sys.argv[2])
 sys.meta_path.insert(0, Here())
 sys.argv = ["ktconv", *sys.argv[3:]]
+if "SIGNALLED" in os.environ:
+    import signalled
 from ktconv.cli.entry import main
 main()
 """
+HELPERS = str(Path(helpers.__file__ or "").parent)
 
 
 def python(code: str, *words: object, **more: Any) -> subprocess.CompletedProcess[str]:
@@ -224,9 +243,12 @@ def python(code: str, *words: object, **more: Any) -> subprocess.CompletedProces
 
 
 @pytest.mark.parametrize(
-    "module", ["ktconv.cli.app", "typer", "ktconv.inspect.inspection", "numpy"]
+    ("module", "number"),
+    [
+        *(("ktconv.cli.app", number) for number in INTERRUPTS),
+        *zip(("typer", "ktconv.inspect.inspection", "numpy"), INTERRUPTS, strict=True),
+    ],
 )
-@pytest.mark.parametrize("number", INTERRUPTS)
 def test_a_signal_during_imports(module: str, number: int, model: Path) -> None:
     ended = python(AT_IMPORT, module, int(number), "inspect", model)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
@@ -234,72 +256,51 @@ def test_a_signal_during_imports(module: str, number: int, model: Path) -> None:
 
 @pytest.mark.parametrize("number", INTERRUPTS)
 def test_a_signal_that_is_ignored_stays_ignored(number: int, model: Path, tmp_path: Path) -> None:
-    """nohup, and shells that start something in the background."""
+    """nohup, and shells that start something in the background. During imports and work."""
 
     def ignore() -> None:
         signal.signal(number, signal.SIG_IGN)
 
-    ended = python(AT_IMPORT, "numpy", int(number), "inspect", model, preexec_fn=ignore)
+    words = ["quantize-cpu", model, tmp_path / "out", "--numa=1", "--threads=1"]
+    variables = os.environ | {"PYTHONPATH": HELPERS, "SIGNALLED": f"{int(number)} 0 1e9"}
+    ended = python(AT_IMPORT, "numpy", int(number), *words, preexec_fn=ignore, env=variables)
     assert ended.returncode == 0, ended.stderr
-    ended = python(AT_WORK, int(number), 0, 1e9, model, tmp_path / "out", preexec_fn=ignore)
-    assert ended.returncode == 0, ended.stderr
 
 
-AT_WORK = """
-import os, signal, sys, threading
-from ktconv.cli import exits
-from ktconv.conversion.pipeline import Pipeline
-from ktconv.writer.staging import ShardStaging
-
-number, again, exits.REPEATED_SECONDS = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-write, abandon, count = ShardStaging.write, ShardStaging.abandon, 0
-
-def first(self, *words):
-    global count
-    write(self, *words)
-    count += 1
-    if count == 2:
-        os.kill(os.getpid(), number)
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            stopped.wait()  # else this thread could finish before the main one wakes
-
-def stop(self, error):
-    stop_pipeline(self, error)
-    stopped.set()
-
-def second(self):
-    if again and count >= 2:
-        os.kill(os.getpid(), again)
-        if exits.REPEATED_SECONDS < 0:
-            threading.Event().wait()  # for the main thread, which ends the process
-    abandon(self)
-
-stop_pipeline, stopped = Pipeline._stop, threading.Event()
-Pipeline._stop, ShardStaging.write, ShardStaging.abandon = stop, first, second
-sys.argv = ["ktconv", "quantize-cpu", *sys.argv[4:], "--numa=1", "--threads=1"]
-from ktconv.cli.entry import main
-main()
-"""
+@pytest.fixture(scope="module")
+def signalling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    """Commands that send themselves signals."""
+    server = Commands(tmp_path_factory.mktemp("signalling"), "signalled", SIGNALLED="0 0 0")
+    yield server
+    server.close()
 
 
-def interrupted(
-    number: int, again: int, patience: float, model: Path, output: Path, *more: str
-) -> list[str]:
+Interrupted = Callable[..., list[str]]
+
+
+@pytest.fixture
+def interrupted(signalling: Commands, model: Path) -> Interrupted:
     """Lines of a run that gets a signal at its second write, and another as it cleans up."""
-    ended = python(AT_WORK, int(number), int(again), patience, model, output, *more)
-    assert ended.returncode == 130, ended.stderr
-    lines = [line for line in ended.stderr.splitlines() if line and " done, " not in line]
-    assert len(lines) == 1 and lines[0].startswith("Interrupted. "), ended.stderr
-    if "--json" in more:
-        error = json.loads(ended.stdout)["error"]
-        assert error == {
-            "message": "interrupted",
-            "hint": lines[0].removeprefix("Interrupted. "),
-            "exit_code": 130,
-        }
-    else:
-        assert ended.stdout == ""
-    return lines
+
+    def run(number: int, again: int, patience: float, output: Path, *more: str) -> list[str]:
+        words = ["quantize-cpu", model, output, *more, "--numa=1", "--threads=1"]
+        signals = {"SIGNALLED": f"{int(number)} {int(again)} {patience}"}
+        ended = signalling.run(words, variables=signals)
+        assert ended.returncode == 130, ended.stderr
+        lines = [line for line in ended.stderr.splitlines() if line and " done, " not in line]
+        assert len(lines) == 1 and lines[0].startswith("Interrupted. "), ended.stderr
+        if "--json" in more:
+            error = json.loads(ended.stdout)["error"]
+            assert error == {
+                "message": "interrupted",
+                "hint": lines[0].removeprefix("Interrupted. "),
+                "exit_code": 130,
+            }
+        else:
+            assert ended.stdout == ""
+        return lines
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -312,11 +313,11 @@ def interrupted(
     ],
 )
 def test_a_signal_during_work(
-    number: int, again: int, model: Path, output: Path, tmp_path: Path
+    number: int, again: int, interrupted: Interrupted, model: Path, output: Path, tmp_path: Path
 ) -> None:
     """A repeated one, as a terminal and a parent can send the same, does not disturb the end."""
     new = tmp_path / "new"
-    (line,) = interrupted(number, again, 1e9, model, new, *(["--json"] if again else []))
+    (line,) = interrupted(number, again, 1e9, new, *(["--json"] if again else []))
     assert f"run the same command again to continue in {new}" in line
     assert not list((new / ".ktconv").glob("*.part"))
     done(model, new)
@@ -325,10 +326,10 @@ def test_a_signal_during_work(
 
 @pytest.mark.parametrize("again", INTERRUPTS)
 def test_another_signal_ends_the_process_at_once(
-    again: int, model: Path, output: Path, tmp_path: Path
+    again: int, interrupted: Interrupted, model: Path, output: Path, tmp_path: Path
 ) -> None:
     new = tmp_path / "new"
-    interrupted(signal.SIGINT, again, -1, model, new)
+    interrupted(signal.SIGINT, again, -1, new)
     assert list((new / ".ktconv").glob("*.part"))  # nothing more was cleaned up
     done(model, new)
     assert contents(new) == contents(output)
@@ -714,16 +715,15 @@ COMPLETIONS = {
 
 
 @pytest.mark.parametrize("line", COMPLETIONS)
-def test_completions_of_a_shell(line: str, tmp_path: Path) -> None:
+def test_completions_of_a_shell(line: str, commands: Commands, tmp_path: Path) -> None:
     """`--install-completion` writes to the user's shell files; to ask writes nothing."""
-    environment = os.environ | {
+    variables = {
         "HOME": str(tmp_path),
         "COMP_WORDS": line,
         "COMP_CWORD": str(len(line.split(" ")) - 1),
         "_KTCONV_COMPLETE": "complete_bash",
     }
-    code = "import sys; sys.argv[0] = 'ktconv'; from ktconv.cli.entry import main; main()"
-    ended = python(code, env=environment)
+    ended = commands.run([], variables=variables)
     assert ended.returncode == 0 and ended.stderr == ""
     assert set(COMPLETIONS[line]) <= set(ended.stdout.split())
     assert list(tmp_path.iterdir()) == []
@@ -769,9 +769,7 @@ def test_sizes_beyond_all_files(value: str, tmp_path: Path) -> None:
     refused(result, 2, said)
 
 
-@pytest.mark.parametrize(
-    "words", [("doctor",), ("merge", "x", "y"), ("quantize-cpu", EXAMPLE, "y")]
-)
+@pytest.mark.parametrize("words", [("doctor",), ("quantize-cpu", EXAMPLE, "y")])
 def test_a_current_directory_that_was_removed(words: tuple[object, ...], tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import ray_jobs
+from helpers import gguf_files, ray_jobs
 from helpers.cli import contents, done, ktconv, ktconv_done, refused, run
+from helpers.families import random_weights
 from helpers.lora import sides, write_adapter
 from helpers.ray_jobs import gate_of, log_of, request
 
@@ -25,6 +26,7 @@ from ktconv.distributed.jobs import Job
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
+LAYERS = 4  # of the model
 ALL = ["layer-00000", "layer-00001", "layer-00002", "layer-00003", "other-00001"]
 
 
@@ -61,11 +63,10 @@ def working(cluster: Cluster) -> list[str]:
     return [node.id for node in cluster.nodes() if node.cpus]
 
 
-@pytest.mark.parametrize("options", [
-    (), ("--layout=layers",), ("--max-shard-size=40kB",),
-    ("--fold=up-down", "--importance=weights"), ("--save-backward",),
+@pytest.mark.parametrize(("options", "scratch"), [
+    ((), False), ((), True), (("--layout=layers",), False), (("--max-shard-size=40kB",), True),
+    (("--fold=up-down", "--importance=weights"), False), (("--save-backward",), True),
 ])  # fmt: skip
-@pytest.mark.parametrize("scratch", [False, True])
 def test_same_bytes(
     cluster: Cluster, model: Path, tmp_path: Path, options: tuple[str, ...], scratch: bool
 ) -> None:
@@ -265,12 +266,33 @@ def test_calibration_on_a_text_is_refused(cluster: Cluster, model: Path, tmp_pat
 def test_experts_for_gpus(cluster: Cluster, model: Path, tmp_path: Path) -> None:
     """Continued without the cluster, the same files as on one machine."""
     pytest.importorskip("llmcompressor")
-    ktconv_done("quantize-gpu", model, tmp_path / "here")
-    ktconv_done("quantize-gpu", model, tmp_path / "there", "--layers=0-1", "--ray", "--threads=1")
-    ktconv_done("quantize-gpu", model, tmp_path / "there")
+    stacked = "--expert-layout=stacked"  # jobs write parts of tensors
+    ktconv_done("quantize-gpu", model, tmp_path / "here", stacked)
+    there = ("quantize-gpu", model, tmp_path / "there", stacked)
+    ktconv_done(*there, "--layers=0-1", "--ray", "--threads=1")
+    ktconv_done(*there)
     assert contents(tmp_path / "there") == contents(tmp_path / "here")
     words = ("quantize-gpu", model, tmp_path / "x", "--method=gptq", "--dataset=x.txt", "--ray")
     refused(ktconv(*words), 2, "--algorithm gptq runs the whole model in one process")
+
+
+@pytest.mark.parametrize("scratch", [False, True])
+def test_gguf_files(cluster: Cluster, model: Path, tmp_path: Path, scratch: bool) -> None:
+    """Continued without the cluster, the same files as on one machine; all of a layer in one
+    tensor, and other tensors of a file that nodes open themselves."""
+    tensors: dict[str, Any] = {"token_embd.weight": np.ones((8, 128), np.float32)}
+    for layer in range(LAYERS):
+        weights = random_weights(inner=128, experts=2, seed=9)
+        tensors |= gguf_files.experts(layer, weights)
+    about = gguf_files.metadata(LAYERS, expert_count=2, expert_feed_forward_length=128)
+    beside = gguf_files.write_gguf(tmp_path / "beside.gguf", tensors, about)
+    words = ("--method=gguf-q8_0", f"--with={beside}", "--threads=1")
+    more = (f"--ray-scratch={tmp_path / 'scratch'}",) if scratch else ()
+    ktconv_done("quantize-cpu", model, tmp_path / "here", *words)
+    ktconv_done("quantize-cpu", model, tmp_path / "there", "--layers=0-1", *words, "--ray", *more)
+    ktconv_done("quantize-cpu", model, tmp_path / "there", *words)
+    assert contents(tmp_path / "there") == contents(tmp_path / "here")
+    ktconv_done("verify", tmp_path / "there", "--source", model, "--threads=1", "--ray")
 
 
 def test_with_an_adapter(cluster: Cluster, model: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -35,9 +36,13 @@ CALLS: dict[str, Any] = {
 }  # fmt: skip
 # What commands import; without it each process would by itself.
 IMPORTED = (
-    "pydantic", "ktconv.cli", "ktconv.cli.estimate", "ktconv.cli.progress",
-    "ktconv.inspect.inspection", "ktconv.quantize.packed.run", "ktconv.verify.command",
+    "pydantic.fields", "pydantic.type_adapter", "pydantic.types", "ktconv.cli.entry", "ktconv.cli",
+    "ktconv.cli.estimate", "ktconv.cli.progress", "ktconv.inspect.inspection",
+    "ktconv.quantize.packed.gptq.way", "ktconv.quantize.packed.run", "ktconv.source.remote.ahead",
+    "ktconv.verify.command",
 )  # fmt: skip
+PYTHON_FAILED = 120  # exit code where the last flush of stdout fails
+CLOSED, READER_LEFT = "closed", "reader left"  # of standard streams
 SOURCES = str(Path(ktconv.__file__).parent)
 Hook = Callable[[str, tuple[Any, ...]], None]
 
@@ -160,21 +165,44 @@ class Commands:
         after: float | None = None,
         group: bool = False,
         variables: Mapping[str, str] | None = None,
+        lost: Mapping[int, str] | None = None,
     ) -> Ended:
         """The command's end; with `call`, hit by `number` ahead of that call (counted from 1), or
         with `after` so many seconds after its start, with `group` together with processes that
-        it has started. `typed` is on its stdin, `variables` are in its environment."""
-        streams = [str(self._directory / name) for name in ("stdin", "stdout", "stderr")]
-        for path, text in zip(streams, (typed, "", ""), strict=True):
-            Path(path).write_text(text)
-        # One character per byte: the process decodes its arguments by its own locale.
-        encoded = [os.fsencode(str(word)).decode("latin-1") for word in words]
-        order = {"words": encoded, "call": call, "number": number, "streams": streams}
-        order |= {"after": after, "group": group, "variables": dict(variables or {})}
+        it has started. `typed` is on its stdin, `variables` are in its environment. `lost`
+        standard streams are CLOSED, pipes of READER_LEFT, or a file."""
+        order: dict[str, Any] = {"call": call, "number": number, "after": after, "group": group}
+        order |= {"variables": dict(variables or {})}
+        return self._ordered([(words, typed, order)], lost or {})[0]
+
+    def run_at_once(self, *commands: Sequence[object]) -> list[Ended]:
+        """The ends of several commands that run at the same time."""
+        order: dict[str, Any] = {"call": 0, "number": 0, "after": None, "group": False}
+        order["variables"] = {}
+        return self._ordered([(words, "", order) for words in commands])
+
+    def _ordered(
+        self,
+        commands: Sequence[tuple[Sequence[object], str, Any]],
+        lost: Mapping[int, str] = MappingProxyType({}),
+    ) -> list[Ended]:
+        orders = []
+        for number, (words, typed, order) in enumerate(commands):
+            names = (f"stdin{number}", f"stdout{number}", f"stderr{number}")
+            streams = [str(self._directory / name) for name in names]
+            for path, text in zip(streams, (typed, "", ""), strict=True):
+                Path(path).write_text(text)
+            # One character per byte: the process decodes its arguments by its own locale.
+            encoded = [os.fsencode(str(word)).decode("latin-1") for word in words]
+            given = [lost.get(descriptor, path) for descriptor, path in enumerate(streams)]
+            orders.append({"words": encoded, "streams": given, "kept": streams, **order})
         assert self._server.stdin is not None and self._server.stdout is not None
-        print(json.dumps(order), file=self._server.stdin, flush=True)
-        code = int(self._server.stdout.readline())
-        return Ended(code, *(Path(path).read_text(errors="replace") for path in streams[1:]))
+        print(json.dumps(orders), file=self._server.stdin, flush=True)
+        codes = json.loads(self._server.stdout.readline())
+        return [
+            Ended(code, *(Path(path).read_text(errors="replace") for path in order["kept"][1:]))
+            for code, order in zip(codes, orders, strict=True)
+        ]
 
     def close(self) -> None:
         """Ends the server."""
@@ -197,19 +225,25 @@ def _serve(modules: list[str]) -> None:
         importlib.import_module(module)
     gc.freeze()  # else a collection in a child copies the pages of all objects
     for line in sys.stdin:
-        order = json.loads(line)
-        after, group = order.pop("after"), order.pop("group")
-        child = os.fork()
-        if child == 0:
-            _end_with_parent()
-            if os.getppid() != server:
-                os._exit(1)
-            if after is not None:
-                os.setpgid(0, 0)
-            _execute(**order)
+        children = [_start(server, **order) for order in json.loads(line)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(json.dumps(codes), flush=True)
+
+
+def _start(
+    server: int, after: float | None, group: bool, number: int, kept: list[str], **order: Any
+) -> int:
+    child = os.fork()
+    if child == 0:
+        _end_with_parent()
+        if os.getppid() != server:
+            os._exit(1)
         if after is not None:
-            _hit_after(child, after, order["number"], group)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            os.setpgid(0, 0)
+        _execute(number=number, **order)
+    if after is not None:
+        _hit_after(child, after, number, group)
+    return child
 
 
 def _hit_after(child: int, seconds: float, number: int, group: bool) -> None:
@@ -231,14 +265,30 @@ def _run(words: list[str], call: int, number: int) -> None:
         runpy.run_module("ktconv", run_name="__main__")
 
 
+def _open_stream(descriptor: int, path: str) -> None:
+    """Make a standard stream a file, or one of those that nobody reads."""
+    if path == CLOSED:
+        os.close(descriptor)
+        setattr(sys, ("stdin", "stdout", "stderr")[descriptor], None)  # as in a new interpreter
+        return
+    if path == READER_LEFT:
+        reader, opened = os.pipe()
+        os.close(reader)
+    elif descriptor:
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    else:
+        opened = os.open(path, os.O_RDONLY)
+    os.dup2(opened, descriptor)
+    os.close(opened)
+
+
 def _execute(
     words: list[str], call: int, number: int, streams: list[str], variables: dict[str, str]
 ) -> NoReturn:
     """In a child: the command, as `python -m ktconv` runs it."""
     os.environ.update(variables)
-    os.dup2(os.open(streams[0], os.O_RDONLY), 0)
-    for descriptor, path in enumerate(streams[1:], start=1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    for descriptor, path in enumerate(streams):
+        _open_stream(descriptor, path)
     code = 1
     try:
         _run([os.fsdecode(word.encode("latin-1")) for word in words], call, number)
@@ -248,8 +298,11 @@ def _execute(
         sys.excepthook(*sys.exc_info())
     finally:
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (AttributeError, OSError):  # None where it was closed
+                code = code or PYTHON_FAILED
         os._exit(code)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -65,3 +66,37 @@ def experts_of(directory: Path) -> dict[str, NDArray[np.float32]]:
     """Every packed matrix of an output, dequantized."""
     tensors = read_model(directory)
     return {module: dequantize(tensors, module) for module in modules(tensors)}
+
+
+# ---- stacked ---------------------------------------------------------------------------
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(\w+)")
+
+
+def ending(layout: str, part: str) -> str:
+    """What follows gate_up_proj in the name of a stacked tensor."""
+    if layout == "stacked":
+        return f".{part}"
+    return "" if part == "weight" else part.replace("weight_", "_", 1)
+
+
+def stacked(numbered: Mapping[str, Raw], layout: str) -> dict[str, Raw]:
+    """What the tensors of numbered experts become: by expert, gate before up."""
+    some: dict[tuple[str, str, str], dict[tuple[int, str], Raw]] = {}
+    others = {}
+    for name, tensor in numbered.items():
+        if (match := _EXPERT.fullmatch(name)) is None:
+            others[name] = tensor
+        elif not (layout == "stacked-flat" and match[4] == "weight_shape"):
+            word = "down" if match[3] == "down" else "wide"
+            some.setdefault((match[1], word, match[4]), {})[int(match[2]), match[3]] = tensor
+    for (where, word, part), parts in some.items():
+        both = len({proj for _, proj in parts}) > 1
+        name = "down_proj" if word == "down" else "gate_up_proj" if both else "up_proj"
+        first = next(iter(parts.values()))
+        experts = 1 + max(expert for expert, _ in parts)
+        height = first.shape[0] * len(parts) // experts
+        data = b"".join(parts[key].data for key in sorted(parts))  # gate < up
+        shape = (experts, height, *first.shape[1:])
+        others[f"{where}.{name}{ending(layout, part)}"] = Raw(first.dtype, shape, data)
+    return others

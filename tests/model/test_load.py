@@ -451,6 +451,7 @@ MODULES = {
     "runpy",
 }
 READING = {"torch.load", "pickle.load", "pickle.loads", "yaml.load", "torch.hub"}
+LAST = {name.rpartition(".")[2] for name in READING}
 
 
 def risks(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -461,7 +462,7 @@ def risks(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield getattr(node, "lineno", 0), name
         if isinstance(node, ast.Name) and node.id in RUNNING:
             yield node.lineno, node.id
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in READING:
+        if isinstance(node, ast.Attribute) and node.attr in LAST and ast.unparse(node) in READING:
             yield node.lineno, ast.unparse(node)
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             modules = [getattr(node, "module", None), *(one.name for one in node.names)]

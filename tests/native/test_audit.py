@@ -6,10 +6,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from helpers.looped import each
+from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from native.support import (
     F32,
@@ -19,15 +21,19 @@ from native.support import (
     Rule,
     Source,
     assert_same,
+    at_level,
     every_rule,
     quantize_pack,
 )
+from numpy.typing import NDArray
 
 from ktconv import native
 from ktconv.formats import FORMATS, output_formats, reference
 from ktconv.formats.kt_layout import offsets, pack_codes, unpack_codes
 
 pytestmark = pytest.mark.slow
+
+F64 = NDArray[np.float64]
 
 formats = pytest.mark.parametrize("fmt", output_formats())
 
@@ -55,32 +61,58 @@ def rule_scale(source: Source) -> F32:
     return found
 
 
+class Truth(NamedTuple):
+    """What an audit finds; arrays have a value for each row."""
+
+    row_error: F32
+    row_amax: F32
+    squared_error: F64
+    squared_source: F64
+    squared_value: float
+    max_steps: float
+    zeros: int
+    invalid: int
+
+
+@lru_cache(maxsize=2)  # for all levels, one after the other
+def truth(source: Source, packed: bytes, scale: bytes) -> Truth:
+    payload, scales = np.frombuffer(packed, np.uint8), np.frombuffer(scale, np.float32)
+    values, got = source.values(), restored(source, payload, scales)
+    with np.errstate(all="ignore"):
+        top = np.float32(source.fmt.traits.max_level) * step_of(source, scales)[:, None]
+        cut = np.where((top > 0) & (np.abs(values) > top), np.copysign(top, values), values)
+        error = np.abs((cut if source.rule != "amax" else values) - got).max(axis=1)
+        step = scales.astype(np.float64) * source.fmt.traits.scale_units
+        steps = np.where(step > 0, error / step, 0)
+    exact = values.astype(np.float64), got.astype(np.float64)
+    codes = unpack_codes(source.fmt, payload, source.rows, source.cols)
+    return Truth(
+        error,
+        np.abs(values).max(axis=1),
+        ((exact[0] - exact[1]) ** 2).sum(axis=1),
+        (exact[0] ** 2).sum(axis=1),
+        float((exact[1] ** 2).sum()),
+        steps.max(),
+        int((codes == 0).sum()),
+        int((np.abs(codes.astype(int)) > source.fmt.traits.max_level).sum()),
+    )
+
+
 def assert_audit(source: Source, packed: U8, scale: F32) -> native.Audit:
     """Maxima to the bit, sums within what binary32 squares allow."""
-    found = audited(source, packed, scale)
-    values, got = source.values(), restored(source, packed, scale)
-    with np.errstate(all="ignore"):
-        top = np.float32(source.fmt.traits.max_level) * step_of(source, scale)[:, None]
-        cut = np.where((top > 0) & (np.abs(values) > top), np.copysign(top, values), values)
-        off = np.abs((cut if source.rule != "amax" else values) - got)
-    assert_same("row_error", found.row_error, off.max(axis=1))
-    assert_same("row_amax", found.row_amax, np.abs(values).max(axis=1))
+    found, right = audited(source, packed, scale), truth(source, packed.tobytes(), scale.tobytes())
+    assert_same("row_error", found.row_error, right.row_error)
+    assert_same("row_amax", found.row_amax, right.row_amax)
     assert_same("row_scale", found.row_scale, rule_scale(source))
-    exact = values.astype(np.float64), got.astype(np.float64)
-    per_row = ((exact[0] - exact[1]) ** 2).sum(axis=1), (exact[0] ** 2).sum(axis=1)
-    np.testing.assert_allclose(found.row_squared_error, per_row[0], 1e-5, 1e-12 * per_row[1].max())
-    np.testing.assert_allclose(found.row_squared_source, per_row[1], 1e-5)
-    sums = per_row[1].sum(), per_row[0].sum(), (exact[1] ** 2).sum()
+    least = 1e-12 * right.squared_source.max()
+    np.testing.assert_allclose(found.row_squared_error, right.squared_error, 1e-5, least)
+    np.testing.assert_allclose(found.row_squared_source, right.squared_source, 1e-5)
+    sums = right.squared_source.sum(), right.squared_error.sum(), right.squared_value
     mine = found.squared_source, found.squared_error, found.squared_value
     for one, other in zip(mine, sums, strict=True):
         assert math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-12 * sums[0])
-    step = scale.astype(np.float64) * source.fmt.traits.scale_units
-    with np.errstate(all="ignore"):
-        steps = np.where(step > 0, off.max(axis=1) / step, 0)
-    assert found.max_steps == steps.max()
-    codes = unpack_codes(source.fmt, packed, source.rows, source.cols)
-    assert found.zeros == int((codes == 0).sum())
-    assert found.invalid == int((np.abs(codes.astype(int)) > source.fmt.traits.max_level).sum())
+    assert found.max_steps == right.max_steps
+    assert (found.zeros, found.invalid) == (right.zeros, right.invalid)
     return found
 
 
@@ -91,7 +123,7 @@ def assert_audit(source: Source, packed: U8, scale: F32) -> native.Audit:
     fmt=st.sampled_from(list(output_formats())),
     dtype=st.sampled_from(list(STORED)),
     strips=st.integers(1, 5),
-    tiles=st.integers(1, 4),
+    wide=st.integers(1, 4),
     transposed=st.booleans(),
     rounded=st.booleans(),
     block=st.sampled_from([(128, 128), (48, 80), (1, 64), (5, 7)]),
@@ -102,11 +134,11 @@ def assert_audit(source: Source, packed: U8, scale: F32) -> native.Audit:
     factored=st.booleans(),
 )
 def test_sound_payload(
-    isa: str,
+    tiles: object,
     fmt: str,
     dtype: str,
     strips: int,
-    tiles: int,
+    wide: int,
     transposed: bool,
     rounded: bool,
     block: tuple[int, int],
@@ -119,7 +151,7 @@ def test_sound_payload(
     source = Source(
         fmt,
         32 * strips,
-        FORMATS[fmt].traits.col_multiple * tiles,
+        FORMATS[fmt].traits.col_multiple * wide,
         dtype,
         transposed=transposed,
         rounded=rounded,
@@ -131,19 +163,26 @@ def test_sound_payload(
         weighted=rule[1],
         factored=factored,
     )
-    packed, scale = quantize_pack(source, source.matrix())
-    assert_audit(source, packed, scale)
+    for isa in native.isa_available():
+        note(f"at {isa}")
+        with at_level(isa):
+            packed, scale = quantize_pack(source, source.matrix())
+            assert_audit(source, packed, scale)
 
 
 @formats
 @every_rule
-@pytest.mark.parametrize("rows", [32, 96, 160, 288])
-def test_every_block(isa: str, fmt: str, rows: int, rule: Rule, weighted: bool) -> None:
+@each("rows", [32, 96, 160, 288])
+@each("isa", native.isa_available())
+def test_every_block(
+    tiles: object, isa: str, fmt: str, rows: int, rule: Rule, weighted: bool
+) -> None:
     """Several row blocks, a last one that is not full, and columns beyond a column block."""
     cols = 3584 + 256
     source = Source(fmt, rows, cols, kinds=("ordinary",), rule=rule, weighted=weighted)
-    packed, scale = quantize_pack(source, source.matrix())
-    assert_audit(source, packed, scale)
+    with at_level(isa):
+        packed, scale = quantize_pack(source, source.matrix())
+        assert_audit(source, packed, scale)
 
 
 @formats

@@ -6,12 +6,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from helpers.looped import each
-from native.support import F32, STORED, U8, Rule, Source, assert_same, every_rule
+from native.support import F32, STORED, U8, Rule, Source, assert_same, at_level, every_rule
 from numpy.typing import NDArray
 
 from ktconv import native
@@ -98,33 +98,55 @@ def audited(layout: Layout, source: Source, packed: U8, scale: U8) -> native.Aud
     return native.audit(layout, matrix, source.rows, 0, packed, scale, choice)
 
 
-def assert_audit(layout: Layout, source: Source, packed: U8, scale: U8) -> native.Audit:
-    """Maxima to the bit, sums within what binary32 squares allow."""
-    found = audited(layout, source, packed, scale)
-    codes, values = codes_of(layout, packed, source.rows, source.cols), source.values()
-    step = scales_of(layout, scale, source.rows, source.cols)
+class Truth(NamedTuple):
+    """What an audit finds; arrays are [rows, groups]."""
+
+    error: F32
+    amax: F32
+    sums: tuple[float, float, float]  # of squares: of the source, of errors, of values
+    max_steps: float
+    zeros: int
+    invalid: int
+
+
+@lru_cache(maxsize=2)  # for all levels, one after the other
+def truth(layout: Layout, source: Source, packed: bytes, scale: bytes) -> Truth:
+    rows, cols = source.rows, source.cols
+    codes, values = codes_of(layout, np.frombuffer(packed, np.uint8), rows, cols), source.values()
+    step = scales_of(layout, np.frombuffer(scale, np.uint8), rows, cols)
     got = codes * np.repeat(step, layout.group, axis=1)
-    grouped = (source.rows, -1, layout.group)
+    grouped = (rows, -1, layout.group)
     cut = values
     if source.rule != "amax":
         top = np.repeat(np.float32(top_of(layout)) * step, layout.group, axis=1)
         cut = np.where((top > 0) & (np.abs(values) > top), np.copysign(top, values), values)
-    off = np.abs(cut - got).reshape(grouped).max(axis=2)
-    amax = np.abs(values).reshape(grouped).max(axis=2)
-    assert_same("row_error", found.row_error, off)
-    assert_same("row_amax", found.row_amax, amax)
-    assert_same("row_scale", found.row_scale, rule_scale(layout, source))
+    error = np.abs(cut - got).reshape(grouped).max(axis=2)
     exact = values.astype(np.float64), got.astype(np.float64)
-    sums = (exact[0] ** 2).sum(), ((exact[0] - exact[1]) ** 2).sum(), (exact[1] ** 2).sum()
-    mine = found.squared_source, found.squared_error, found.squared_value
-    for one, other in zip(mine, sums, strict=True):
-        assert math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-12 * sums[0])
     with np.errstate(all="ignore"):
-        steps = np.where(step > 0, off / step.astype(np.float64), 0)
-    assert found.max_steps == steps.max()
-    assert found.zeros == int((codes == 0).sum())
+        steps = np.where(step > 0, error / step.astype(np.float64), 0)
     dead = np.repeat(step == 0, layout.group, axis=1)
-    assert found.invalid == int((codes[dead] != 0).sum())
+    return Truth(
+        error,
+        np.abs(values).reshape(grouped).max(axis=2),
+        ((exact[0] ** 2).sum(), ((exact[0] - exact[1]) ** 2).sum(), (exact[1] ** 2).sum()),
+        steps.max(),
+        int((codes == 0).sum()),
+        int((codes[dead] != 0).sum()),
+    )
+
+
+def assert_audit(layout: Layout, source: Source, packed: U8, scale: U8) -> native.Audit:
+    """Maxima to the bit, sums within what binary32 squares allow."""
+    found = audited(layout, source, packed, scale)
+    right = truth(layout, source, packed.tobytes(), scale.tobytes())
+    assert_same("row_error", found.row_error, right.error)
+    assert_same("row_amax", found.row_amax, right.amax)
+    assert_same("row_scale", found.row_scale, rule_scale(layout, source))
+    mine = found.squared_source, found.squared_error, found.squared_value
+    for one, other in zip(mine, right.sums, strict=True):
+        assert math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-12 * right.sums[0])
+    assert found.max_steps == right.max_steps
+    assert (found.zeros, found.invalid) == (right.zeros, right.invalid)
     return found
 
 
@@ -133,7 +155,7 @@ def assert_audit(layout: Layout, source: Source, packed: U8, scale: U8) -> nativ
 @each("dtype", STORED)
 @each("transposed, rounded", [(False, True), (True, False)])
 def test_sound_weights(
-    isa: str,
+    tiles: object,
     layout: Layout,
     dtype: str,
     transposed: bool,
@@ -156,8 +178,10 @@ def test_sound_weights(
             weighted=weighted,
             factored=rounded,
         )
-        found = assert_audit(layout, source, *quantized(layout, source))
-        assert found.invalid == 0
+        for isa in native.isa_available():
+            with at_level(isa):
+                found = assert_audit(layout, source, *quantized(layout, source))
+            assert found.invalid == 0, isa
 
 
 @layouts

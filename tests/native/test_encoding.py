@@ -13,7 +13,7 @@ from native.support import Source, assert_same
 
 from ktconv import native
 from ktconv.formats import FORMATS, fp8, mxfp8
-from ktconv.formats.decode import bf16_to_f32, f16_to_f32
+from ktconv.formats.decode import bf16_to_f32, e4m3fn_to_f32, f16_to_f32
 from ktconv.native import Encoding, audit_encoded, encode
 from ktconv.system.arrays import F32, U8, Array
 
@@ -310,3 +310,82 @@ def test_codes_that_stand_for_infinity(isa: str) -> None:
     encoding = Encoding("mxfp4", 32)
     found = audit_encoded(encoding, source, *encode(encoding, source))
     assert math.isfinite(found.squared_source) and math.isinf(found.squared_error)
+
+
+# ---- in one pass, and near where codes change ---------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", [*INTS, *OTHERS, Encoding("bf16")], ids=str)
+@each("transposed", [False, True])
+def test_rounding_and_comparing_in_one_pass(isa: str, encoding: Encoding, transposed: bool) -> None:
+    """Of pieces of 128 rows, the last of which is smaller."""
+    source = source_of(encoding, rows=288, transposed=transposed, kinds=("ordinary", "zeros"))
+    view, scale = source.matrix(), 0.0
+    if encoding.kind == "nvfp4":
+        scale = tensor_scale(source)
+    codes, scales = encode(encoding, view, scale)
+    wanted = audit_encoded(encoding, view, codes, scales, scale)
+    own = np.empty_like(codes), np.empty_like(scales)
+    scratch = native.new_scratch(view.cols)
+    found, sums = native.encode_audit(encoding, view, scale, *own, scratch)
+    assert_same("codes", own[0], codes)
+    assert_same("scales", own[1], scales)
+    assert sums == (native.byte_sum(codes), native.byte_sum(scales) if scales.size else 0)
+    for name, value in found._asdict().items():
+        assert value == pytest.approx(getattr(wanted, name), rel=1e-12, abs=0)
+
+
+def test_shapes_that_are_not_compared_are_not_encoded(isa: str) -> None:
+    encoding, rows, cols = Encoding("int8", 8), 4, 40
+    view = native.Matrix(np.ones(2 * rows * cols, np.uint8), "BF16", rows, cols)
+    codes, scales = np.full((rows, cols), 7, np.uint8), np.zeros((rows, cols // 8), np.uint16)
+    with pytest.raises(ValueError, match="not a multiple"):
+        native.encode_audit(encoding, view, 0.0, codes, scales, native.new_scratch(cols))
+    assert (codes == 7).all()
+
+
+# Quotients at which codes change: middles of E2M1's numbers, and of bf16's and binary16's, to which
+# quotients of integers are rounded.
+_MIDDLES = {
+    Encoding("nvfp4", 16): np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]),
+    Encoding("int4", 32): np.array([0.501953125, 1.49609375, 2.5078125, 3.4921875, 6.484375]),
+    Encoding("int8", 0): np.array([0.501953125, 3.4921875, 14.53125, 63.375, 126.75]),
+    Encoding("int4", 64, half=True): np.array([0.500244140625, 1.49951171875, 6.498046875]),
+}
+
+
+@pytest.mark.parametrize("encoding", _MIDDLES, ids=str)
+def test_quotients_next_to_where_codes_change(isa: str, encoding: Encoding) -> None:
+    """Where a product with the reciprocal of a scale has another code than the quotient."""
+    rng, rows, cols = np.random.default_rng(7), 64, 512
+    group = encoding.group or cols
+    most = {"nvfp4": 6.0, "int4": 7.5, "int8": 127.5}[encoding.kind]
+    second = 1.7 if encoding.kind == "nvfp4" else 0.0
+    values = np.zeros((rows, cols // group, group), np.float32)
+    values[..., 0] = rng.uniform(0.6, 1.9, values.shape[:2]) * most
+    _, scales = encode(encoding, _floats(values), second)
+    divisor = _divisors(encoding, scales, second)[..., None]
+    middles = rng.choice(_MIDDLES[encoding], (rows, cols // group, group - 1))
+    near = (middles * rng.choice([-1, 1], middles.shape) * divisor).astype(np.float32)
+    values[..., 1:] = (near.view(np.int32) + rng.integers(-2, 3, near.shape, np.int32)).view(
+        np.float32
+    )
+    quotients = values / divisor.astype(np.float32)
+    products = values * (np.float32(1) / divisor.astype(np.float32))
+    assert (quotients != products).mean() > 0.05
+    codes, same = encode(encoding, _floats(values), second)
+    assert_same("scales", same, scales)
+    native.use_isa("scalar")
+    assert_same("codes", codes, encode(encoding, _floats(values), second)[0])
+    assert audit_encoded(encoding, _floats(values), codes, scales, second).other_codes == 0
+
+
+def _floats(values: F32) -> native.Matrix:
+    rows = len(values)
+    return native.Matrix(values.reshape(-1).view(np.uint8), "F32", rows, values.size // rows)
+
+
+def _divisors(encoding: Encoding, scales: Array, second: float) -> F32:
+    if encoding.kind == "nvfp4":
+        return e4m3fn_to_f32(scales) / np.float32(second)
+    return f16_to_f32(scales) if encoding.half else bf16_to_f32(scales)

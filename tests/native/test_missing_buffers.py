@@ -28,6 +28,9 @@ CALLS: dict[str, list[str | int | float]] = {
     ],
     "kt_audit_codes": ["layout", "room", ROWS, COLS, "room"],
     "kt_audit_encoded": ["encoding", "matrix", 1.0, "room", "room", "room"],
+    "kt_encode_audit": [
+        "encoding", "matrix", 1.0, "room", "room", "scratch", -1, "room", "room", "optional",
+    ],
     "kt_compensate": [
         7, ROWS, COLS, "room", COLS, "ones", "room", 1, "room", "room", "room", "room",
     ],

@@ -14,7 +14,7 @@ from ktconv.formats import FORMATS
 from ktconv.formats.decode import f32_to_bf16
 from ktconv.native.arrays import aligned_bytes
 from ktconv.native.moe import VALUE_DTYPES, Call
-from ktconv.native.training import Lora, Training
+from ktconv.native.training import Gradients, Lora, Training
 from ktconv.runtime.layers import pack_experts
 
 pytestmark = pytest.mark.slow
@@ -40,10 +40,16 @@ GAP = 10_000
 
 
 def forward(
-    key: str, emulator: amx.Emulator, gap: int = 0, tokens: int = TOKENS, rank: int = 0
+    key: str,
+    emulator: amx.Emulator,
+    gap: int = 0,
+    tokens: int = TOKENS,
+    rank: int = 0,
+    back: bool = False,
 ) -> None:
     """Run a layer in this format once under the emulator, which counts. gap: see
-    `Emulator.stepping`. rank: of LoRA on down, as in fine-tuning."""
+    `Emulator.stepping`. rank: of LoRA on down, as in fine-tuning. back: count what
+    follows it, the gradient of x."""
     emulator.install()
     source = RandomWeights(0, WIDTH, WIDTH).expert
     layer = pack_experts(FORMATS[key], source, range(EXPERTS), WIDTH, WIDTH).layer
@@ -77,9 +83,16 @@ def forward(
             x_dtype=bf16,
             y_dtype=bf16,
         )
+        saved = aligned_bytes(training.saved_size(tokens, EXPERTS))
+        if back:
+            training.forward(trained, saved.ctypes.data, memory)
         emulator.reset()
         with emulator.stepping(gap):
-            if rank:
+            if back:
+                places = {"dy": rows.ctypes.data, "dx": y.ctypes.data}
+                wanted = Gradients(places, "bf16", "bf16")
+                training.backward(trained, saved.ctypes.data, wanted, memory)
+            elif rank:
                 training.forward(trained, 0, memory)
             else:
                 call()
@@ -131,3 +144,15 @@ def test_fine_tuning_keeps_sums_of_groups_in_tiles(key: str, emulator: amx.Emula
     forward(key, emulator, tokens=2 * TOKENS, rank=16)
     assert emulator.counts() == expected
     assert not expected.int8_products
+
+
+@pytest.mark.parametrize(("key", "tokens"), [("int8", 16), ("int4", 16), ("bf16", 32)])
+def test_backward_keeps_sums_of_few_tokens_in_tiles(
+    key: str, tokens: int, emulator: amx.Emulator
+) -> None:
+    """From chunk to chunk of a strip, which is stored once; that over gate and up is one."""
+    forward(key, emulator, tokens=tokens, back=True)
+    counts = emulator.counts()
+    assert counts.stores == EXPERTS * 2 * (WIDTH // 32) * TILES
+    assert counts.products == EXPERTS * 3 * (WIDTH // 32) * TILES * WIDTH // STEPS[key][0]
+    assert counts.loads == counts.products

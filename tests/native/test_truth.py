@@ -19,6 +19,7 @@ from native.support import (
     Rule,
     Source,
     assert_same,
+    at_level,
     every_rule,
     quantize_pack,
 )
@@ -93,14 +94,10 @@ def check(source: Source) -> None:
 @example(Source("int4", 32, 128, dtype="F8_E4M3", block=(7, 13), origin=(6, 12), transposed=True))
 def test_quantize_pack(tiles: object, source: Source) -> None:
     """At every level."""
-    before = native.isa()
     for isa in native.isa_available():
-        native.use_isa(isa)
         note(f"at {isa}")
-        try:
+        with at_level(isa):
             check(source)
-        finally:
-            native.use_isa(before)
 
 
 @every_rule
@@ -115,15 +112,19 @@ def test_quantize_pack(tiles: object, source: Source) -> None:
     ],
     ids=lambda source: f"{source.format}-{source.dtype}-{source.rows}x{source.cols}",
 )
-def test_beyond_one_column_block(isa: str, source: Source, rule: Rule, weighted: bool) -> None:
-    check(source.but(rule=rule, weighted=weighted))
+@each("isa", native.isa_available())
+def test_beyond_one_column_block(
+    tiles: object, isa: str, source: Source, rule: Rule, weighted: bool
+) -> None:
+    with at_level(isa):
+        check(source.but(rule=rule, weighted=weighted))
 
 
 @every_rule
 @pytest.mark.parametrize("fmt", output_formats())
 @pytest.mark.parametrize("dtype", STORED)
 def test_rows_do_not_depend_on_their_neighbours(
-    isa: str, fmt: str, dtype: str, rule: Rule, weighted: bool
+    tiles: object, fmt: str, dtype: str, rule: Rule, weighted: bool
 ) -> None:
     """One odd row among ordinary ones, at each place of a strip: the strip may take another
     path for it, with the same bits."""
@@ -135,11 +136,13 @@ def test_rows_do_not_depend_on_their_neighbours(
         for n in (0, 5, 15, 16, 31):
             mixed = bits.copy()
             mixed[n] = odd[n]
-            packed, scale = quantize_pack(source, source.matrix(mixed))
             values = source.values(mixed)
             expected = reference.quantize_pack(source.fmt, values, source.reference_choice)
-            assert_same(f"scale with {kind} in row {n}", scale, expected[1])
-            assert_same(f"packed with {kind} in row {n}", packed, expected[0])
+            for isa in native.isa_available():
+                with at_level(isa):
+                    packed, scale = quantize_pack(source, source.matrix(mixed))
+                assert_same(f"scale with {kind} in row {n} at {isa}", scale, expected[1])
+                assert_same(f"packed with {kind} in row {n} at {isa}", packed, expected[0])
 
 
 @pytest.mark.parametrize("fmt", output_formats())

@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 from helpers import golden
 from helpers.cli import STATE, check_reader, contents, edit_json, staged, stamps, tmpfs, write_model
 from helpers.convert import all_files, assert_same, convert, read_json, read_model
+from helpers.disk_calls import Commands
 from helpers.families import Tensor, bf16, numbered, random_weights, simple_config, write_checkpoint
 from typer.testing import CliRunner
 
@@ -203,31 +202,16 @@ def test_again_changes_nothing(kept_folders: Made, tmp_path: Path) -> None:
     assert stamps(tmp_path / "out") == before
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from ktconv.conversion.pipeline import Observer
-from ktconv.merge import Request, merge
-
-class Killer(Observer):
-    left = int(sys.argv[4])
-    def advanced(self, count):
-        self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-request = Request(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], threads=2)
-merge(request, Killer())
-"""
-
-
-def test_killed_until_done(model: Path, kept_folders: Made, tmp_path: Path) -> None:
+def test_killed_until_done(
+    commands: Commands, model: Path, kept_folders: Made, tmp_path: Path
+) -> None:
+    """Each run is given some calls more than the one before, and goes on from what that left."""
     layers, output = kept_folders("int4", 2), tmp_path / "out"
     merge(Request(layers, tmp_path / "clean", str(model)))
     clean, codes = contents(tmp_path / "clean"), []
-    for calls in (1, 30, 60, 50, 100, 10_000):
-        command = [sys.executable, "-c", KILLED, *map(str, (layers, output, model, calls))]
-        codes.append(subprocess.run(command, check=False).returncode)
+    for call in (1, 12, 24, 20, 40, 10_000):
+        words = ["merge", layers, output, "--source", model, "--threads=2"]
+        codes.append(commands.run(words, call).returncode)
         check_reader(output, clean)
     assert codes == [-signal.SIGKILL] * codes.index(0) + [0] * (len(codes) - codes.index(0))
     assert codes.index(0) >= 4

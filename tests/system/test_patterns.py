@@ -79,7 +79,7 @@ def test_drawn_patterns() -> None:
     draw = random.Random(1)
     names = ["", "a", "b", ".", "a.b", "ab", "ba.a", "aab_b", "b.a.ab", "a-.b", "{a", "ab.{"]
     compared = 0
-    for _ in range(3000):
+    for _ in range(1500):
         pattern = drawn(draw)
         if pattern.count("{2}") > 8:
             continue  # too long, written out
@@ -88,7 +88,7 @@ def test_drawn_patterns() -> None:
             found = theirs.match(name) is not None
             assert (ours.first(name) is not None) == found, (pattern, name)
             compared += found
-    assert compared > 3000
+    assert compared > 1500
 
 
 @pytest.mark.parametrize(

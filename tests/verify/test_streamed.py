@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.cli import ktconv_done
 from helpers.convert import convert
 from helpers.gpu import quantize
 from helpers.paths import EVAL, EXAMPLE, MODELS
@@ -39,6 +40,8 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, str], P
             output = made[source, method] = tmp_path_factory.mktemp("streamed") / method
             if method == "W4A16":
                 quantize(source, output, scheme=method)
+            elif method.startswith("gguf-"):
+                ktconv_done("quantize-cpu", source, output, "--method", method)
             else:
                 convert(source, output, method=method)
         return made[source, method]
@@ -94,6 +97,7 @@ def figures(facts: Any) -> dict[str, Any]:
     [
         (EXAMPLE, "int4"),
         (EXAMPLE, "W4A16"),
+        (EXAMPLE, "gguf-q4_0"),
         (MODELS / "tiny-qwen3moe", "int8"),
         (MODELS / "tiny-deepseekv3", "int4"),
     ],

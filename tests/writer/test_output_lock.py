@@ -60,7 +60,8 @@ def journal(tmp_path: Path) -> Journal:
     return found
 
 
-def test_others_find_what_is_locked(journal: Journal) -> None:
+def test_others_find_what_is_locked(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktconv.writer.journal.ENDING_SECONDS", 0.0)  # who has them keeps them
     first, second = OutputLock(journal), OutputLock(journal)
     with first.setup_lock():
         first.acquire([1, 3, 5], "layers")

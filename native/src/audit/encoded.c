@@ -13,6 +13,12 @@ static kt_encoded_fn *const levels[KT_LEVELS] = {
 #endif
 };
 
+kt_status kt_encoded_auditable(const kt_encoding *encoding, const kt_matrix *source) {
+  const int64_t group = encoding->group ? encoding->group : source->cols;
+  if (source->cols % 32 || (group % 32 && encoding->kind != KT_ENCODE_NVFP4)) return KT_ERR_SHAPE;
+  return source->rows % 32 && source->col_stride != 1 ? KT_ERR_SHAPE : KT_OK;
+}
+
 kt_status kt_audit_encoded(const kt_encoding *encoding, const kt_matrix *source, float tensor_scale,
                            const void *codes, const void *scales, kt_encoded_audit *audit) {
   kt_encoded sizes;
@@ -25,8 +31,7 @@ kt_status kt_audit_encoded(const kt_encoding *encoding, const kt_matrix *source,
     return KT_ERR_SCALE;
   const int64_t group = encoding->group ? encoding->group : source->cols;
   const int tall = kind == KT_ENCODE_FP8 && encoding->group;
-  if (source->cols % 32 || (group % 32 && kind != KT_ENCODE_NVFP4)) return KT_ERR_SHAPE;
-  if (source->rows % 32 && source->col_stride != 1) return KT_ERR_SHAPE;
+  if ((status = kt_encoded_auditable(encoding, source))) return status;
   *audit = (kt_encoded_audit){0};
   const kt_encoded_job job = {
       .source = source,

@@ -19,4 +19,7 @@ typedef struct kt_encoded_job {
 typedef void kt_encoded_fn(const kt_encoded_job *job, kt_encoded_audit *audit);
 kt_encoded_fn kt_encoded_scalar, kt_encoded_avx2, kt_encoded_avx512;
 
+/* KT_ERR_SHAPE for a matrix that kt_audit_encoded does not take. */
+kt_status kt_encoded_auditable(const kt_encoding *encoding, const kt_matrix *source);
+
 #endif

@@ -1,11 +1,11 @@
-/* The comparison of encoded matrices for AVX-512: of integers by hand, of the others as the
- * compiler vectorizes it. */
+/* The comparison of encoded matrices for AVX-512, by hand but for bf16. */
 #include "../cpu.h"
 
 #if KT_X86
 #include "../simd/target.h"
 
 KT_TARGET_BEGIN(AVX512)
+#include "encoded_floats_avx512.h"
 #include "encoded_integers_avx512.h"
 /* which the loop takes */
 #include "encoded_loop.h"

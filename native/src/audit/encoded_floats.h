@@ -3,18 +3,8 @@
 #ifndef KT_AUDIT_ENCODED_FLOATS_H
 #define KT_AUDIT_ENCODED_FLOATS_H
 
-/* Magnitudes by place. Places below `normal` are multiples of `least`; others have the fields of
- * binary32 from bit `shift` on, with a bias smaller by `bias`. */
-typedef struct number {
-  int32_t top, normal, bias; /* top: the place of the largest magnitude */
-  int shift, sign;           /* sign: the bit of a code that is its sign */
-  float least;
-} number;
-
-static const number e4m3 = {126, 8, 120, 20, 7, 0x1p-9f}, e2m1 = {7, 2, 126, 22, 3, 0x1p-1f};
-
 /* Bits of the magnitude of a place, or of the middle between it and the next one (halves 1). */
-INLINE int32_t magnitude_bits(const number n, int32_t place, const int halves) {
+INLINE int32_t magnitude_bits(const float_kind n, int32_t place, const int halves) {
   const uint32_t small = bits_of(((float)place + 0.5f * (float)halves) * n.least);
   const uint32_t fields = ((uint32_t)place << n.shift) + ((uint32_t)n.bias << 23);
   const uint32_t normal = fields + ((uint32_t)halves << (n.shift - 1));
@@ -24,7 +14,7 @@ INLINE int32_t magnitude_bits(const number n, int32_t place, const int halves) {
 /* Whether a place is that of the magnitude nearest to q >= 0, in the order of bits, which is
  * theirs: of the middle between two places, the even one has it. Beyond the largest magnitude all
  * have its place, but not a NaN. */
-INLINE int is_nearest(const number n, float q, int32_t place) {
+INLINE int is_nearest(const float_kind n, float q, int32_t place) {
   const int32_t bits = (int32_t)bits_of(q), odd = place & 1;
   const int32_t first = magnitude_bits(n, place - 1, 1) + odd; /* negative for place 0 */
   const int32_t last = magnitude_bits(n, place, 1) - odd;
@@ -33,19 +23,29 @@ INLINE int is_nearest(const number n, float q, int32_t place) {
 }
 
 /* The reciprocal of the distance between magnitudes from this one on, a power of two. */
-INLINE float per_step(const number n, int32_t here) {
+INLINE float per_step(const float_kind n, int32_t here) {
   const int32_t power = (here & 0x7f800000) - ((23 - n.shift) << 23);
   const int32_t smallest = (int32_t)bits_of(n.least);
   return from_bits((254u << 23) - (uint32_t)(power > smallest ? power : smallest));
 }
 
-/* Adds `span` columns (LANES or twice as many) that share a scale. */
-INLINE void compare_floats(const number n, const float *restrict w, const uint8_t *restrict codes,
-                           float divisor, const int span, group_state *restrict group,
-                           row_sums *restrict sum) {
+/* Adds `span` columns (LANES or twice as many) that share a scale, by `power` one that is a power
+ * of two, of which a product with the reciprocal is the quotient; bits of their largest magnitude.
+ * A level may have its own, with the same sums. */
+#ifndef KT_ENCODED_OWN_FLOATS
+typedef row_sums float_sums;
+
+INLINE void begin_floats(float_sums *sum) { *sum = (float_sums){{0}, {0}, {0}, {0}, {0}, {0}}; }
+
+INLINE void end_floats(const float_sums *sum, row_sums *row) { *row = *sum; }
+
+INLINE int32_t compare_floats(const float_kind n, const float *restrict w,
+                              const uint8_t *restrict codes, float divisor, const int power,
+                              const int span, float_sums *restrict sum) {
   float error[PIECE], value[PIECE], steps[PIECE], q[PIECE];
   int32_t place[PIECE], sign[PIECE];
-  int32_t zero[PIECE], other[PIECE], most = group->most;
+  int32_t zero[PIECE], other[PIECE], most = 0;
+  const float inverse = 1.0f / divisor;
   for (int c = 0; c < span; c++) {
     place[c] = codes[c] & ((1 << n.sign) - 1);
     sign[c] = codes[c] >> n.sign;
@@ -53,7 +53,7 @@ INLINE void compare_floats(const number n, const float *restrict w, const uint8_
   for (int c = 0; c < span; c++) {
     const int32_t bits = (int32_t)(bits_of(w[c]) & 0x7fffffffu);
     most = bits > most ? bits : most;
-    q[c] = from_bits((uint32_t)bits) / divisor;
+    q[c] = power ? from_bits((uint32_t)bits) * inverse : from_bits((uint32_t)bits) / divisor;
   }
   for (int c = 0; c < span; c++) {
     const int32_t here = magnitude_bits(n, place[c], 0);
@@ -65,7 +65,6 @@ INLINE void compare_floats(const number n, const float *restrict w, const uint8_
     value[c] = from_bits(bits_of(from_bits((uint32_t)here) * divisor) | (uint32_t)sign[c] << 31);
     error[c] = w[c] - value[c];
   }
-  group->most = most;
   for (int side = 0; side < span; side += LANES)
     for (int i = 0; i < LANES; i++) {
       sum->source[i] += w[side + i] * w[side + i];
@@ -75,21 +74,23 @@ INLINE void compare_floats(const number n, const float *restrict w, const uint8_
       sum->zeros[i] += zero[side + i];
       sum->others[i] += other[side + i];
     }
+  return most;
 }
+#endif
 
 /* ---- Scales ------------------------------------------------------------------ */
 
-INLINE uint32_t stored_scale(const kt_encoded_job *job, int64_t at) {
-  if (job->kind != KT_ENCODE_FP8) return ((const uint8_t *)job->scales)[at];
+INLINE uint32_t stored_scale(const kt_encoded_job *job, const int kind, int64_t at) {
+  if (kind != KT_ENCODE_FP8) return ((const uint8_t *)job->scales)[at];
   uint32_t bits;
   memcpy(&bits, (const uint8_t *)job->scales + 4 * at, sizeof bits);
   return bits;
 }
 
 /* What weights of a group are divided by. */
-INLINE float divisor_of(const kt_encoded_job *job, int64_t at) {
-  const uint32_t code = stored_scale(job, at);
-  switch (job->kind) {
+INLINE float divisor_of(const kt_encoded_job *job, const int kind, int64_t at) {
+  const uint32_t code = stored_scale(job, kind, at);
+  switch (kind) {
   case KT_ENCODE_FP8: return from_bits(code);
   case KT_ENCODE_NVFP4: return f8_value((uint8_t)code) / job->tensor_scale;
   default: return from_bits(choose(code == 0, 1u << 22, code << 23)); /* 255: infinity */
@@ -98,30 +99,40 @@ INLINE float divisor_of(const kt_encoded_job *job, int64_t at) {
 
 /* The exponent of MX scales: that of the largest magnitude, from 7/4 of a power of two on that of
  * the next one, less that of the largest level. */
-static uint32_t power_of_rule(float amax, int32_t top) {
+INLINE uint32_t power_of_rule(float amax, int32_t top) {
   const int32_t exponent = (int32_t)(bits_of(amax) >> 23), fraction = bits_of(amax) & 0x7fffff;
   const int32_t code = exponent + (fraction >= 0x600000) - top;
-  if (!exponent || code < 0) return 0;
-  return code < 254 ? (uint32_t)code : 254;
+  const int32_t most = code < 254 ? code : 254;
+  return choose((exponent == 0) | (code < 0), 0, (uint32_t)most);
 }
 
-static int is_rule_scale(const kt_encoded_job *job, float amax, int64_t at) {
-  const uint32_t code = stored_scale(job, at);
-  switch (job->kind) {
+INLINE int is_rule_scale(const kt_encoded_job *job, const int kind, float amax, int64_t at) {
+  const uint32_t code = stored_scale(job, kind, at);
+  switch (kind) {
   case KT_ENCODE_FP8: return code == bits_of((amax > 1e-30f ? amax : 1e-30f) / 448.0f);
   case KT_ENCODE_MXFP4: return code == power_of_rule(amax, 2);
   case KT_ENCODE_MXFP8: return code == power_of_rule(amax, 8);
   default: break;
   }
   const float wanted = job->tensor_scale * (amax / 6.0f);
-  if (is_nearest(e4m3, wanted, 0)) return code == 0x20; /* 1/8 where it would be 0 */
-  return is_nearest(e4m3, wanted, (int32_t)code);
+  const int nothing = is_nearest(e4m3, wanted, 0); /* 1/8 where it would be 0 */
+  const int is_eighth = code == 0x20, is_next = is_nearest(e4m3, wanted, (int32_t)code);
+  return (nothing & is_eighth) | ((nothing ^ 1) & is_next);
 }
 
-INLINE void finish_floats(const kt_encoded_job *job, int64_t at, group_state *group,
+INLINE void finish_floats(const kt_encoded_job *job, const int kind, int64_t at, group_state *group,
                           kt_encoded_audit *found) {
-  found->other_scales += !is_rule_scale(job, from_bits((uint32_t)group->most), at);
+  found->other_scales += !is_rule_scale(job, kind, from_bits((uint32_t)group->most), at);
   group->most = 0;
+}
+
+/* The scales of some groups of a row, whose largest magnitudes have these bits. */
+INLINE void finish_groups(const kt_encoded_job *job, const int kind, int64_t at, int64_t groups,
+                          const int32_t *most, kt_encoded_audit *found) {
+  int32_t others = 0;
+  for (int64_t g = 0; g < groups; g++)
+    others += is_rule_scale(job, kind, from_bits((uint32_t)most[g]), at + g) ^ 1;
+  found->other_scales += others;
 }
 
 /* ---- Matrices ---------------------------------------------------------------- */
@@ -150,26 +161,48 @@ INLINE int64_t group_at(int64_t col, const int64_t fixed, const int tall) {
 }
 
 /* What codes of a row stand for, whose first scale is `line`. */
-static __attribute__((noinline)) void float_values(const kt_encoded_job *job, const number n,
+static __attribute__((noinline)) void float_values(const kt_encoded_job *job, const float_kind n,
                                                    const uint8_t *codes, int64_t line, int64_t col,
                                                    int64_t cols, const int64_t fixed,
                                                    const int tall, float *values) {
   for (int64_t c = 0; c < cols; c++) {
-    const float divisor = divisor_of(job, line + group_at(col + c, fixed, tall));
+    const float divisor = divisor_of(job, job->kind, line + group_at(col + c, fixed, tall));
     const uint32_t sign = (uint32_t)codes[c] >> n.sign << 31;
     const int32_t here = magnitude_bits(n, codes[c] & ((1 << n.sign) - 1), 0);
     values[c] = from_bits(bits_of(from_bits((uint32_t)here) * divisor) | sign);
   }
 }
 
+/* Adds columns of a row that begin with group `at`, whose groups have `fixed` columns. */
+INLINE void compare_groups(const kt_encoded_job *job, const float_kind n, const int kind,
+                           const int64_t fixed, int64_t at, const float *w, const uint8_t *codes,
+                           int64_t cols, float_sums *sum, kt_encoded_audit *found) {
+  float divisor[KT_AUDIT_SUMMED / LANES];
+  int32_t most[KT_AUDIT_SUMMED / LANES];
+  const int64_t groups = cols / fixed;
+  for (int64_t g = 0; g < groups; g++) divisor[g] = divisor_of(job, kind, at + g);
+  for (int64_t g = 0; g < groups; g++)
+    most[g] = compare_floats(n, w + g * fixed, codes + g * fixed, divisor[g],
+                             kind != KT_ENCODE_NVFP4, (int)fixed, sum);
+  finish_groups(job, kind, at, groups, most, found);
+}
+
+/* Adds columns of a row that share a scale. */
+INLINE void compare_columns(const float_kind n, const float *w, const uint8_t *codes, int64_t cols,
+                            float divisor, group_state *group, float_sums *sum) {
+  for (int64_t c = 0; c < cols; c += PIECE) {
+    const int32_t most = compare_floats(n, w + c, codes + c, divisor, 0, PIECE, sum);
+    group->most = most > group->most ? most : group->most;
+  }
+}
+
 /* `fixed`: the columns of a group, if it is a constant, else 0: a row's, or TALL of `tall` rows. */
-INLINE void audit_floats(const kt_encoded_job *job, const number n, const int64_t fixed,
-                         const int tall, kt_encoded_audit *found) {
+INLINE void audit_floats(const kt_encoded_job *job, const float_kind n, const int kind,
+                         const int64_t fixed, const int tall, kt_encoded_audit *found) {
   const kt_matrix *const m = job->source;
   const int across = is_across(m), nibbles = n.sign == 3;
   const int64_t at_once = across ? 2 * KT_AUDIT_ROWS : 1, high = tall ? TALL : at_once;
   const int64_t block = across ? KT_AUDIT_GATHERED : KT_AUDIT_SUMMED;
-  const int span = fixed == LANES ? LANES : PIECE;
   group_state of_row[2 * KT_AUDIT_ROWS] = {{0}}, of_block[KT_AUDIT_SUMMED / TALL] = {{0}};
   sums all = {{0}, {0}, {0}, {0}, 0, 0};
   for (int64_t first = 0; first < m->rows; first += high)
@@ -184,15 +217,23 @@ INLINE void audit_floats(const kt_encoded_job *job, const number n, const int64_
           uint8_t unpacked[KT_AUDIT_SUMMED];
           source_values(m, stored_on(s, r), row + r, col, width, w);
           const uint8_t *const codes = float_codes(job, row + r, col, width, nibbles, unpacked);
-          row_sums sum = {{0}, {0}, {0}, {0}, {0}, {0}};
+          row_sums sum;
+          float_sums running;
+          begin_floats(&running);
           const int64_t line = (tall ? (row + r) / TALL : row + r) * job->groups;
-          for (int64_t c = 0; c < width; c += span) {
-            const int64_t g = group_at(col + c, fixed, tall);
-            group_state *const group = tall ? of_block + c / TALL : of_row + r;
-            compare_floats(n, w + c, codes + c, divisor_of(job, line + g), span, group, &sum);
-            if (!tall && (col + c + span) % job->group == 0)
-              finish_floats(job, line + g, group, found);
+          if (fixed) {
+            compare_groups(job, n, kind, fixed, line + col / fixed, w, codes, width, &running,
+                           found);
+          } else if (tall) {
+            for (int64_t c = 0; c < width; c += TALL)
+              compare_columns(n, w + c, codes + c, least(TALL, width - c),
+                              divisor_of(job, kind, line + (col + c) / TALL), of_block + c / TALL,
+                              &running);
+          } else {
+            compare_columns(n, w, codes, width, divisor_of(job, kind, line), of_row + r, &running);
+            if (col + width == m->cols) finish_floats(job, kind, line, of_row + r, found);
           }
+          end_floats(&running, &sum);
           add_counts(&sum, &all);
           if (are_usual(&sum)) {
             add_sums(&sum, &all);
@@ -205,7 +246,7 @@ INLINE void audit_floats(const kt_encoded_job *job, const number n, const int64_
         }
       }
       for (int64_t c = 0; tall && c < width; c += TALL)
-        finish_floats(job, first / TALL * job->groups + (col + c) / TALL, of_block + c / TALL,
+        finish_floats(job, kind, first / TALL * job->groups + (col + c) / TALL, of_block + c / TALL,
                       found);
     }
   found->max_steps = (double)largest(all.most_steps);
@@ -266,16 +307,16 @@ static __attribute__((noinline)) void audit_bf16(const kt_encoded_job *job,
 }
 
 /* Functions of their own, in which all but the job is a constant. */
-#define FLOATS(name, numbers, fixed, tall)                                                         \
+#define FLOATS(name, numbers, kind, fixed, tall)                                                   \
   static __attribute__((noinline)) void name(const kt_encoded_job *job, kt_encoded_audit *found) { \
-    audit_floats(job, numbers, fixed, tall, found);                                                \
+    audit_floats(job, numbers, kind, fixed, tall, found);                                          \
   }
 
-FLOATS(audit_fp8_rows, e4m3, 0, 0)
-FLOATS(audit_fp8_blocks, e4m3, 0, 1)
-FLOATS(audit_mxfp8, e4m3, 32, 0)
-FLOATS(audit_mxfp4, e2m1, 32, 0)
-FLOATS(audit_nvfp4, e2m1, 16, 0)
+FLOATS(audit_fp8_rows, e4m3, KT_ENCODE_FP8, 0, 0)
+FLOATS(audit_fp8_blocks, e4m3, KT_ENCODE_FP8, 0, 1)
+FLOATS(audit_mxfp8, e4m3, KT_ENCODE_MXFP8, 32, 0)
+FLOATS(audit_mxfp4, e2m1, KT_ENCODE_MXFP4, 32, 0)
+FLOATS(audit_nvfp4, e2m1, KT_ENCODE_NVFP4, 16, 0)
 #undef FLOATS
 
 #endif

@@ -1,4 +1,5 @@
-/* encoded_sums.h - what the comparison of encoded integers adds up. */
+/* encoded_sums.h - what the comparison of encoded weights adds up, and its floating-point numbers.
+ */
 #ifndef KT_AUDIT_ENCODED_SUMS_H
 #define KT_AUDIT_ENCODED_SUMS_H
 
@@ -6,6 +7,16 @@
 #include "source_numbers.h"
 
 enum { LANES = 16, PIECE = KT_AUDIT_GROUP_COLS };
+
+/* Magnitudes by place. Places below `normal` are multiples of `least`; others have the fields of
+ * binary32 from bit `shift` on, with a bias smaller by `bias`. */
+typedef struct float_kind {
+  int32_t top, normal, bias; /* top: the place of the largest magnitude */
+  int shift, sign;           /* sign: the bit of a code that is its sign */
+  float least;
+} float_kind;
+
+static const float_kind e4m3 = {126, 8, 120, 20, 7, 0x1p-9f}, e2m1 = {7, 2, 126, 22, 3, 0x1p-1f};
 
 /* What is known so far of a row's present group: bits of its largest magnitude. */
 typedef struct group_state {

@@ -49,7 +49,8 @@ KT_INLINE void part(const kt_unpack_tables *t, kt_unpack_unit *u, int q) {
 }
 
 void kt_bf16_transposed_amx(kt_transposed *t, float *out) {
-  static const kt_unpack_form form = {.half_step = KT_BF16_HALF_TILE,
+  static const kt_unpack_form form = {.plain = 1,
+                                      .half_step = KT_BF16_HALF_TILE,
                                       .column = KT_BF16_HALF_TILE / 2,
                                       .square = square,
                                       .part = part};

@@ -31,6 +31,13 @@ static int usable(const float *importance, int64_t cols) {
   return 1;
 }
 
+/* Whether columns count differently at all: if not, they are as without importance. */
+static int differs(const float *importance, int64_t cols) {
+  for (int64_t k = 1; importance && k < cols; k++)
+    if (importance[k] != importance[0]) return 1;
+  return 0;
+}
+
 kt_status kt_encode_blocks(int32_t dtype, const kt_matrix *matrix, const float *importance,
                            void *blocks, void *scratch, size_t scratch_size, kt_position *bad) {
   kt_stored_unit unit;
@@ -44,7 +51,7 @@ kt_status kt_encode_blocks(int32_t dtype, const kt_matrix *matrix, const float *
                              .unit_cols = unit.cols,
                              .unit_bytes = unit.bytes,
                              .source = matrix,
-                             .importance = importance,
+                             .importance = differs(importance, matrix->cols) ? importance : NULL,
                              .blocks = blocks,
                              .scratch = scratch,
                              .decode = kt_decode_rows_best()};

@@ -43,12 +43,15 @@ INLINE uint8_t e4m3_code(float y) {
   return (uint8_t)((bits >> 24 & 0x80u) | e4m3_magnitude(bits & 0x7fffffffu));
 }
 
-/* The nearest E2M1, ties to even: one code more behind each middle of two neighbours. */
+/* The nearest E2M1, ties to even. Binary32 has the same fields 22 bits further up, with a bias
+ * larger by 126; below 1 codes are multiples of 1/2. */
 INLINE uint8_t e2m1_code(float y) {
-  const float m = fabsf(y);
-  const int code = (m > 0.25f) + (m >= 0.75f) + (m > 1.25f) + (m >= 1.75f) + (m > 2.5f) +
-                   (m >= 3.5f) + (m > 5.0f);
-  return (uint8_t)((kt_bits(y) >> 28 & 8u) | (uint32_t)code);
+  const uint32_t bits = kt_bits(y), magnitude = bits & 0x7fffffffu;
+  const uint32_t normal = ((magnitude + 0x1fffffu + (magnitude >> 22 & 1)) >> 22) - (126u << 1);
+  const uint32_t small = kt_bits(kt_float(magnitude) * 2.0f + 12582912.0f) - 0x4b400000u;
+  const uint32_t is_small = 0u - (magnitude < 0x3f800000u);
+  const uint32_t code = (small & is_small) | (normal & ~is_small);
+  return (uint8_t)((bits >> 28 & 8u) | (code < 7u ? code : 7u));
 }
 
 INLINE float e4m3_value(uint8_t code) {
@@ -108,9 +111,29 @@ INLINE uint32_t largest_bits(const float *x, int64_t count) {
   return (uint32_t)most;
 }
 
+/* A level may have codes of the first columns by itself, with the same bits; how many. */
+#ifndef KT_ENCODE_OWN_CODES
+INLINE int64_t own_int_codes(const float *x, int64_t count, float divisor, int32_t top,
+                             int32_t bias, const int half, uint8_t *codes) {
+  (void)x, (void)count, (void)divisor, (void)top, (void)bias, (void)half, (void)codes;
+  return 0;
+}
+
+INLINE int64_t own_e2m1_codes(const float *x, int64_t count, float divisor, const int power,
+                              uint8_t *codes) {
+  (void)x, (void)count, (void)divisor, (void)power, (void)codes;
+  return 0;
+}
+
+INLINE int64_t own_nibbles(const uint8_t *codes, int64_t cols, uint8_t *bytes) {
+  (void)codes, (void)cols, (void)bytes;
+  return 0;
+}
+#endif
+
 INLINE void int_codes(const float *restrict x, int64_t count, float divisor, int32_t top,
                       int32_t bias, const int half, uint8_t *restrict codes) {
-  for (int64_t k = 0; k < count; k++) {
+  for (int64_t k = own_int_codes(x, count, divisor, top, bias, half, codes); k < count; k++) {
     const float y = kt_float(rounded_bits(kt_bits(x[k] / divisor), half));
     const int32_t code = kt_round_even(y), below = code < top ? code : top;
     codes[k] = (uint8_t)((below > ~top ? below : ~top) + bias);
@@ -126,19 +149,25 @@ INLINE void nearest_codes(const float *restrict x, int64_t count, float divisor,
   }
 }
 
-INLINE void e4m3_codes(const float *restrict x, int64_t count, float divisor,
+/* `power`: divisors are powers of two, whose reciprocals binary32 has: a product is the quotient,
+ * and takes a fifth of its time. */
+INLINE void e4m3_codes(const float *restrict x, int64_t count, float divisor, const int power,
                        uint8_t *restrict codes) {
-  for (int64_t k = 0; k < count; k++) codes[k] = e4m3_code(x[k] / divisor);
+  const float inverse = 1.0f / divisor;
+  for (int64_t k = 0; k < count; k++) codes[k] = e4m3_code(power ? x[k] * inverse : x[k] / divisor);
 }
 
-INLINE void e2m1_codes(const float *restrict x, int64_t count, float divisor,
+INLINE void e2m1_codes(const float *restrict x, int64_t count, float divisor, const int power,
                        uint8_t *restrict codes) {
-  for (int64_t k = 0; k < count; k++) codes[k] = e2m1_code(x[k] / divisor);
+  const float inverse = 1.0f / divisor;
+  for (int64_t k = own_e2m1_codes(x, count, divisor, power, codes); k < count; k++)
+    codes[k] = e2m1_code(power ? x[k] * inverse : x[k] / divisor);
 }
 
 /* Two codes in a byte, the even column in the low nibble. */
 INLINE void join_nibbles(const uint8_t *restrict codes, int64_t cols, uint8_t *restrict bytes) {
-  for (int64_t k = 0; k < cols / 2; k++) bytes[k] = (uint8_t)(codes[2 * k] | codes[2 * k + 1] << 4);
+  for (int64_t k = own_nibbles(codes, cols, bytes) / 2; k < cols / 2; k++)
+    bytes[k] = (uint8_t)(codes[2 * k] | codes[2 * k + 1] << 4);
 }
 
 /* ---- Searched scales ---------------------------------------------------------- */
@@ -246,13 +275,13 @@ INLINE scale searched_scale(const float *x, int64_t count, float amax, float hal
 
 /* ---- Rows --------------------------------------------------------------------- */
 
-INLINE scale scale_of(const kt_encode_job *job, float amax, const int kind, const int half) {
+INLINE scale scale_of(float tensor_scale, float amax, const int kind, const int half) {
   switch (kind) {
   case KT_ENCODE_INT4: return int_scale(amax, 7.5f, half);
   case KT_ENCODE_INT8: return int_scale(amax, 127.5f, half);
   case KT_ENCODE_MXFP4: return mx_scale(amax, 2);
   case KT_ENCODE_MXFP8: return mx_scale(amax, 8);
-  case KT_ENCODE_NVFP4: return nvfp4_scale(amax, job->tensor_scale);
+  case KT_ENCODE_NVFP4: return nvfp4_scale(amax, tensor_scale);
   default: return fp8_scale(amax);
   }
 }
@@ -262,9 +291,10 @@ INLINE void codes_of(const float *x, int64_t count, float divisor, const int kin
   switch (kind) {
   case KT_ENCODE_INT4: int_codes(x, count, divisor, 7, 8, half, codes); break;
   case KT_ENCODE_INT8: int_codes(x, count, divisor, 127, 128, half, codes); break;
-  case KT_ENCODE_MXFP4:
-  case KT_ENCODE_NVFP4: e2m1_codes(x, count, divisor, codes); break;
-  default: e4m3_codes(x, count, divisor, codes);
+  case KT_ENCODE_MXFP4: e2m1_codes(x, count, divisor, 1, codes); break;
+  case KT_ENCODE_NVFP4: e2m1_codes(x, count, divisor, 0, codes); break;
+  case KT_ENCODE_MXFP8: e4m3_codes(x, count, divisor, 1, codes); break;
+  default: e4m3_codes(x, count, divisor, 0, codes);
   }
 }
 
@@ -304,23 +334,44 @@ INLINE void finish_row(const kt_encode_job *job, int64_t n, uint8_t *codes, cons
   memset(row + bytes, 0, (size_t)(job->row_size - bytes)); /* columns of the last word */
 }
 
+/* The scales of a row, of all groups at once: loops over groups become vectors. What weights are
+ * divided by is left in `divisor`. Bits of the largest magnitude. */
+INLINE uint32_t row_scales(const kt_encode_job *job, int64_t n, const float *x, int64_t group,
+                           const int kind, const int half, float *restrict divisor) {
+  const int64_t groups = job->groups, stride = kt_scratch_stride(job->source->cols);
+  float *restrict const most = divisor + stride;
+  uint32_t *restrict const stored = (uint32_t *)(void *)(divisor + 2 * stride);
+  const float tensor_scale = job->tensor_scale;
+  uint32_t largest = 0;
+  for (int64_t g = 0; g < groups; g++) {
+    const uint32_t bits = largest_bits(x + g * group, group);
+    most[g] = kt_float(bits);
+    largest = bits > largest ? bits : largest;
+  }
+  for (int64_t g = 0; g < groups; g++) {
+    const scale found = scale_of(tensor_scale, most[g], kind, half);
+    stored[g] = found.stored;
+    divisor[g] = found.divisor;
+  }
+  for (int64_t g = 0; g < groups; g++) store_scale(job->scales, n * groups + g, stored[g], kind);
+  return largest;
+}
+
 /* Scales of rows by themselves. `fixed`: the group, if it is a constant, else 0. */
 INLINE kt_status encode_rows(const kt_encode_job *job, const int kind, const int half,
                              const int64_t fixed) {
   const int64_t group = fixed ? fixed : job->group;
   const int nibbles = kind == KT_ENCODE_INT4 || kind == KT_ENCODE_MXFP4 || kind == KT_ENCODE_NVFP4;
+  float *const divisor = job->scratch + (KT_ENCODE_ROWS + 2) * kt_scratch_stride(job->source->cols);
   for (int64_t n = 0, count; n < job->source->rows; n += count) {
     count = decode_some(job, n, job->source->rows);
     for (int64_t r = 0; r < count; r++) {
       const float *const x = row_of(job, r);
       uint8_t *const codes = room_for(job, n + r, nibbles);
-      for (int64_t g = 0; g < job->groups; g++) {
-        const uint32_t most = largest_bits(x + g * group, group);
-        if (most >= KT_NONFINITE_BITS) return KT_ERR_NONFINITE;
-        const scale found = scale_of(job, kt_float(most), kind, half);
-        store_scale(job->scales, (n + r) * job->groups + g, found.stored, kind);
-        codes_of(x + g * group, group, found.divisor, kind, half, codes + g * group);
-      }
+      if (row_scales(job, n + r, x, group, kind, half, divisor) >= KT_NONFINITE_BITS)
+        return KT_ERR_NONFINITE;
+      for (int64_t g = 0; g < job->groups; g++)
+        codes_of(x + g * group, group, divisor[g], kind, half, codes + g * group);
       finish_row(job, n + r, codes, nibbles);
     }
   }
@@ -357,7 +408,7 @@ INLINE kt_status encode_blocks(const kt_encode_job *job) {
       for (int64_t r = 0; r < count; r++)
         for (int64_t g = 0, k = 0; g < job->groups; g++, k += job->group) {
           const int64_t width = cols - k < job->group ? cols - k : job->group;
-          e4m3_codes(row_of(job, r) + k, width, divisor[g],
+          e4m3_codes(row_of(job, r) + k, width, divisor[g], 0,
                      job->codes + (n + r) * job->row_size + k);
         }
     }

@@ -47,6 +47,7 @@ KT_INLINE void int4_part(const kt_unpack_tables *t, kt_unpack_unit *u, int q) {
 
 #define FORM(of_square, of_part)                                                                   \
   {.int8 = 1,                                                                                      \
+   .plain = 1,                                                                                     \
    .half_step = KT_HALF_TILE,                                                                      \
    .column = 4 * KT_GROUP_STRIDE,                                                                  \
    .square = of_square,                                                                            \

@@ -1,4 +1,6 @@
-/* Quantizing, packing and auditing together, as many rows at a time as a second cache holds. */
+/* Quantizing, or encoding, and auditing together, as many rows at a time as a second cache holds.
+ */
+#include "../audit/encoded.h"
 #include "../source/matrix.h"
 
 #include <string.h>
@@ -107,5 +109,53 @@ kt_status kt_quantize_audit(const kt_layout *layout, kt_proven *matrices, int64_
     if (failed) *failed = i;
     return status;
   }
+  return KT_OK;
+}
+
+static void add_encoded(kt_encoded_audit *total, const kt_encoded_audit *part) {
+  total->squared_source += part->squared_source;
+  total->squared_error += part->squared_error;
+  total->squared_value += part->squared_value;
+  if (part->max_steps > total->max_steps) total->max_steps = part->max_steps;
+  total->zeros += part->zeros;
+  total->other_codes += part->other_codes;
+  total->other_scales += part->other_scales;
+}
+
+kt_status kt_encode_audit(const kt_encoding *encoding, const kt_matrix *matrix, float tensor_scale,
+                          void *codes, void *scales, void *scratch, size_t scratch_size,
+                          kt_encoded_audit *audit, uint64_t *sums, kt_position *bad) {
+  kt_stored_unit unit;
+  if (!audit || !sums || !codes) return KT_ERR_ARGUMENT;
+  kt_status status = kt_matrix_check(matrix);
+  if (!status) status = kt_dtype_unit(matrix->dtype, &unit);
+  if (status) return status;
+  kt_encoded_audit total = {0};
+  uint64_t codes_sum = 0;
+  size_t scales_size = 0;
+  uint8_t *code = codes, *scale = scales;
+  for (int64_t first = 0; first < matrix->rows; first += ROWS) {
+    const int64_t count = matrix->rows - first < ROWS ? matrix->rows - first : ROWS;
+    const kt_matrix piece = rows_of(matrix, unit, first, count);
+    kt_encoded sizes;
+    kt_encoded_audit part;
+    status = kt_encoded_sizes(encoding, count, matrix->cols, &sizes);
+    if (!status && !first) status = kt_encoded_auditable(encoding, matrix);
+    if (!status)
+      status = kt_encode(encoding, &piece, tensor_scale, code, scale, scratch, scratch_size, bad);
+    if (status == KT_ERR_NONFINITE && bad) bad->row += first;
+    if (!status) status = kt_audit_encoded(encoding, &piece, tensor_scale, code, scale, &part);
+    if (status) return status;
+    add_encoded(&total, &part);
+    const size_t code_size = (size_t)(count * sizes.row_size);
+    const size_t scale_size = (size_t)(sizes.scale_rows * sizes.scale_cols * sizes.scale_size);
+    codes_sum += kt_byte_sum(code, code_size);
+    code += code_size; /* whole words of the sum, but for the last rows */
+    if (scale_size) scale += scale_size;
+    scales_size += scale_size;
+  }
+  *audit = total;
+  sums[0] = codes_sum;
+  sums[1] = scales_size ? kt_byte_sum(scales, scales_size) : 0;
   return KT_OK;
 }

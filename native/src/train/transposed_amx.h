@@ -1,12 +1,13 @@
 /* transposed_amx.h - the loop of transposed.h with AMX, for every format.
  *
  * Packed weights are decoded by squares of 16 rows x 16 columns ("unit"), in four parts, each of
- * which gives one line of an int8 tile or two of a bf16 tile. A chunk, 8 steps of 32 columns (of
- * the strip: 32 rows of w as bf16, 64 as int8), is half of a ring in the first cache. While it is
- * multiplied with all tokens, a part or more of the next chunk is decoded behind each product of
+ * which gives one line of an int8 tile or two of a bf16 tile. A chunk, 2 to 8 steps of 32 columns
+ * (of the strip: 32 rows of w as bf16, 64 as int8), is half of a ring in the first cache. While it
+ * is multiplied with all tokens, a part or more of the next chunk is decoded behind each product of
  * tiles: decoding alone, or waiting for memory in it, would leave AMX idle, and it falls asleep.
  * What the chunk after that needs is prefetched to L2. Sums of a chunk start with those of the one
- * before, which lie in memory; that is cheaper than decoding for each token tile anew.
+ * before, which lie in memory; that is cheaper than decoding for each token tile anew. Where memory
+ * binds and no other tokens need these tiles, they stay there.
  *
  * Four tiles of sums: two halves of tokens x 32 columns, or of split rows the same half's high and
  * low codes. The last half of an odd number is alone. Include after KT_TARGET_BEGIN(AMX). */
@@ -38,6 +39,7 @@ typedef struct kt_unpack_form {
   int wide;              /* a unit has all 32 columns */
   int half_step, column; /* bytes to the codes of the second half of rows, of columns */
   int by_columns;        /* wide: the units of a square have all its rows, half of its columns */
+  int plain;             /* codes are the numbers: memory binds, not decoding */
   kt_packed_square (*square)(const kt_weight *w, int64_t n, int64_t column);
   void (*part)(const kt_unpack_tables *t, kt_unpack_unit *u, int q); /* q: a constant, or wide */
 } kt_unpack_form;
@@ -139,6 +141,8 @@ typedef struct kt_tiles {
   const uint8_t *tiles;
   int64_t steps, stride; /* stride: of activations */
   int first, last;       /* of the strip */
+  int alone;             /* sums stay in tiles from chunk to chunk: there is one pair of halves.
+                          * Not where decoding takes long: what stores tiles would be off by then */
 } kt_tiles;
 
 KT_INLINE void kt_load_sums(const int both, int32_t *const sums[2]) {
@@ -179,11 +183,12 @@ KT_INLINE void kt_multiply_chunk(const kt_unpack_form f, const int both, const i
   const int64_t busy = kt_busy_steps(parts, d, chunk->steps);
   if (chunk->first)
     kt_amx_zero_sums(both);
-  else
+  else if (!chunk->alone)
     kt_load_sums(both, sums);
   kt_multiply_steps(f, both, parts, t, d, busy, chunk->tiles, x[0], x[1], chunk->stride);
   kt_multiply_steps(f, both, 0, t, d, chunk->steps - busy, chunk->tiles + busy * KT_BF16_TILE,
                     x[0] + busy * KT_AMX_LINE, x[1] + busy * KT_AMX_LINE, chunk->stride);
+  if (chunk->alone && !chunk->last) return;
   KT_STORE_TILE(0, sums[0], 2 * KT_AMX_LINE);
   KT_STORE_TILE(1, sums[0] + KT_AMX_ROWS, 2 * KT_AMX_LINE);
   if (both) {
@@ -199,6 +204,19 @@ static inline int kt_parts_of_step(int least, int64_t parts, int64_t steps) {
   int each = least;
   while (each < 32 && each * steps < parts) each *= 2;
   return each;
+}
+
+/* Of few tokens and where memory binds, a ring that leaves room in the first cache for what is
+ * decoded and multiplied. Other decoders prepare something for each chunk. */
+KT_INLINE int64_t kt_steps_of_chunk(const kt_unpack_form f, int64_t pairs) {
+  return !f.plain || pairs > 4 ? KT_TRANSPOSED_STEPS : pairs == 1 ? 2 : 4;
+}
+
+/* From the chunk that is decoded to what is prefetched: at most as far in the next strip. */
+KT_INLINE int64_t kt_steps_ahead(const kt_unpack_form f, int64_t pairs, int64_t chunk,
+                                 int64_t steps) {
+  const int64_t ahead = f.plain && pairs == 1 ? 2 * chunk : chunk;
+  return ahead < steps ? ahead : steps;
 }
 
 static inline int64_t kt_chunk_start(int64_t steps, int64_t chunks, int64_t i) {
@@ -316,10 +334,10 @@ KT_INLINE void kt_transposed_strip(const kt_unpack_form f, const kt_unpack_table
                                    kt_transposed *job, float *out) {
   const int64_t squares = (job->to - job->from) / KT_STRIP;
   const int64_t steps = f.int8 ? squares / 2 : squares;
-  const int64_t chunks = (steps + KT_TRANSPOSED_STEPS - 1) / KT_TRANSPOSED_STEPS;
-  const int64_t most = (steps + chunks - 1) / chunks;
   const kt_halves h = kt_halves_of(job->tokens);
   const int64_t pairs = f.int8 ? h.count : (h.count + 1) / 2;
+  const int64_t each = kt_steps_of_chunk(f, pairs), chunks = (steps + each - 1) / each;
+  const int64_t ahead = kt_steps_ahead(f, pairs, (steps + chunks - 1) / chunks, steps);
   const kt_strip_job strip = {.tables = t,
                               .job = job,
                               .halves = h,
@@ -334,15 +352,19 @@ KT_INLINE void kt_transposed_strip(const kt_unpack_form f, const kt_unpack_table
     kt_find_squares(f, job, job->column, job->squares);
     kt_find_squares(f, job, job->column + KT_STRIP, job->squares + squares);
     const int64_t end = kt_chunk_start(steps, chunks, 1);
-    kt_unpacking d = kt_unpacking_of(f, job, places, scale, 0, end, most);
+    kt_unpacking d = kt_unpacking_of(f, job, places, scale, 0, end, ahead);
     kt_decode_rest(f, t, &d);
     job->started = 1;
   }
   for (int64_t i = 0; i < chunks; i++) {
     const int64_t first = kt_chunk_start(steps, chunks, i);
     const int64_t last = kt_chunk_start(steps, chunks, i + 1);
-    const kt_tiles chunk = {job->ring + job->chunk * KT_TRANSPOSED_CHUNK, last - first, job->stride,
-                            i == 0, i + 1 == chunks};
+    const kt_tiles chunk = {job->ring + job->chunk * KT_TRANSPOSED_CHUNK,
+                            last - first,
+                            job->stride,
+                            i == 0,
+                            i + 1 == chunks,
+                            f.plain && pairs == 1};
     int64_t next = last, more = kt_chunk_start(steps, chunks, i + 2) - last;
     job->chunk ^= 1;
     if (last == steps) { /* then the next strip */
@@ -352,7 +374,7 @@ KT_INLINE void kt_transposed_strip(const kt_unpack_form f, const kt_unpack_table
       next = 0;
       more = job->column + KT_STRIP < job->end ? kt_chunk_start(steps, chunks, 1) : 0;
     }
-    kt_unpacking d = kt_unpacking_of(f, job, places, scale, next, more, most);
+    kt_unpacking d = kt_unpacking_of(f, job, places, scale, next, more, ahead);
     const int parts = kt_parts_of_step(f.wide ? 2 : 4, 4 * (int64_t)d.units, chunk.steps * pairs);
     kt_multiply_some(f, parts, &strip, &d, &chunk, first);
   }

@@ -21,6 +21,7 @@ from ktconv.bench.presets import Shape
 from ktconv.bench.routing import Routing, check_replay, check_trace, only_here, parse_routing
 from ktconv.bench.rows import Case
 from ktconv.errors import UsageError
+from ktconv.families.config import USUAL_TOP_K
 from ktconv.formats import Format
 from ktconv.runtime.layers import Experts, experts_per_token, native_experts, open_stored
 from ktconv.runtime.layers.experts import check_shape
@@ -213,7 +214,7 @@ def _sized(shape: Shape, experts: int | None) -> Shape:
 def _layer_of_model(request: Request, model: Path, pool: Pool, notify: Notify) -> Layer:
     if request.peers:
         raise UsageError("peers cannot read converted models", "leave --model or --peers out")
-    (number, experts) = _opened(model, request.layer, holder(pool, request.memory, notify))
+    number, experts, usual = _opened(model, request.layer, holder(pool, request.memory, notify))
     if request.memory in ("map", "shared") and experts.held != request.memory:
         raise UsageError(
             f"--memory {request.memory} is for converted models, and {model} is a checkpoint",
@@ -222,7 +223,7 @@ def _layer_of_model(request: Request, model: Path, pool: Pool, notify: Notify) -
     name = printable(path_text(model.resolve().name))
     here = np.flatnonzero(experts.origins >= 0)
     count = len(here)
-    top_k = request.top_k or min(experts_per_token(model, number), count)
+    top_k = request.top_k or min(usual, count)
     if top_k > count:
         raise UsageError(
             f"--top-k {top_k} is more than the {counted(count, 'expert')} of {model}",
@@ -247,14 +248,22 @@ def _layer_of_model(request: Request, model: Path, pool: Pool, notify: Notify) -
     return layer
 
 
-def _opened(model: Path, layer: int | None, hold: Hold | None = None) -> tuple[int, Experts]:
-    """The number and the experts of a layer: `hold` puts packed ones into memory, those of a
-    checkpoint whose numbers the kernels compute with are put into their order."""
-    if ConvertedModel(model).layers or not (model / CONFIG_NAME).exists():
-        return open_layer(model, layer, hold=hold)
+def _opened(model: Path, layer: int | None, hold: Hold | None = None) -> tuple[int, Experts, int]:
+    """The number and the experts of a layer, and how many of them a token has: `hold` puts packed
+    ones into memory, those of a checkpoint whose numbers the kernels compute with are put into
+    their order."""
+    if ConvertedModel(model).layers or not (_has_blocks(model) or (model / CONFIG_NAME).exists()):
+        number, experts = open_layer(model, layer, hold=hold)
+        return number, experts, experts_per_token(model, number)
     checkpoint = open_stored(model)
     number = checkpoint.layers[0].index if layer is None else layer
-    return number, native_experts(checkpoint, number)
+    top_k = checkpoint.config.top_k(number) or USUAL_TOP_K
+    return number, native_experts(checkpoint, number), top_k
+
+
+def _has_blocks(model: Path) -> bool:
+    """Whether it has GGUF files."""
+    return any(model.glob("*.gguf"))
 
 
 # ---- memory ----

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.cli import options as common
+from ktconv.cli.ray import on_cluster
 from ktconv.errors import UsageError
 from ktconv.formats.gguf import GGUF_FORMATS
 
@@ -18,10 +19,12 @@ def convert_to_gguf(
     options: Mapping[str, Any],
     importance: str | None,
     beside: Path | None,
+    cluster: tuple[str | None, Path | None],
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Run or plan it. `request` and `options`: fields of those."""
+    """Run or plan it. `request` and `options`: fields of those; `cluster`: --ray and
+    --ray-scratch."""
     from ktconv.quantize.gguf.run import Request, prepare, to_gguf
     from ktconv.targets.gguf.target import Options
 
@@ -36,5 +39,5 @@ def convert_to_gguf(
         importance=None if importance is None else Path(importance),
         beside=beside,
     )
-    preflight = prepare(wanted)
-    common.convert(wanted, preflight, to_gguf, dry_run, as_json)
+    with on_cluster(*cluster, wanted, to_gguf, "quantize_gguf_on") as (wanted, job):
+        common.convert(wanted, prepare(wanted), job, dry_run, as_json)

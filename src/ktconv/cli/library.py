@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ktconv.cli.plan import PlacementName
     from ktconv.cli.prune import Measure, PruneEngine
     from ktconv.cli.quantize_cpu import Layout, ScaleRule
-    from ktconv.cli.quantize_gpu import GpuMethod, Scheme
+    from ktconv.cli.quantize_gpu import ExpertLayout, GpuMethod, Scheme
     from ktconv.cli.verify import Level
     from ktconv.runtime import MoELayer
 
@@ -138,6 +138,7 @@ def quantize_gpu(
     scheme: Scheme | str = "W4A16",
     group_size: int | None = None,
     scale: ScaleRule = "amax",
+    expert_layout: ExpertLayout = "numbered",
     experts: Name | None = None,
     dataset: Name = "",
     split: str = "train",

@@ -410,9 +410,11 @@ def report_lines(report: Report, did: str = "Converted") -> Iterator[str]:
             yield f"Serve it with sglang-kt: {flags} {output}"
         yield from _upload_lines(output)
     elif report.missing:
+        has_index = report.preflight.plan.target.has_index
+        last = "Index and manifest are" if has_index else "The manifest is"
         yield (
-            f"{output} is incomplete: missing {describe_units(report.missing)}. Index "
-            "and manifest are written when these are converted."
+            f"{output} is incomplete: missing {describe_units(report.missing)}. {last} written "
+            "when these are converted."
         )
     else:
         yield (

@@ -138,7 +138,6 @@ CONFLICTS = (
         for name, why in (
             ("--experts", "its tensors have all experts of a layer"),
             ("--exclude-experts", "its tensors have all experts of a layer"),
-            ("--ray", "GGUF files are written on one machine"),
         )
     ),
     Conflict(
@@ -428,13 +427,13 @@ def quantize_cpu_command(
             "requantize": requantize,
             "allow_activation_mismatch": allow_activation_mismatch,
         }
+        cluster = ray, ray_scratch
         if method in GGUF_METHODS and not mix:
             del kept["experts_only"], kept["allow_activation_mismatch"], wanted["exclude_experts"]
             kept["method"] = method
-            convert_to_gguf(wanted, kept, ways["importance"], with_, dry_run, as_json)
+            convert_to_gguf(wanted, kept, ways["importance"], with_, cluster, dry_run, as_json)
             return
         if encoded:
-            cluster = ray, ray_scratch
             encode_experts(
                 mix or method,
                 scale,
@@ -466,7 +465,7 @@ def quantize_cpu_command(
             ways=values_of(ways, "ways"),
             **values_of(ways, "request"),
         )
-        on_nodes = on_cluster(ray, ray_scratch, request, quantize_cpu, there="quantize_packed_on")
+        on_nodes = on_cluster(*cluster, request, quantize_cpu, there="quantize_packed_on")
         with on_nodes as (request, job):
             preflight = prepare(request)
             facts, lines = dict[str, Any](), list[str]()

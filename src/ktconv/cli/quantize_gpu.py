@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from ktconv.cli import options as common
-from ktconv.cli.conflicts import belongs, refuse_conflicts
+from ktconv.cli.conflicts import Conflict, belongs, refuse_conflicts
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.help import ACCURACY, ADVANCED, FORMAT, OUTPUT
 from ktconv.cli.output import JsonOption, notify
@@ -20,6 +20,7 @@ from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.system.units import parse_ranges, parse_size
 
 ScaleRule = Literal["amax", "search"]  # as in target.py; a test compares them
+ExpertLayout = Literal["numbered", "stacked", "stacked-flat"]  # as stacking.LAYOUTS
 GpuMethod = Literal["rtn", "gptq"]  # as quantize_gpu.run.METHODS
 # As encoded.scheme.names_of; a test compares them.
 Scheme = Literal["W4A16", "W8A16", "FP8_BLOCK", "FP8_DYNAMIC", "MXFP4A16", "NVFP4A16"]
@@ -39,6 +40,20 @@ CONFLICTS = (
             "--samples", "--seed", "--self-test", "--split",
         ],
         _GPTQ, f"add {_GPTQ}, or omit it", when="--algorithm=rtn",
+    ),
+    Conflict(
+        "--expert-layout=stacked-flat --algorithm=gptq",
+        "--expert-layout stacked-flat does not go with --algorithm gptq",
+        "use --expert-layout stacked, or --algorithm rtn",
+    ),
+    *(
+        Conflict(
+            f"--expert-layout={layout} --experts",
+            f"--expert-layout {layout} has all experts of a layer in a tensor, in the order of "
+            "their numbers, and --experts chooses some",
+            "omit one of them, or use --expert-layout numbered",
+        )
+        for layout in ("stacked", "stacked-flat")
     ),
     *RAY_CONFLICTS,
 )  # fmt: skip
@@ -101,6 +116,21 @@ def quantize_gpu_command(
             "docs/formats.md, 10.2",
         ),
     ] = "amax",
+    expert_layout: Annotated[
+        ExpertLayout,
+        choice(
+            ExpertLayout,
+            "Tensors of each expert, or of all of a layer.",
+            "--expert-layout",
+            metavar="LAYOUT",
+            panel=FORMAT,
+            detail="- numbered: tensors of each expert, as 5.gate_proj.weight_packed; every engine "
+            "reads them that reads the format\n- stacked: gate_up_proj.weight_packed [E, ...], as "
+            "llm-compressor stacks experts\n- stacked-flat: gate_up_proj_packed [E, ...], as vLLM "
+            "reads stacked experts\n\nThe numbers are the same. Which engine reads which: "
+            "docs/quantize-gpu.md.",
+        ),
+    ] = "numbered",
     experts: Annotated[
         Path | None,
         option(
@@ -217,6 +247,7 @@ def quantize_gpu_command(
             mtp=mtp,
             requantize=requantize,
             scale=scale,
+            expert_layout=expert_layout,
             max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
             calibration=calibration if calibrated else None,
             dampening=dampening if calibrated else None,

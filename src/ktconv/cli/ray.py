@@ -16,11 +16,12 @@ from ktconv.cli.parsing import option
 if TYPE_CHECKING:
     from ktconv.cli.options import Job
     from ktconv.quantize.encoded.request import Request as EncodedRequest
+    from ktconv.quantize.gguf.run import Request as GgufRequest
     from ktconv.quantize.packed.run import Request
     from ktconv.verify.request import VerifyRequest
     from ktconv.verify.run import Reading
 
-    AnyRequest = TypeVar("AnyRequest", Request, EncodedRequest)
+    AnyRequest = TypeVar("AnyRequest", Request, EncodedRequest, GgufRequest)
 
 RayOption = Annotated[
     str | None,

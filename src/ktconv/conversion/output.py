@@ -129,12 +129,14 @@ class OutputState:
         return record if all(file_is_intact(self._output, file) for file in files) else None
 
     def _planned_files(self, unit: Unit) -> tuple[set[str], list[dict[str, object]]]:
-        """The tensors of a unit, and the journal's records of its files."""
+        """What of a unit is recorded by itself, and the journal's records of its files."""
         if unit.folder is not None:
             files = unit.folder_files
             return set(files), [{"name": path, "bytes": size} for path, size in files.values()]
         shards = unit.shards
-        names = {name for shard in shards for name in shard.offsets}
+        slots = unit.slots
+        names = {name for shard in shards for name in shard.offsets} | slots.keys()
+        names -= {tensor for tensor, _ in slots.values()}
         return names, [shard_record(shard) for shard in shards]
 
     def final_files_present(self) -> bool:

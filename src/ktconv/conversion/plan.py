@@ -62,6 +62,11 @@ class Unit:
         return (self.target.copied(*copy) for copy in self.copies)
 
     @property
+    def slots(self) -> Mapping[str, tuple[str, int]]:
+        """Parts of tensors that are recorded by themselves, see `Target.slots`."""
+        return {}
+
+    @property
     def folder_files(self) -> Mapping[str, tuple[str, int]]:
         """Tensor name -> path and size of its file, where there is a folder."""
         return {}
@@ -81,6 +86,10 @@ class LayerUnit(Unit):
 
     def tensors(self) -> Iterator[Tensor]:
         return self.target.tensors(self.layer, self.experts)
+
+    @property
+    def slots(self) -> Mapping[str, tuple[str, int]]:
+        return self.target.slots(self.layer, self.experts)
 
     @property
     def folder_files(self) -> Mapping[str, tuple[str, int]]:

@@ -158,9 +158,18 @@ class Report:
 
 
 def refuse_nested(source: Path, output: Path, what: str = "the model directory") -> None:
-    """UsageError for an output inside the source, where loaders would take it for a part of it.
-    Other names of the same directory, as of a bind mount, are recognised."""
+    """UsageError for an output inside the source, where loaders would take it for a part of it; or
+    that is the directory of the source's file. Other names of the same directory, as of a bind
+    mount, are recognised."""
     inside = Path(os.path.realpath(output))  # resolve() raises for links in a circle
+    if source.is_file():
+        with contextlib.suppress(OSError):  # not there yet
+            if inside.samefile(source.parent):
+                raise UsageError(
+                    f"the output {output} is the directory of {source}",
+                    "choose another directory: a conversion removes what an earlier one wrote",
+                )
+        return
     for directory in (inside, *inside.parents):
         with contextlib.suppress(OSError):  # not there yet
             if directory.samefile(source):
@@ -223,7 +232,7 @@ def staging_of(
     """Staging that writes the files of a unit into `staging`, and moves them to `output`."""
     if unit.folder is not None:
         return FolderStaging(unit.folder, unit.folder_files, staging, output, attempt)
-    return ShardStaging(unit.shards, staging, output, attempt)
+    return ShardStaging(unit.shards, staging, output, attempt, unit.slots)
 
 
 class Conversion(ABC):

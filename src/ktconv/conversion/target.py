@@ -65,6 +65,11 @@ class Target(ABC):
         for section in self.sections(layer, experts):
             yield from section
 
+    def slots(self, layer: MoELayer, experts: Sequence[int]) -> Mapping[str, tuple[str, int]]:
+        """Parts of tensors that are written and recorded by themselves: the name of each, with the
+        tensor that it is in and its first byte there. A tensor has none, or consists of them."""
+        return {}
+
     def alike(self, layer: MoELayer) -> object:
         """Equal for layers of equal dimensions whose experts become the same tensors."""
         return None

@@ -30,6 +30,10 @@ from ktconv.errors import KtconvError, UsageError
 from ktconv.quantize.encoded.conversion import Encode
 from ktconv.quantize.encoded.request import Preflight as EncodedPreflight
 from ktconv.quantize.encoded.request import Request as EncodedRequest
+from ktconv.quantize.gguf.run import Preflight as GgufPreflight
+from ktconv.quantize.gguf.run import Request as GgufRequest
+from ktconv.quantize.gguf.run import ToGguf
+from ktconv.quantize.gguf.run import prepare as prepare_gguf
 from ktconv.quantize.packed.run import Preflight, QuantizeCpu, Request
 from ktconv.system.files import (
     make_directory,
@@ -251,7 +255,7 @@ class PackedOnCluster(OnCluster, QuantizeCpu):
         return {"numa": self.plan.target.options.numa}
 
 
-def refuse_on_cluster(request: Request | EncodedRequest) -> None:
+def refuse_on_cluster(request: Request | EncodedRequest | GgufRequest) -> None:
     """UsageError for what needs the whole model in one process."""
     if isinstance(request, EncodedRequest):
         if request.options.method != "rtn":
@@ -261,7 +265,11 @@ def refuse_on_cluster(request: Request | EncodedRequest) -> None:
                 "use --algorithm rtn, or omit --ray",
             )
         return
-    if request.calibrate is not None and request.calibrate.is_file():
+    if (
+        isinstance(request, Request)
+        and request.calibrate is not None
+        and request.calibrate.is_file()
+    ):
         raise UsageError(
             "--calibrate with a text runs the whole model in one process, and cannot be combined "
             "with --ray",
@@ -282,6 +290,26 @@ def quantize_packed_on(
     if preflight is None:
         preflight = prepare(distribution.fitted(request))
     conversion = PackedOnCluster(preflight, observer or Observer())
+    conversion.distribution = distribution
+    return conversion.run()
+
+
+class GgufOnCluster(OnCluster, ToGguf):
+    """quantize-cpu that writes GGUF files."""
+
+    command = "gguf"
+
+
+def quantize_gguf_on(
+    distribution: Distribution,
+    request: GgufRequest,
+    observer: Observer | None = None,
+    preflight: GgufPreflight | None = None,
+) -> Report:
+    """Convert like `to_gguf`, with the units converted by the nodes of a cluster."""
+    if preflight is None:
+        preflight = prepare_gguf(distribution.fitted(request))
+    conversion = GgufOnCluster(preflight, observer or Observer())
     conversion.distribution = distribution
     return conversion.run()
 

@@ -31,6 +31,7 @@ PIECE_BYTES = 8 << 20  # that go through the object store at once
 COMMANDS: dict[str, str] = {
     "quantize-cpu": "ktconv.distributed.commands:packed",
     "quantize-gpu": "ktconv.distributed.commands:encoded",
+    "gguf": "ktconv.distributed.commands:gguf",
 }
 
 

@@ -99,6 +99,7 @@ class Families:
         self.rows = tuple(rows)
         self._by_type = {kind: row for row in self.rows for kind in row.types}
         self._by_key: dict[str, tuple[str, ...]] = {}
+        self._by_field: dict[str, tuple[str, ...]] = {}
 
     def of(self, model_type: object) -> Family | None:
         """The row of a model_type; None where there is none."""
@@ -115,7 +116,10 @@ class Families:
 
     def names(self, field: str) -> tuple[str, ...]:
         """All values of a field of the rows that is a name; empty ones are left out."""
-        return _distinct(name for row in self.rows if (name := getattr(row, field)))
+        if field not in self._by_field:
+            own = (getattr(row, field) for row in self.rows)
+            self._by_field[field] = _distinct(name for name in own if name)
+        return self._by_field[field]
 
     # ---- experts ----
 

@@ -27,6 +27,7 @@ from ktconv.targets.card import codes_in_words
 from ktconv.targets.encoded.recipe import parse_recipe
 from ktconv.targets.encoded.scheme import FORMATS as ENCODED
 from ktconv.targets.encoded.scheme import SCHEMES
+from ktconv.targets.encoded.stacking import is_stacked, open_unstacked
 from ktconv.targets.gguf.target import FORMAT as GGUF
 from ktconv.targets.gguf.weights import open_gguf
 from ktconv.targets.packed.target import options_of_record
@@ -63,9 +64,9 @@ def inspect_path(model: ModelSource | str, explained: bool = False) -> dict[str,
             return _opened(source, explained) | _pruned(manifest)
         if manifest is not None and manifest.options.get("format") == GGUF:
             return _gguf(directory, manifest)
-        found = open_packed(directory)
         if manifest is not None and manifest.options.get("format") in ENCODED:
-            return _quantized(directory, found, manifest)
+            return _quantized(directory, manifest)
+        found = open_packed(directory)
         if found.tensors or manifest is not None:
             return _converted(directory, found, manifest)
     return _opened(source, explained)
@@ -165,8 +166,9 @@ def _unfinished(directory: Path) -> dict[str, Any]:
     }
 
 
-def _quantized(directory: Path, found: PackedWeights, manifest: Manifest) -> dict[str, Any]:
+def _quantized(directory: Path, manifest: Manifest) -> dict[str, Any]:
     """Experts encoded in a checkpoint."""
+    found = open_unstacked(directory) if is_stacked(manifest) else open_packed(directory)
     options, layers = manifest.options, manifest.layers
     missing = sorted(manifest.tensors.keys() - found.others.keys())
     names = {name: parts for name in found.others if (parts := _expert_of(name))}
@@ -226,10 +228,13 @@ def _gguf(directory: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _grouping(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The group size, or the methods of a recipe."""
+    """The group size with the layout of experts that are not numbered, or the methods of a
+    recipe."""
     lines = options.get("recipe")
     if not isinstance(lines, list):
-        return {"group_size": options.get("group_size")}
+        layout = options.get("expert_layout")
+        stacked = {} if layout is None else {"expert_layout": layout}
+        return {"group_size": options.get("group_size"), **stacked}
     recipe = parse_recipe("\n".join(map(str, lines)))
     methods = [recipe.method, *(rule.method for rule in recipe.rules)]
     return {"methods": list(dict.fromkeys(method.words for method in methods))}

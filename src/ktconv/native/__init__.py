@@ -54,6 +54,7 @@ from ktconv.native.encoding import (
     Encoding,
     audit_encoded,
     encode,
+    encode_audit,
     largest,
 )
 from ktconv.native.layouts import FORMATS, SCALE_DTYPES, Layout, packed_size, stored_scale

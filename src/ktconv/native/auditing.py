@@ -45,7 +45,7 @@ class Audit:
 
 
 class ByteSums(NamedTuple):
-    """`byte_sum` of packed codes and of packed scales."""
+    """`byte_sum` of codes and of scales."""
 
     packed: int
     scale: int

@@ -11,6 +11,7 @@ import numpy as np
 
 from ktconv._native import ffi, lib
 from ktconv.native.arrays import Array, byte_pointer, check, expect_bytes
+from ktconv.native.auditing import ByteSums
 from ktconv.native.layouts import _names
 from ktconv.native.packing import new_scratch
 from ktconv.native.source import Matrix
@@ -94,6 +95,39 @@ def encode(
     return codes, scales
 
 
+def encode_audit(
+    encoding: Encoding,
+    matrix: Matrix,
+    tensor_scale: float,
+    codes: Array,
+    scales: Array,
+    scratch: Array,
+) -> tuple[EncodedAudit, ByteSums]:
+    """`encode` into given arrays and `audit_encoded` of the result, in one pass; with the sums of
+    the bytes as they were when they had been compared. Raises NonFiniteError with the first NaN or
+    Inf, ValueError for shapes that `audit_encoded` does not take."""
+    shape = matrix.rows, matrix.cols
+    scale_bytes = encoding.scale_array(*shape)().itemsize
+    expect_bytes("codes", codes, math.prod(encoding.code_shape(*shape)))
+    expect_bytes("scales", scales, math.prod(encoding.scale_shape(*shape)) * scale_bytes)
+    found, sums = ffi.new("kt_encoded_audit *"), ffi.new("uint64_t[2]")
+    bad = ffi.new("kt_position *")
+    status = lib.kt_encode_audit(
+        _struct(encoding),
+        matrix.c,
+        tensor_scale,
+        byte_pointer(codes, writable=True),
+        byte_pointer(scales, writable=True),
+        ffi.from_buffer(scratch, require_writable=True),
+        scratch.nbytes,
+        found,
+        sums,
+        bad,
+    )
+    check(status, bad)
+    return _audit_of(found), ByteSums(*sums)
+
+
 def largest(matrix: Matrix, scratch: Array | None = None) -> float:
     """The largest magnitude. Raises NonFiniteError with the first NaN or Inf."""
     scratch = new_scratch(matrix.cols) if scratch is None else scratch
@@ -131,4 +165,8 @@ def audit_encoded(
         _struct(encoding), source.c, tensor_scale, byte_pointer(codes), byte_pointer(scales), found
     )
     check(status)
+    return _audit_of(found)
+
+
+def _audit_of(found: Any) -> EncodedAudit:
     return EncodedAudit(*(getattr(found, name) for name in EncodedAudit._fields))

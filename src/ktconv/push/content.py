@@ -21,6 +21,7 @@ from ktconv.system.machine import usable_cpus
 from ktconv.system.pointers import refuse_pointer_at
 from ktconv.system.regular_files import opened_small
 from ktconv.system.text import path_of
+from ktconv.targets.encoded.stacking import is_stacked, unstacked
 from ktconv.targets.packed.weights import name_of
 from ktconv.verify.findings import Findings
 from ktconv.verify.reading import Context, CopyCheck
@@ -61,7 +62,7 @@ def content_of(output: Path, progression: Progression) -> Content:
     weights = {str(record["name"]): record for record in manifest.files}
     for name in sorted({*weights, *(manifest.side_files or {})}):
         refuse_pointer_at(output / name)
-    _check_weights(output, weights, manifest.tensors, progression)
+    _check_weights(output, weights, manifest, progression)
     side_files = _check_side_files(output, manifest)
     own = [name for name in (MANIFEST, CARD, INDEX) if name in manifest.names("files")]
     for name in own:
@@ -105,7 +106,7 @@ def _manifest(output: Path) -> Manifest:
 def _check_weights(
     output: Path,
     weights: Mapping[str, Record],
-    records: Mapping[str, Record],
+    manifest: Manifest,
     progression: Progression,
 ) -> None:
     """Every tensor has its checksum, no other is there, and the index describes them."""
@@ -115,13 +116,18 @@ def _check_weights(
             what = "is not as it was written" if (output / file).exists() else "is missing"
             raise OutputError(f"{output / file} {what}", _AGAIN)
         refs |= {ref.name: (file, ref) for ref in _tensors(output, file, record)}
-    if odd := sorted(refs.keys() ^ records.keys()):
-        what = "has no checksum in" if odd[0] in refs else "is missing, but named by"
+    parts = refs
+    if is_stacked(manifest):
+        some = ((file, one) for file, ref in refs.values() for one in unstacked([ref]))
+        parts = {one.name: (file, one) for file, one in some}
+    records = manifest.tensors
+    if odd := sorted(parts.keys() ^ records.keys()):
+        what = "has no checksum in" if odd[0] in parts else "is missing, but named by"
         raise OutputError(f"{odd[0]} {what} {output / MANIFEST}", _AGAIN)
     _check_index(output, refs)
     findings = Findings()
     context = Context(findings, records, None, False)
-    checks = [CopyCheck(context, file, ref, None) for file, ref in refs.values()]
+    checks = [CopyCheck(context, file, ref, None) for file, ref in parts.values()]
     with progression(sizes_by_unit(checks)) as observer:
         for _ in run_checks(checks, BufferSizes(), min(usable_cpus(), _MOST_THREADS), observer):
             if findings.listed:  # the rest of hundreds of GB changes nothing

@@ -49,7 +49,8 @@ class Adapter(files.Adapter):
             raise CheckpointError(
                 f"{self.directory} leaves {projection} of expert {missing} in layer {layer} as it "
                 "is, but the model has LoRA of all experts",
-                "merge it into the model, and train another one",
+                "merge it with ktconv quantize-cpu MODEL MERGED --method bf16 --adapter "
+                f"{self.directory}, and train a new adapter on MERGED",
             )
         scale = self.expert_scale(layer, projection, experts, shape)
         found = [self.expert(layer, projection, one) for one in range(experts)]

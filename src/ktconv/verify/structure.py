@@ -196,8 +196,7 @@ class StructureCheck(ABC):
         self._total_size(content)
 
     def _weight_map(self, weight_map: Mapping[str, Any]) -> None:
-        found = {name_of(tensor): place.file.name for tensor, place in self._packed.tensors.items()}
-        found |= {name: ref.file.name for name, ref in self._packed.others.items()}
+        found = {name: ref.file.name for name, ref in self._packed.in_files().items()}
         for name in sorted(found.keys() | weight_map.keys()):
             listed, actual = weight_map.get(name), found.get(name)
             if listed == actual:

@@ -151,6 +151,23 @@ class OutputVerifier(ABC):
     def check_options(self) -> None:
         """Raises UsageError for options that apply to another kind of output."""
 
+    def refuse_packed_options(self, kind: str) -> None:
+        """UsageError for options that are for other outputs than this one, which has `kind`."""
+        request = self.request
+        given = {
+            "tp": request.tp,
+            "ep": request.ep,
+            "importance": request.importance,
+            "calibrate": request.calibrate,
+            "gradients": request.gradients,
+            "with": request.beside,
+        }
+        for option in (name for name, value in given.items() if value):
+            raise UsageError(
+                f"--{option} does not apply to {self.output.directory}, which has {kind}",
+                "omit it",
+            )
+
     @abstractmethod
     def check_more(self) -> Facts:
         """`more`, from headers."""

@@ -13,6 +13,7 @@ from ktconv.source.gguf.types import TYPES
 from ktconv.writer.shards import Shard, Tensor
 
 ALIGNMENT = 32
+TENSORS_COUNT = "split.tensors.count"  # the key of how many tensors all parts have
 _VERSION = 3
 _NUMBERS = {row.name: number for number, row in TYPES.items()}
 _U16, _U32, _I32, _STRING = 2, 4, 5, 8  # types of values
@@ -33,7 +34,7 @@ def split_pairs(number: int, count: int, tensors: int) -> list[bytes]:
     return [
         _string("split.no") + pack("<IH", _U16, number),
         _string("split.count") + pack("<IH", _U16, count),
-        _string("split.tensors.count") + pack("<Ii", _I32, tensors),
+        _string(TENSORS_COUNT) + pack("<Ii", _I32, tensors),
     ]
 
 

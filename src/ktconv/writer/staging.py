@@ -12,6 +12,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from ktconv.native import Mapped, map_file
@@ -59,10 +60,16 @@ def staged_name(name: str, attempt: str = "") -> str:
 
 
 class ShardStaging:
-    """One or more safetensors shards, pre-sized, each tensor written into its place."""
+    """One or more safetensors shards, pre-sized, each tensor written into its place. `slots`: names
+    of parts of tensors, with the tensor and the first byte in it."""
 
     def __init__(
-        self, shards: Sequence[Shard], staging: Path, output: Path, attempt: str = ""
+        self,
+        shards: Sequence[Shard],
+        staging: Path,
+        output: Path,
+        attempt: str = "",
+        slots: Mapping[str, tuple[str, int]] = MappingProxyType({}),
     ) -> None:
         self._shards, self._staging, self._output = shards, staging, output
         self._attempt = attempt
@@ -74,6 +81,9 @@ class ShardStaging:
         except BaseException:
             self.abandon()
             raise
+        for name, (tensor, offset) in slots.items():
+            path, start = self._places[tensor]
+            self._places[name] = path, start + offset
 
     def _path(self, shard: Shard) -> Path:
         return self._staging / staged_name(shard.name, self._attempt)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from helpers.family_list import SAVED
 from helpers.family_models import build
+from helpers.saved import written
 from helpers.streamed import on_meta, routed
 
 from ktconv.source import open_checkpoint
@@ -48,18 +49,13 @@ def own_output(torch: Any, site: Any, rows: Any, ids: Any, weights: Any) -> Any:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name: str, torch: Any, tmp_path: Path) -> None:
     """With weights as routers make them: of the model's dtype, or of float32."""
-    import transformers
-
     from ktconv.model.sites import find_experts
     from ktconv.model.streamed.calls import Call, ExpertLayer
     from ktconv.model.streamed.experts import SourceExperts
 
     family = SAVED[name]
-    if not hasattr(transformers, family.saved_by):
-        pytest.skip(f"transformers has no {family.saved_by} yet")
-    model = build(family).eval()
-    model.save_pretrained(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
+    checkpoint = open_checkpoint(written(name, tmp_path))
+    model = build(family).eval()  # of the same weights
     site = find_experts(model)[family.layers[-1]]
     (source,) = (layer for layer in checkpoint.layers if layer.index == site.layer)
     layer = ExpertLayer(site.layer, on_meta(site), source)

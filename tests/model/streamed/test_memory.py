@@ -16,7 +16,7 @@ from helpers.wide_moe import layer_shapes
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
 
-HIDDEN, INNER, EXPERTS, VOCAB, FEW, MANY = 256, 512, 8, 1024, 4, 12
+HIDDEN, INNER, EXPERTS, VOCAB, FEW, MANY = 256, 512, 8, 1024, 3, 9
 LAYER = layer_shapes(HIDDEN, INNER, EXPERTS, queries=256)
 MIB = 1 << 20
 # What is read beside weights: hidden states between layers, /proc, Python's own modules.
@@ -37,7 +37,7 @@ from ktconv.model.streamed.states import Scratch, States
 # oneDNN's memory depends on the CPU: with AMX it generates code, and buffers, for every new shape.
 torch.backends.mkldnn.set_flags(False)
 
-WINDOWS = [torch.randint(0, 1024, (1, 32), generator=torch.Generator().manual_seed(n))
+WINDOWS = [torch.randint(0, 1024, (1, 12), generator=torch.Generator().manual_seed(n))
            for n in range(4)]
 
 class Sums:

@@ -199,7 +199,7 @@ def test_a_speed_is_that_of_its_threads(
 
 # ---- against the peak of a process -----------------------------------------------------
 
-HIDDEN, INNER, EXPERTS, LAYERS, VOCAB = 512, 512, 32, 16, 2048
+HIDDEN, INNER, EXPERTS, LAYERS, VOCAB = 1024, 1024, 8, 16, 2048
 LAYER = layer_shapes(HIDDEN, INNER, EXPERTS, queries=512)
 CODE = """
 import json, re, sys

@@ -19,7 +19,7 @@ from ktconv.targets.encoded.scheme import names_of
 
 pytestmark = pytest.mark.slow
 
-EXPERT = 1  # the odd one
+ORDINARY = 3  # experts
 CPU = [*output_formats(), *names_of("quantize-cpu")]
 METHODS = [("quantize-cpu", "--method", name) for name in CPU]
 METHODS += [("quantize-gpu", "--scheme", name) for name in names_of("quantize-gpu")]
@@ -27,20 +27,20 @@ SEARCHED = [("quantize-gpu", "--scheme", name, "--scale", "search") for name in 
 HALF = {"gptq-int4", "awq"}  # whose scales are binary16, of 65504 at most
 
 
-def model_of(
-    directory: Path, largest: float = 1.0, outlier: float = 0.0, encode: Any = bf16
-) -> Path:
-    """An expert whose largest weights are `largest`; `outlier`: one weight of each of another's
-    matrices."""
-    weights = random_weights()
+def model_of(directory: Path, *largest: float, outlier: float = 0.0, encode: Any = bf16) -> Path:
+    """Three ordinary experts and, for each of `largest`, one whose largest weights are that;
+    `outlier`: one weight of each matrix of an ordinary one."""
+    count = ORDINARY + len(largest)
+    weights = random_weights(experts=count)
     for stack in weights:
-        wide = stack[EXPERT].astype(np.float64)
-        stack[EXPERT] = (wide / np.abs(wide).max() * largest).astype(np.float32)
+        for expert, size in enumerate(largest, ORDINARY):
+            wide = stack[expert].astype(np.float64)
+            stack[expert] = (wide / np.abs(wide).max() * size).astype(np.float32)
         if outlier:
             stack[2, 5, 7] = outlier
     tensors = numbered("model.layers.0.mlp.experts", weights, encode=encode)
     tensors["model.layers.0.mlp.gate.weight"] = bf16(weights.gate[:, 0])
-    return write_checkpoint(directory, tensors, simple_config())
+    return write_checkpoint(directory, tensors, simple_config(num_experts=count))
 
 
 @pytest.mark.parametrize("words", METHODS, ids=" ".join)
@@ -61,32 +61,33 @@ def converted(model: Path, output: Path, words: tuple[str, ...]) -> str:
     return ktconv_done(words[0], model, output, *words[1:], "--threads=2", *more)
 
 
+# The largest weights of experts; models of what all formats take, and of what some refuse.
+EXTREMES = {"tiny": (1e-39, 1e-30, 1e-22, 1e-20), "huge": (1e20, 1e30), "largest": (3e38,)}
+
+
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[float, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("extremes")
-    return {
-        largest: model_of(root / f"{largest:g}", largest)
-        for largest in (1e-39, 1e-30, 1e-22, 1e-20, 1e20, 1e30, 3e38)
-    }
+    return {name: model_of(root / name, *largest) for name, largest in EXTREMES.items()}
 
 
 @pytest.mark.parametrize("words", [*METHODS, *SEARCHED], ids=" ".join)
 def test_what_is_tiny_or_huge_verifies(
-    words: tuple[str, ...], models: dict[float, Path], tmp_path: Path
+    words: tuple[str, ...], models: dict[str, Path], tmp_path: Path
 ) -> None:
-    for largest, model in models.items():
-        if largest > 1e10 and words[2] in HALF:
-            said = ktconv(words[0], model, tmp_path / "no", *words[1:])
+    for name, model in models.items():
+        if name != "tiny" and words[2] in HALF:
+            said = ktconv(words[0], model, tmp_path / f"no {name}", *words[1:])
             refused(said, 2, "weights of which f16 scales are infinite")
             continue
-        if largest > 1e38 and words[2] in ("mxfp4", "MXFP4A16"):
-            said = ktconv(words[0], model, tmp_path / "no", *words[1:])
+        if name == "largest" and words[2] in ("mxfp4", "MXFP4A16"):
+            said = ktconv(words[0], model, tmp_path / f"no {name}", *words[1:])
             refused(said, 2, "would have infinite weights", words[2])
             continue
-        output = tmp_path / f"{largest:g}"
+        output = tmp_path / name
         converted(model, output, words)
         result = check(output, model, "weights")
-        assert result.passed, (largest, [one.message for one in result.failures])
+        assert result.passed, (name, [one.message for one in result.failures])
         rows = result.facts["weights"]["worst"]
         assert all(np.isfinite(row["relative_rms_error"]) for row in rows)
         assert all(0 <= row["relative_rms_error"] <= 1.001 for row in rows)
@@ -122,7 +123,7 @@ def test_matrices_that_become_zeros_are_named(words: tuple[str, ...], tmp_path: 
 
 
 def test_experts_of_zeros_are_not_lost(tmp_path: Path) -> None:
-    model = model_of(tmp_path / "model", largest=0.0)
+    model = model_of(tmp_path / "model", 0.0)
     for method in ("nvfp4", "int4", "rawint4", "bf16"):
         said = converted(model, tmp_path / method, ("quantize-cpu", "--method", method))
         assert "nearly all zeros" not in said

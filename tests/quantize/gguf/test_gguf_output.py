@@ -10,13 +10,17 @@ import numpy as np
 import pytest
 from helpers.cli import ktconv, ktconv_done, refused
 from helpers.families import numbered, random_weights, simple_config, write_checkpoint
-from helpers.gguf_files import metadata, write_gguf
+from helpers.gguf_files import around, biases, experts, metadata, write_gguf
 from helpers.lora import sides, write_adapter
 
 from ktconv.conversion.run import Conversion
 from ktconv.formats.gguf import GGUF_FORMATS
 from ktconv.source import ModelSource, open_checkpoint
+from ktconv.source.reading import streamed
 from ktconv.source.reading.tensors import SourceTensors
+from ktconv.verify import hidden_states
+from ktconv.verify.gguf.dequantized import dequantized
+from ktconv.verify.gguf.output import open_gguf_output
 
 gguf = pytest.importorskip("gguf")
 
@@ -33,14 +37,15 @@ def _config(inner: int, experts: int, layers: int = 1) -> dict[str, Any]:
     )
 
 
+@pytest.fixture(autouse=True)
+def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Level layers on random hidden states: loading transformers takes ten times as long."""
+    monkeypatch.setattr(hidden_states, "find_spec", lambda name: None)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gguf") / "model"
-    tensors: dict[str, Any] = {}
-    for layer in range(LAYERS):
-        weights = random_weights(HIDDEN, INNER, EXPERTS, seed=layer)
-        tensors |= numbered(f"model.layers.{layer}.mlp.experts", weights)
-    return write_checkpoint(folder, tensors, _config(INNER, EXPERTS, LAYERS))
+    return _routed(tmp_path_factory.mktemp("gguf") / "model")
 
 
 def _tensors(output: Path) -> dict[str, Any]:
@@ -52,8 +57,15 @@ def _source(layer: int, proj: str) -> np.ndarray:
     return np.asarray(getattr(random_weights(HIDDEN, INNER, EXPERTS, seed=layer), proj), np.float32)
 
 
+def _converted(model: Path, output: Path, method: str, *more: object) -> Path:
+    ktconv_done("quantize-cpu", model, output, "--method", method, *more)
+    return output
+
+
 @pytest.mark.parametrize("method", GGUF_FORMATS)
-def test_the_package_reads_every_type(model: Path, tmp_path: Path, method: str) -> None:
+def test_the_package_reads_every_type(
+    model: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ktconv_done("quantize-cpu", model, tmp_path / "o", "--method", method)
     found = _tensors(tmp_path / "o")
     assert len(found) == 3 * LAYERS
@@ -65,7 +77,13 @@ def test_the_package_reads_every_type(model: Path, tmp_path: Path, method: str) 
             wanted = _source(layer, proj)
             off = np.linalg.norm(values - wanted) / np.linalg.norm(wanted)
             assert values.shape == wanted.shape and 0.003 < off < 0.13
-    ktconv_done("verify", tmp_path / "o", "--source", model)
+    monkeypatch.setattr(streamed, "PIECE_BYTES", 1)  # several pieces of a matrix
+    _decodes(tmp_path / "o", model)
+    words = ("verify", tmp_path / "o", "--source", model, "--tokens", "2", "--json")
+    document = json.loads(ktconv_done(*words))
+    assert document["level"] == "layers"
+    low, high = (0.002, 0.012) if method == "gguf-q8_0" else (0.01, 0.25)
+    assert all(low < one["quantization_error"] < high for one in document["layers"]["layers"])
 
 
 def _beside(path: Path) -> Path:
@@ -197,7 +215,17 @@ def test_an_output_is_not_rounded_once_more(model: Path, tmp_path: Path) -> None
 def test_compare_and_push_know_the_files(model: Path, tmp_path: Path) -> None:
     for method in ("gguf-q8_0", "gguf-q4_0"):
         ktconv_done("quantize-cpu", model, tmp_path / method, "--method", method)
-    words = ("--source", model, "--level", "weights", "--json")
+    words = (
+        "--source",
+        model,
+        "--level",
+        "weights",
+        "--tokens",
+        "1",
+        "--seconds",
+        "0.01",
+        "--json",
+    )
     found = ktconv_done("compare", tmp_path / "gguf-q8_0", tmp_path / "gguf-q4_0", *words)
     sizes = [one["bytes"] for one in json.loads(found)["rows"][1:]]
     there = [
@@ -215,6 +243,95 @@ def test_an_unfinished_output_is_verified(model: Path, tmp_path: Path) -> None:
     found = json.loads(ktconv("verify", output, "--source", model, "--json").stdout)
     assert {one["check"] for one in found["failures"]} == {"unfinished", "missing tensor"}
     assert found["failures"][1]["tensor"].startswith("blk.1.ffn_")
+    alone = json.loads(ktconv("verify", output, "--json").stdout)
+    assert [one["check"] for one in alone["failures"]] == ["unfinished"]
+    assert (alone["structure"]["tensors_found"], alone["structure"]["tensors_expected"]) == (3, 6)
+    refused(ktconv("bench", "--model", output), 2, "the conversion in", "is not finished")
+
+
+def test_an_unfinished_output_says_what_comes_last(model: Path, tmp_path: Path) -> None:
+    words = ("--method", "gguf-q4_0", "--layers", "0", "--with", _beside(tmp_path / "b.gguf"))
+    shown = ktconv_done("quantize-cpu", model, tmp_path / "o", *words)
+    assert "missing layer 1. The manifest is written when these are converted." in shown
+    found = json.loads(ktconv("verify", tmp_path / "o", "--json").stdout)
+    assert [one["check"] for one in found["failures"]] == ["unfinished"]
+
+
+def test_biases_are_those_of_the_source(tmp_path: Path) -> None:
+    bare = {**experts(), **around(), "blk.0.ffn_gate_inp.bias": np.zeros(4, np.float32)}
+    source = {**bare, **biases()}
+    model = write_gguf(tmp_path / "m.gguf", source, metadata(), architecture="gpt-oss")
+    other = write_gguf(tmp_path / "bare.gguf", bare, metadata())
+    words = ("quantize-cpu", model, tmp_path / "x", "--method", "gguf-q8_0", "--with", other)
+    refused(ktconv(*words), 2, "with gates there, and", "with gates and biases in the model")
+    output = _converted(model, tmp_path / "o", "gguf-q8_0", "--with", model)
+    found = _tensors(output)
+    for name, values in biases().items():
+        assert found[name].tensor_type.name == "F32"
+        assert np.array_equal(found[name].data, values)
+    ktconv_done("verify", output, "--source", model)
+    _decodes(output, model)
+    (path,) = (one for one in output.glob("*.gguf") if "blk.0.ffn_up_exps.bias" in _names(one))
+    data = bytearray(path.read_bytes())
+    at = data.index(biases()["blk.0.ffn_up_exps.bias"].tobytes())
+    data[at + 4 * (192 + 7)] ^= 1  # of expert 1, row 7
+    path.write_bytes(data)
+    result = ktconv("verify", output, "--source", model, "--json")
+    failures = json.loads(result.stdout)["failures"]
+    assert {one["check"] for one in failures} == {"checksum", "bias"}
+    (wrong,) = (one["message"] for one in failures if one["check"] == "bias")
+    assert "blk.0.ffn_up_exps.bias" in wrong and "of expert 1 in 1 rows, first in row 7" in wrong
+
+
+def _decodes(output: Path, model: Path) -> None:
+    """What levels layers and model compute with is what the package gguf reads."""
+    opened, found = open_gguf_output(output, ModelSource(str(model))), _tensors(output)
+    for layer in opened.source_layers.values():
+        for proj in layer.projections:
+            stored = found[f"blk.{layer.index}.ffn_{proj}_exps.weight"]
+            values = gguf.quants.dequantize(stored.data, stored.tensor_type)
+            bias = found.get(f"blk.{layer.index}.ffn_{proj}_exps.bias")
+            for expert, wanted in enumerate(values):
+                matrix = dequantized(opened, layer, expert, proj)
+                assert np.array_equal(matrix.values(), wanted)
+                if bias is None:
+                    assert matrix.bias is None
+                else:
+                    assert matrix.bias is not None
+                    assert np.array_equal(matrix.bias, bias.data[expert])
+
+
+def _names(path: Path) -> set[str]:
+    return {one.name for one in gguf.GGUFReader(path).tensors}
+
+
+def test_a_source_is_not_overwritten(model: Path, tmp_path: Path) -> None:
+    output = _converted(model, tmp_path / "o", "gguf-q8_0", "--with", _beside(tmp_path / "b.gguf"))
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+    again = ("--overwrite", "--requantize", "--method")
+    first = sorted(output.glob("*.gguf"))[0]
+    for words in (
+        (first, output, *again, "gguf-q4_0"),
+        (output, output, *again, "int8"),
+        (model, output, *again, "gguf-q4_0", "--with", first),
+    ):
+        refused(ktconv("quantize-cpu", *words), 2, f"the output {output} is the directory of")
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+
+
+def test_layers_that_the_file_beside_lacks(tmp_path: Path) -> None:
+    tensors = numbered("model.layers.1.mlp.experts", random_weights(HIDDEN, INNER, EXPERTS, seed=1))
+    for layer in (0, 2):
+        weights = random_weights(HIDDEN, INNER, EXPERTS, seed=layer)
+        tensors |= numbered(f"model.layers.{layer}.mlp.experts", weights)
+    config = _config(INNER, EXPERTS, LAYERS) | {"num_nextn_predict_layers": 1}
+    model = write_checkpoint(tmp_path / "model", tensors, config)
+    beside = _beside(tmp_path / "beside.gguf")
+    words = ("quantize-cpu", model, tmp_path / "o", "--method", "gguf-q8_0", "--with", beside)
+    result = ktconv(*words)
+    refused(result, 2, "is of another model: it has no experts in layer 2")
+    assert "--no-mtp" in result.stderr
+    ktconv_done(*words, "--no-mtp")
 
 
 def test_a_wrong_code_is_found_by_name(model: Path, tmp_path: Path) -> None:
@@ -232,13 +349,14 @@ def test_a_wrong_code_is_found_by_name(model: Path, tmp_path: Path) -> None:
     )
 
 
-def test_compare_chooses_the_level_that_works(model: Path, tmp_path: Path) -> None:
-    for method in ("gguf-q8_0", "gguf-q4_0"):
-        ktconv_done("quantize-cpu", model, tmp_path / method, "--method", method)
-    words = ("compare", tmp_path / "gguf-q8_0", tmp_path / "gguf-q4_0", "--source", model)
-    found = ktconv(*words, "--tokens", "1", "--seconds", "0.01", "--json")
-    assert found.exit_code == 0 and json.loads(found.stdout)["level"] == "weights"
-    assert "level weights, since ktconv does not compute" in found.stderr
+def test_compare_measures_what_kernels_compute(model: Path, tmp_path: Path) -> None:
+    outputs = [_converted(model, tmp_path / one, one) for one in ("gguf-q8_0", "gguf-q5_k")]
+    words = ("compare", *outputs, "--source", model, "--tokens", "1", "--seconds", "0.01")
+    found = ktconv(*words, "--level", "weights", "--json")  # by default layers or model
+    assert found.exit_code == 0
+    eight, five = json.loads(found.stdout)["rows"][1:]
+    assert eight["kernel_formats"] == ["gint8-32-f32"] and eight["tokens_per_s"]["1"] > 0
+    assert "no weight format of the kernels has exactly" in five["not_measured"]
 
 
 def test_other_commands_say_what_the_files_are(model: Path, tmp_path: Path) -> None:
@@ -246,11 +364,13 @@ def test_other_commands_say_what_the_files_are(model: Path, tmp_path: Path) -> N
     ktconv_done("quantize-cpu", model, output, "--method", "gguf-q4_0")
     refused(ktconv("merge", output, tmp_path / "m"), 2, "has GGUF files, which have no NUMA parts")
     refused(ktconv("reshard", output, tmp_path / "m", "--numa", "2"), 2, "has GGUF files")
-    refused(ktconv("bench", "--model", output), 2, "contains no packed experts: it has GGUF files")
+    result = ktconv("bench", "--model", _converted(model, tmp_path / "k", "gguf-q4_k"))
+    refused(result, 2, "gguf-q4_k (blk.0.ffn_gate_exps.weight is Q4_K), which no weight format")
+    assert "of GGUF's types they have MXFP4, Q4_0, Q8_0 exactly" in result.stderr
 
 
 def _routed(folder: Path) -> Path:
-    """`model` with routers."""
+    """A model with routers."""
     tensors: dict[str, Any] = {}
     for layer in range(LAYERS):
         weights = random_weights(HIDDEN, INNER, EXPERTS, seed=layer)
@@ -272,8 +392,7 @@ def _adapter(folder: Path, *others: str) -> Path:
 
 def test_adapters_change_experts_alone(model: Path, tmp_path: Path) -> None:
     router = "model.layers.0.mlp.gate"
-    whole = _routed(tmp_path / "model")
-    words = ("quantize-cpu", whole, tmp_path / "o", "--method", "gguf-q8_0", "--adapter")
+    words = ("quantize-cpu", model, tmp_path / "o", "--method", "gguf-q8_0", "--adapter")
     more = ("--with", _beside(tmp_path / "beside.gguf"))
     both = _adapter(tmp_path / "both", router)
     refused(ktconv(*words, both, *more), 2, f"--adapter changes {router}.weight, which --with")
@@ -281,17 +400,16 @@ def test_adapters_change_experts_alone(model: Path, tmp_path: Path) -> None:
     ktconv_done(*words, one, *more)
     found = _tensors(tmp_path / "o")["blk.0.ffn_up_exps.weight"]
     values = gguf.quants.dequantize(found.data, found.tensor_type)
-    checkpoint = open_checkpoint(ModelSource(whole, adapter=(str(one),)))
+    checkpoint = open_checkpoint(ModelSource(model, adapter=(str(one),)))
     merged = SourceTensors(checkpoint).expert(checkpoint.layers[0], 1)[1]
     assert merged is not None
     plain, wanted = _source(0, "up")[1], merged.values()
     assert np.linalg.norm(values[1] - wanted) < 0.9 * np.linalg.norm(values[1] - plain)
     assert np.linalg.norm(values[1] - wanted) < 0.006 * np.linalg.norm(wanted)
-    ktconv_done("verify", tmp_path / "o", "--source", whole)
+    ktconv_done("verify", tmp_path / "o", "--source", model)
 
 
-def test_fewer_experts(tmp_path: Path) -> None:
-    model = _routed(tmp_path / "model")
+def test_fewer_experts(model: Path, tmp_path: Path) -> None:
     lines = [{"layer": layer, "ids": [2, 0, 1]} for layer in range(LAYERS)]
     ranking = tmp_path / "ranking.jsonl"
     ranking.write_text("".join(json.dumps(one) + "\n" for one in lines))

@@ -728,8 +728,8 @@ def test_source_that_is_cut_while_it_is_mapped(
 def test_source_that_is_cut_while_it_is_encoded(
     wide: Path, output: Path, monkeypatch: pytest.MonkeyPatch, method: str, left: int
 ) -> None:
-    """Between rounding and comparing: not what was written is wrong."""
-    own = native.encode
+    """Behind rounding and comparing: not what is written is wrong."""
+    own = native.encode_audit
 
     def cut(*arguments: Any) -> Any:
         found = own(*arguments)
@@ -737,7 +737,7 @@ def test_source_that_is_cut_while_it_is_encoded(
             os.truncate(shard, left)
         return found
 
-    monkeypatch.setattr(native, "encode", cut)
+    monkeypatch.setattr(native, "encode_audit", cut)
     words = ["quantize-cpu", str(wide), str(output), "--threads=1", f"--method={method}"]
     refused(CliRunner().invoke(app, words), 2, "changed while it was read")
     assert not output.exists()

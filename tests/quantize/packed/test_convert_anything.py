@@ -140,6 +140,7 @@ def cases(draw: Any) -> dict[str, Any]:
     case: dict[str, Any] = {
         "method": method,
         "numa": numa,
+        "scale": draw(st.sampled_from(["amax", "search"])),
         "hidden": TILE[method] * draw(st.integers(1, 3)),
         "inner": TILE[method] * numa * tiles,
         "experts": draw(st.integers(1, 3)),
@@ -209,8 +210,8 @@ def test_anything(case: dict[str, Any]) -> None:
         root = Path(folder)
         model, layers = build(case, root)
         matrices = matrices_of(layers)
-        experts = expected_experts(matrices, case["method"], case["numa"])
-        options = {key: case[key] for key in ("method", "numa", "layout", "experts_only")}
+        experts = expected_experts(matrices, case["method"], case["numa"], scale=case["scale"])
+        options = {key: case[key] for key in ("method", "numa", "scale", "layout", "experts_only")}
         if case["max_shard_size"]:
             options["max_shard_size"] = largest(experts, case) * case["max_shard_size"]
         before = matrix_reader.CHUNK_BYTES, matrix_reader.STRIDED_CHUNK_BYTES
@@ -221,7 +222,7 @@ def test_anything(case: dict[str, Any]) -> None:
             matrix_reader.CHUNK_BYTES, matrix_reader.STRIDED_CHUNK_BYTES = before
         kept = {} if case["experts_only"] else others_of(case)
         others = {new: raw(tensor) for new, tensor in kept.values()}
-        limits = {key: case[key] for key in ("method", "numa", "layout")}
+        limits = {key: case[key] for key in ("method", "numa", "scale", "layout")}
         limit = options.get("max_shard_size", 0)
         assert_output(root / "out", matrices, others, **limits, max_shard_size=limit)
         check_elements_aligned(root / "out")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.convert import assert_output, convert, matrices_of, read_model
+from helpers.convert import Rule, assert_output, convert, matrices_of, read_model
 from helpers.families import (
     Raw,
     Tensor,
@@ -131,18 +131,22 @@ def fused_fp8(
 BLOCKS = [(128, 128), (64, 64), (1, 128), (128, 1), (100, 48), (48, 200), (512, 512)]
 
 
-@pytest.mark.parametrize(("method", "numa"), [("int4", 1), ("int4", 3), ("int8", 2), ("int8", 6)])
+@pytest.mark.parametrize(
+    ("method", "numa", "scale"),
+    [("int4", 1, "amax"), ("int4", 3, "search"), ("int8", 2, "amax"), ("int8", 6, "amax")],
+)
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block[0]}x{block[1]}")
 def test_converting_fp8_blocks(
-    block: tuple[int, int], method: str, numa: int, tmp_path: Path
+    block: tuple[int, int], method: str, numa: int, scale: Rule, tmp_path: Path
 ) -> None:
     """Rows that are no multiple of the block; parts that cut through blocks, of rows for gate
     and up, of columns for down."""
     tensors, weights = numbered_fp8(256, 384, block, "F32")
     model = write_checkpoint(tmp_path / "model", tensors, fp8_config(256, 384, block))
-    report = convert(model, tmp_path / "out", method=method, numa=numa)
+    report = convert(model, tmp_path / "out", method=method, numa=numa, scale=scale)
     assert report.source_bytes == sum(len(raw(tensor).data) for tensor in tensors.values())
-    assert_output(tmp_path / "out", matrices_of({0: weights}), {}, method=method, numa=numa)
+    truth = matrices_of({0: weights})
+    assert_output(tmp_path / "out", truth, {}, method=method, numa=numa, scale=scale)
 
 
 @pytest.mark.parametrize("kind", SCALES)

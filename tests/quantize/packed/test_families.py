@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers.convert import (
     Matrices,
+    Rule,
     all_files,
     assert_output,
     assert_same,
@@ -90,12 +91,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
     return get
 
 
-def convert_and_check(model: Model, output: Path, method: str, numa: int, **options: Any) -> None:
-    report = convert(model.path, output, method=method, numa=numa, threads=2, **options)
+def convert_and_check(
+    model: Model, output: Path, method: str, numa: int, scale: Rule = "search"
+) -> None:
+    report = convert(model.path, output, method=method, numa=numa, scale=scale, threads=2)
     assert report.source_bytes == sum(
         len(tensor.data) for tensor in read_model(model.path).values()
     )
-    assert_output(output, model.matrices, model.others, method=method, numa=numa)
+    assert_output(output, model.matrices, model.others, method=method, numa=numa, scale=scale)
 
 
 @pytest.mark.parametrize("method", list(output_formats()))
@@ -103,13 +106,16 @@ def convert_and_check(model: Model, output: Path, method: str, numa: int, **opti
 def test_every_family_is_quantized_as_by_the_reference(
     name: str, method: str, model: Callable[[str], Model], tmp_path: Path
 ) -> None:
-    """All NUMA counts; experts equal the truth, everything else is copied."""
+    """All NUMA counts, the last one with the search for scales, which takes the reference long;
+    experts equal the truth, everything else is copied."""
     source = model(name)
     layers = sorted({layer for layer, _, _ in source.matrices})
     assert layers == list(family(name).layers)
     assert family(name).intermediate // {"int4": 128, "int8": 64}[method] in source.parts(method)
-    for numa in source.parts(method):
-        convert_and_check(source, tmp_path / str(numa), method, numa)
+    *parts, last = source.parts(method)
+    for numa in parts:
+        convert_and_check(source, tmp_path / str(numa), method, numa, "amax")
+    convert_and_check(source, tmp_path / str(last), method, last)
     manifest = read_json(tmp_path / "1" / "ktconv.json")
     assert (
         manifest["geometry"]["model_type"] == read_json(source.path / "config.json")["model_type"]
@@ -231,18 +237,23 @@ def trained() -> Callable[[Path], Model]:
 
 
 PARTS = [("int4", 1), ("int4", 2), ("int8", 1), ("int8", 2), ("int8", 4)]
-TRAINED = [MODELS / "tiny-qwen3moe", MODELS / "tiny-deepseekv3", EXAMPLE]
+TRAINED = [(path, *part) for path in (MODELS / "tiny-qwen3moe", EXAMPLE) for part in PARTS]
+TRAINED += [(MODELS / "tiny-deepseekv3", *part) for part in (PARTS[1], PARTS[-1])]
 
 
-@pytest.mark.parametrize(("method", "numa"), PARTS)
-@pytest.mark.parametrize("path", TRAINED, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    ("path", "method", "numa"), TRAINED, ids=lambda one: getattr(one, "name", str(one))
+)
 def test_trained(
     path: Path, method: str, numa: int, trained: Callable[[Path], Model], tmp_path: Path
 ) -> None:
-    source = trained(path)
+    """Whole matrices by the search for scales, parts by largest weights."""
+    source, output = trained(path), tmp_path / "out"
     assert source.parts(method) == {"int4": [1, 2], "int8": [1, 2, 4]}[method]
-    report = convert(path, tmp_path / "out", method=method, numa=numa, threads=2)
-    assert_output(tmp_path / "out", source.matrices, source.others, method=method, numa=numa)
+    options: dict[str, Any] = {"method": method, "numa": numa}
+    options["scale"] = "search" if numa == 1 else "amax"
+    report = convert(path, output, threads=2, **options)
+    assert_output(output, source.matrices, source.others, **options)
     assert report.worst is not None
     assert report.mean_error is not None
     low, high = {"int4": (0.05, 0.2), "int8": (0.002, 0.02)}[method]

@@ -87,8 +87,22 @@ def test_golden(case: golden.Case, layout: str, models: dict[str, Path], tmp_pat
     (check_folders if layout == "layers" else check_shards)(case, output)
 
 
+@pytest.fixture(scope="module")
+def here(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, bytes]]:
+    """The files of each case, manifests too, converted in this process."""
+    outputs = {case.name: tmp_path_factory.mktemp("here") / "output" for case in golden.CASES}
+    for case in golden.CASES:
+        convert(models[case.name], outputs[case.name], **options_of(case))
+        check_shards(case, outputs[case.name])
+    return {name: all_files(output) for name, output in outputs.items()}
+
+
 @pytest.mark.parametrize("level", native.ISA_NAMES.values())
-def test_golden_on_every_level(level: str, models: dict[str, Path], tmp_path: Path) -> None:
+def test_golden_on_every_level(
+    level: str, models: dict[str, Path], here: dict[str, dict[str, bytes]], tmp_path: Path
+) -> None:
     """All cases in one process that KTCONV_ISA holds to a level."""
     if level not in native.isa_available():
         pytest.skip(f"this machine does not support {level}")
@@ -117,10 +131,7 @@ def test_golden_on_every_level(level: str, models: dict[str, Path], tmp_path: Pa
     )
     assert (done.returncode, done.stdout.strip()) == (0, level), done.stderr
     for case in golden.CASES:
-        check_shards(case, tmp_path / case.name)
-        here = tmp_path / "here" / case.name
-        convert(models[case.name], here, **options_of(case))
-        assert_same(all_files(tmp_path / case.name), all_files(here))  # manifests too
+        assert_same(all_files(tmp_path / case.name), here[case.name])
 
 
 def test_compat_changes_nothing_for_bf16(models: dict[str, Path], tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ works on it, and nothing else changes."""
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -36,16 +38,32 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(FORMATS, key, row)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Outputs of the example by format, parts and layout, each made when it is first asked for."""
+    found: dict[tuple[str, int, str], Path] = {}
+
+    def get(row: Format, numa: int = 2, layout: str = "safetensors") -> Path:
+        key = row.key, numa, layout
+        if key not in found:
+            found[key] = tmp_path_factory.mktemp("made") / "out"
+            convert(EXAMPLE, found[key], method=row.key, numa=numa, layout=layout)
+        return found[key]
+
+    return get
+
+
 def weights_of(directory: Path) -> dict[str, bytes]:
     """The shards, whose other files say by which command they were made."""
     return {name: data for name, data in all_files(directory).items() if "safetensors" in name}
 
 
 @rows
-def test_converted_tensors_are_those_of_the_specification(row: Format, tmp_path: Path) -> None:
-    convert(EXAMPLE, tmp_path / "out", method=row.key, numa=2)
+def test_converted_tensors_are_those_of_the_specification(
+    row: Format, made: Callable[..., Path]
+) -> None:
     sources, seen = source_matrices(EXAMPLE), 0
-    for name, tensor in read_model(tmp_path / "out").items():
+    for name, tensor in read_model(made(row)).items():
         key = parse_tensor_name(name)
         if key is None:
             continue
@@ -67,9 +85,8 @@ def test_converted_tensors_are_those_of_the_specification(row: Format, tmp_path:
 
 @rows
 @pytest.mark.parametrize("layout", ["safetensors", "layers"])
-def test_inspect_and_verify(row: Format, layout: str, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    convert(EXAMPLE, out, method=row.key, numa=2, layout=layout)
+def test_inspect_and_verify(row: Format, layout: str, made: Callable[..., Path]) -> None:
+    out = made(row, layout=layout)
     about = inspect_path(str(out))
     assert about["complete"] and about["method"] == row.name
     assert (about["hidden_size"], about["intermediate_size"], about["numa_parts"]) == (
@@ -83,9 +100,9 @@ def test_inspect_and_verify(row: Format, layout: str, tmp_path: Path) -> None:
 
 
 @rows
-def test_damage_is_found(row: Format, tmp_path: Path) -> None:
+def test_damage_is_found(row: Format, made: Callable[..., Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    convert(EXAMPLE, out, method=row.key, numa=2)
+    shutil.copytree(made(row), out)
     code, scale = (f"blk.0.ffn_down_exps.1.numa.1.{kind}" for kind in ("weight", "scale"))
     place = place_of(out, code)
     overwrite(place, bytes([place.file.read_bytes()[place.offset + 5] ^ 0x77]), 5)
@@ -101,11 +118,10 @@ def test_damage_is_found(row: Format, tmp_path: Path) -> None:
 
 
 @rows
-def test_merge_and_reshard_give_the_bytes_of_a_conversion(row: Format, tmp_path: Path) -> None:
-    shards, folders, one = (tmp_path / name for name in ("shards", "folders", "one"))
-    convert(EXAMPLE, shards, method=row.key, numa=2)
-    convert(EXAMPLE, folders, method=row.key, numa=2, layout="layers")
-    convert(EXAMPLE, one, method=row.key, numa=1)
+def test_merge_and_reshard_give_the_bytes_of_a_conversion(
+    row: Format, made: Callable[..., Path], tmp_path: Path
+) -> None:
+    shards, folders, one = made(row), made(row, layout="layers"), made(row, numa=1)
     merge(MergeRequest(folders, tmp_path / "merged", source=str(EXAMPLE), threads=1))
     assert weights_of(tmp_path / "merged") == weights_of(shards)
     for numa, given, expected in ((1, shards, one), (2, one, shards)):
@@ -122,14 +138,13 @@ def test_folders_without_a_manifest_do_not_say_their_dimensions(tmp_path: Path) 
         merge(MergeRequest(tmp_path / "folders", tmp_path / "out"))
 
 
-def test_the_kernels_compute_what_was_converted(tmp_path: Path) -> None:
+def test_the_kernels_compute_what_was_converted(made: Callable[..., Path]) -> None:
     """Level layers needs transformers; this needs only the output."""
     from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
     from ktconv.runtime.layers import open_experts
     from ktconv.system.pool import Pool
 
-    convert(EXAMPLE, tmp_path / "out", method="g32-bf16", numa=2)
-    experts = open_experts(tmp_path / "out")
+    experts = open_experts(made(FORMATS["g32-bf16"]))
     rng = np.random.default_rng(1)
     x = f32_to_bf16(rng.standard_normal((5, 128), np.float32))
     ids = np.argsort(rng.random((5, 8)), axis=1)[:, :2].astype(np.int32)

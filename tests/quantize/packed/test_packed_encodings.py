@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.convert import assert_output, convert, matrices_of
+from helpers.convert import Rule, assert_output, convert, matrices_of
 from helpers.encoded import HIDDEN, INNER, KINDS, SIZES, SOURCE, encoded_model, of_nvfp4
 from helpers.families import Tensor, Weights, raw, simple_config, write_checkpoint
 
@@ -43,11 +43,12 @@ def test_numbered_experts(kind: str, tmp_path: Path) -> None:
     model, weights, nbytes = encoded_model(tmp_path / "model", kind)
     assert open_checkpoint(model).layers[0].encoding == KINDS[kind].name
     truth = matrices_of({0: weights})
-    for method, numa in (("int4", 3), ("int4", 1), ("int8", 2)):
+    cuts: list[tuple[str, int, Rule]] = [("int4", 3, "search"), ("int4", 1, "amax")]
+    for method, numa, scale in (*cuts, ("int8", 2, "amax")):
         output = tmp_path / f"{method}-{numa}"
-        report = convert(model, output, method=method, numa=numa, requantize=True)
+        report = convert(model, output, method=method, numa=numa, scale=scale, requantize=True)
         assert report.source_bytes <= nbytes
-        assert_output(output, truth, {}, method=method, numa=numa)
+        assert_output(output, truth, {}, method=method, numa=numa, scale=scale)
 
 
 def test_fused_experts(tmp_path: Path) -> None:

@@ -171,7 +171,8 @@ def test_numbers_are_the_sources(kind: str, tmp_path: Path) -> None:
         if not fmt.multiplies(HIDDEN, INNER, parts):  # 192 columns: fp8, groups of 128
             assert parts == 2
             continue
-        experts = native_experts(checkpoint, 0, parts=parts, threads=2)
+        method = None if parts == 1 else fmt.key  # which of several it is, is found once
+        experts = native_experts(checkpoint, 0, parts=parts, threads=2 - parts % 2, method=method)
         assert (experts.format, experts.parts) == (fmt, parts)
         expect_values(experts, weights)
     assert kernel_error(experts) < KERNEL_BOUND

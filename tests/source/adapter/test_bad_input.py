@@ -108,6 +108,14 @@ CHANGES: list[tuple[Callable[[Stored, Config], Any], str]] = [
         "layer 7 of the model has no experts",
     ),
     (
+        _as("7.mlp.experts.base_layer.lora_A.weight", np.ones((RANK, HIDDEN), np.float32)),
+        "has .*7.mlp.experts.base_layer.lora_A.weight, but layer 7 of the model has no experts",
+    ),
+    (
+        _as("1.mlp.experts.w13_lora.lora_A.weight", np.ones((RANK, HIDDEN), np.float32)),
+        "1.mlp.experts.w13_lora.lora_A.weight .* is of experts, in a layout that is not known",
+    ),
+    (
         _as("0.mlp.nonsense.lora_A.weight", np.ones((RANK, HIDDEN), np.float32)),
         "0.mlp.nonsense.lora_A.weight .* is of a module that the model does not have",
     ),
@@ -147,7 +155,8 @@ CHANGES: list[tuple[Callable[[Stored, Config], Any], str]] = [
         "has another alpha for .* than for .*",
     ),
     (_says(peft_type="IA3"), "is of an adapter of type 'IA3', not LORA"),
-    (_says(use_dora=True), "says use_dora"),
+    (_says(use_dora=True), "says use_dora, which is more than a product to add to each weight"),
+    (_says(fan_in_fan_out=True), "says fan_in_fan_out, which is more than a product"),
     (_says(use_dora_v9=True), "says use_dora_v9, which is more than a product"),
     (_says(bias="lora_only"), "says bias 'lora_only': biases were trained, too"),
     (_says(modules_to_save=["lm_head"]), "says modules_to_save"),
@@ -172,6 +181,15 @@ def test_changed_adapters(number: int, adapter: Path, tmp_path: Path) -> None:
     assert caught.value.hint
     assert "\n" not in str(caught.value)
     assert not output.exists()
+
+
+@pytest.mark.parametrize("setting", ["use_dora", "fan_in_fan_out", "use_dora_v9"])
+def test_peft_merges_other_kinds(setting: str, adapter: Path) -> None:
+    config = json.loads((adapter / CONFIG).read_text()) | {setting: True}
+    (adapter / CONFIG).write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as caught:
+        opened(adapter)
+    assert "merge_and_unload" in (caught.value.hint or "")
 
 
 def test_a_plain_adapter_is_added(adapter: Path) -> None:

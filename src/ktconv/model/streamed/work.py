@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,7 @@ def _last_change(folder: Path) -> float:
     return time.time()
 
 
+@cache  # each call reads and parses the metadata of the package
 def _version(package: str) -> str | None:
     try:
         return version(package)

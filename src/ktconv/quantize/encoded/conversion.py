@@ -8,9 +8,10 @@ from functools import cached_property
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import LayerUnit
 from ktconv.conversion.run import Conversion
+from ktconv.conversion.together import together
 from ktconv.errors import UsageError
-from ktconv.quantize.encoded.request import DecodedCopy, Preflight, Request, buffer_sizes
-from ktconv.quantize.encoded.task import EncodeTask, encoding_buffers
+from ktconv.quantize.encoded.request import DecodedCopy, Preflight, Request
+from ktconv.quantize.encoded.task import EncodeTask, encode_together, rounded
 from ktconv.source import TensorRef
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.reading.reader import SourceReader
@@ -27,6 +28,7 @@ class Encode(Conversion):
 
     plan: Plan
     request: Request
+    preflight: Preflight
 
     def __init__(self, preflight: Preflight, observer: Observer, notify: Notify = silent) -> None:
         super().__init__(preflight, observer)
@@ -44,8 +46,7 @@ class Encode(Conversion):
         return 0
 
     def buffers(self) -> BufferSizes:
-        encoding = encoding_buffers(self.plan)
-        return encoding.with_those_of(buffer_sizes(self.plan))
+        return self.preflight.buffers
 
     def copy_task(self, reader: SourceReader, tensor: TensorRef, name: str) -> Task:
         weight = self.plan.target.decoded.get(tensor.name)
@@ -83,6 +84,9 @@ class Encode(Conversion):
 
     def expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
         verify, target = self.request.verify, self.plan.target
-        for expert in unit.experts:
-            for proj in unit.layer.projections:
-                yield EncodeTask(reader, unit.layer, expert, proj, verify, target)
+        tasks = (
+            EncodeTask(reader, unit.layer, expert, proj, verify, target)
+            for expert in unit.experts
+            for proj in unit.layer.projections
+        )
+        return together(tasks, rounded, encode_together)

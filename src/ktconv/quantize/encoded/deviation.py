@@ -57,24 +57,30 @@ class Deviation:
         Raises VerificationError where they cannot be a rounding of it, CheckpointError for weights
         that the format has no finite number for.
         """
-        scheme = self._scheme
-        rows, cols = source.rows, source.cols
-        found = None
+        scheme, found = self._scheme, None
         if not self._keeps:
             factor = tensor_scale(scheme, self._factor)
             found = audit(scheme.encoding(self._half), source, codes, scales, factor)
-        if found is not None and self._method == "rtn":
+        if found is not None:
+            self.add_audit(found, source.rows * source.cols)
+        else:
+            self._add(self._compared(source, codes, scales, zeros), source.rows * source.cols)
+
+    def add_audit(self, found: native.EncodedAudit, elements: int) -> None:
+        """The next rows, as the C library has compared them. Raises as `add` does."""
+        if self._method == "rtn":
             self._check_rounding(found)
-        if found is None:
-            found = self._compared(source, codes, scales, zeros)
+        self._add(found, elements)
+
+    def _add(self, found: native.EncodedAudit, elements: int) -> None:
         if self._method == "rtn" and math.isinf(found.squared_error):
             self._refuse_infinite(found.squared_source)
         self._most_steps = max(self._most_steps, found.max_steps)
         self._squared_error += found.squared_error
         self._squared_source += found.squared_source
         self._zeros += found.zeros
-        self._elements += rows * cols
-        most = math.inf if scheme.search else MOST_STEPS[self._method]
+        self._elements += elements
+        most = math.inf if self._scheme.search else MOST_STEPS[self._method]
         if not self._most_steps <= most or not np.isfinite(self._squared_error):
             self._refuse(
                 f"it is up to {self._most_steps:.4g} steps off its source, more than the {most} "

@@ -39,6 +39,7 @@ class Preflight(AnyPreflight[EncodedTarget]):
 
     request: Request
     classes: Sequence[ClassCount]
+    buffers: BufferSizes  # of a worker
 
 
 @dataclass(frozen=True, slots=True)

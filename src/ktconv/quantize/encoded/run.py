@@ -12,6 +12,7 @@ from ktconv import native
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import Selection, plan_checkpoint
 from ktconv.conversion.run import Report, check_output, fit_memory, refuse_nested
+from ktconv.conversion.together import with_room
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.quantize.encoded.conversion import Encode
 from ktconv.quantize.encoded.request import Preflight, Request, buffer_sizes
@@ -63,10 +64,13 @@ def prepare(request: Request, job: type[Encode] = Encode, libraries: int = 0) ->
     check_output(plan, request.output)
     units = plan.layer_units(request.layers)
     beside = job.check(request, plan)
-    threads, peak = fit_memory(request, checkpoint, _per_thread(plan), libraries)
+    buffers = encoding_buffers(plan).with_those_of(buffer_sizes(plan))
+    per_thread = buffers.nbytes + encoding_memory(plan)
+    threads, peak = fit_memory(request, checkpoint, per_thread, libraries)
+    buffers, peak = with_room(request, buffers, threads, peak)
     peak = max(peak, beside)
     free = machine.disk_free(request.output)
-    return Preflight(request, plan, units, threads, peak, free, classes)
+    return Preflight(request, plan, units, threads, peak, free, classes, buffers)
 
 
 def encode(
@@ -162,11 +166,11 @@ def _loading_notes(plan: Plan) -> list[str]:
         return engine_lines(target.recipe, [(unit.layer, unit.experts) for unit in plan.layers])
     if any(layer.biased for layer in plan.moe_layers):
         return []  # another note says who computes experts with biases
-    readers = readers_of(target.row.name, checkpoint)
+    readers = readers_of(target.row.name, checkpoint, target.options.expert_layout)
     able = [reader.title for reader, failure in readers.items() if failure is None]
     return [
         f"{target.name} is not for {reader.engine}: {reader.title} {failure}"
-        + (f"; {listed(able)} read it" if able else "")
+        + (f"; {listed(able)} {'read' if len(able) > 1 else 'reads'} it" if able else "")
         for reader, failure in readers.items()
         if failure
     ]
@@ -198,9 +202,3 @@ def _kept_notes(plan: Plan) -> list[str]:
     )
     which = "all matrices have" if whole else "some matrices have"
     return [f"{which} this format in the source: their codes and scales are kept"]
-
-
-def _per_thread(plan: Plan) -> int:
-    """Bytes that a worker needs."""
-    encoding = encoding_buffers(plan)
-    return encoding.with_those_of(buffer_sizes(plan)).nbytes + encoding_memory(plan)

@@ -62,6 +62,8 @@ def prepare(request: Request) -> Preflight:
     refuse_nested(checkpoint.path, request.output)
     layers = [layer for layer in checkpoint.layers if options.mtp or not layer.is_mtp]
     beside = None if request.beside is None else open_beside(request.beside)
+    if beside is not None:
+        refuse_nested(beside.checkpoint.path, request.output)
     weights = None
     if request.importance is not None:
         weights = open_weights(request.importance, checkpoint, layers)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ktconv import native
-from ktconv.conversion.tasks import Advance, Piece, four_digits, written
+from ktconv.conversion.tasks import Advance, Piece, four_digits, write_tensor, written
 from ktconv.errors import CheckpointError, VerificationError
 from ktconv.quantize.packed.importance.load import LayerWeights
 from ktconv.source import ExpertMatrix, MoELayer, Projection
@@ -24,7 +24,7 @@ from ktconv.source.reading.matrices import (
     spans_of,
 )
 from ktconv.source.reading.reader import SourceReader, Span
-from ktconv.system.arrays import U8
+from ktconv.system.arrays import F32, U8
 from ktconv.system.checksums import Checksum
 from ktconv.system.units import counted
 from ktconv.targets.gguf.target import GgufTarget
@@ -89,7 +89,11 @@ class StackTask:
                 remaining -= part
                 advance(part)
             advance(remaining)
-        return {name: digest.record() | _errors(sums)}
+        records = {name: digest.record() | _errors(sums)}
+        if (bias := self.target.bias(self.layer, self.proj)) is not None:
+            rows = (one.view(np.uint8) for one in biases_of(self.reader, self.matrices))
+            records[bias.name] = write_tensor(bias.name, rows, staging, self.verify)
+        return records
 
     def _encoded(
         self, expert: int, matrix: ExpertMatrix, buffers: Buffers
@@ -127,6 +131,13 @@ class StackTask:
                 "check this machine's memory and disk, then run the same command again",
             )
         return stats_of(found, view)
+
+
+def biases_of(reader: SourceReader, matrices: Sequence[ExpertMatrix]) -> Iterator[F32]:
+    """The bias [rows] of each matrix; zeros for those without."""
+    for matrix in matrices:
+        bias = MatrixReader(reader, matrix).load_bias()
+        yield np.zeros(matrix.rows, np.float32) if bias is None else np.ascontiguousarray(bias)
 
 
 def compared(kind: str, view: native.Matrix, blocks: U8) -> native.EncodedAudit:

@@ -16,6 +16,7 @@ from ktconv.quantize.encoded.conversion import Encode
 from ktconv.quantize.encoded.request import Preflight, Request
 from ktconv.quantize.llm_compressor.gptq.run import Gptq
 from ktconv.system.text import Notify, silent
+from ktconv.targets.encoded.stacking import STACKINGS
 
 LIBRARIES_MEMORY = 700 << 20  # torch, transformers and llm-compressor once imported
 INSTALL = "pip install 'ktconv[gpu]'"
@@ -36,6 +37,12 @@ def prepare(request: Request) -> Preflight:
             f"--scheme {request.options.scheme} does not go with --algorithm gptq, which rounds to "
             "integers",
             f"use --scheme {' or '.join(GPTQ_SCHEMES)}, or --algorithm rtn",
+        )
+    stacking = STACKINGS.get(request.options.expert_layout)
+    if stacking is not None and not stacking.nested:
+        raise UsageError(
+            f"--expert-layout {stacking.name} does not go with --algorithm gptq",
+            "use --expert-layout stacked, or --algorithm rtn",
         )
     if request.source.prune is not None:
         raise UsageError(

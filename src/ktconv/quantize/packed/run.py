@@ -25,9 +25,10 @@ from ktconv.conversion.run import (
     refuse_nested,
 )
 from ktconv.conversion.run import Preflight as AnyPreflight
+from ktconv.conversion.together import together, with_room
 from ktconv.errors import UsageError
 from ktconv.quantize.packed.importance.way import Importance
-from ktconv.quantize.packed.task import together, together_buffers
+from ktconv.quantize.packed.task import alone, quantize_together
 from ktconv.quantize.packed.ways import Asked, Expert, Way, ways_of_table
 from ktconv.source import open_checkpoint
 from ktconv.source.reading.buffers import BufferSizes
@@ -134,10 +135,7 @@ def prepare(request: Request) -> Preflight:
         buffers = buffers.with_those_of(more)
     each = buffers.nbytes + sum(way.worker_memory(plan) for way in ways)
     threads, peak = fit_memory(request, checkpoint, each, shared)
-    roomy = buffers.with_those_of(together_buffers())  # faster, where memory is enough
-    more_memory = threads * (roomy.nbytes - buffers.nbytes)
-    if peak + more_memory <= request.max_memory:
-        buffers, peak = roomy, peak + more_memory
+    buffers, peak = with_room(request, buffers, threads, peak)
     refuse_nested(checkpoint.path, request.output)
     check_output(plan, request.output)
     free = machine.disk_free(request.output)
@@ -167,7 +165,7 @@ class QuantizeCpu(Conversion):
 
     def expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
         """Tasks of each expert, from the ways one after the other: first the rule for scales."""
-        return together(self._expert_tasks(unit, reader))
+        return together(self._expert_tasks(unit, reader), alone, quantize_together)
 
     def _expert_tasks(self, unit: LayerUnit, reader: SourceReader) -> Iterator[Task]:
         layer, verify, options = unit.layer, self.request.verify, self.plan.target.options

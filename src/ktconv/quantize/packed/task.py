@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from ktconv import native
 from ktconv.conversion.pipeline import Task
 from ktconv.conversion.tasks import Advance, write_tensor
+from ktconv.conversion.together import have_room
 from ktconv.formats import FORMATS, Format, kinds_of
 from ktconv.formats.folding import encode, folded_importance
 from ktconv.quantize.packed.packing import PackingTask, Part, Piece
@@ -28,22 +28,10 @@ from ktconv.source.reading.matrices import (
     chunks,
     loaded_together,
 )
-from ktconv.source.reading.reader import Span
 from ktconv.system.arrays import F32, I8, U8
 from ktconv.targets.packed.proof import Proof
 from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging
-
-# Of matrices that are converted together, packed and in the source. Python runs cold after a call
-# that reads megabytes, and takes a third of the time for five matrices as for each alone.
-TOGETHER_BYTES = 4 << 20
-TOGETHER_STORED = 4 * TOGETHER_BYTES
-TOGETHER_FILES = 4  # of the source, which a worker has open at once: a process can have few
-
-
-def together_buffers() -> BufferSizes:
-    """Buffers in which a worker has room for all matrices that `together` puts together."""
-    return BufferSizes(TOGETHER_STORED, TOGETHER_BYTES)
 
 
 def quantize_buffers(layers: Sequence[MoELayer], fmt: Format) -> BufferSizes:
@@ -141,47 +129,9 @@ class QuantizeTask(PackingTask):
         return records
 
 
-class QuantizeTogether(NamedTuple):
-    """A `Task`: small matrices, for which calls of C and of the system would take longer than their
-    work."""
-
-    tasks: Sequence[QuantizeTask]
-
-    @property
-    def source_bytes(self) -> int:
-        return sum(task.source_bytes for task in self.tasks)
-
-    def spans(self) -> Sequence[Span]:
-        return [span for task in self.tasks for span in task.spans()]
-
-    def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
-        return quantize_together(self.tasks, staging, buffers, advance)
-
-
-def together(tasks: Iterable[Task]) -> Iterator[Task]:
-    """Put tasks of small matrices together, up to TOGETHER_BYTES; the order stays."""
-    few: list[QuantizeTask] = []
-    packed = stored = 0
-    files: set[Path] = set()
-    for task in tasks:
-        small = task if type(task) is QuantizeTask else None
-        packed += small.packed_bytes if small else TOGETHER_BYTES
-        stored += small.buffer_bytes if small else TOGETHER_STORED
-        files |= {small.matrix.tensor.file} if small else set()
-        fits = packed <= TOGETHER_BYTES and stored <= TOGETHER_STORED
-        if small and fits and len(files) <= TOGETHER_FILES:
-            few.append(small)
-            continue
-        if few:
-            yield few[0] if len(few) == 1 else QuantizeTogether(few)
-        few, packed, stored, files = [], 0, 0, set()
-        if small is None:
-            yield task
-            continue
-        few, packed, stored = [small], small.packed_bytes, small.buffer_bytes
-        files = {small.matrix.tensor.file}
-    if few:
-        yield few[0] if len(few) == 1 else QuantizeTogether(few)
+def alone(task: Task) -> QuantizeTask | None:
+    """The task if nothing but its rule for scales chooses codes: it can be run with others."""
+    return task if type(task) is QuantizeTask else None
 
 
 def quantize_together(
@@ -189,10 +139,7 @@ def quantize_together(
 ) -> dict[str, Any]:
     """Convert matrices, in one step if buffers have room for all, else chunk by chunk; the
     manifest's records of their tensors."""
-    stored = sum(task.buffer_bytes for task in tasks)
-    whole = stored <= len(buffers.source) and sum(task.packed_bytes for task in tasks) <= len(
-        buffers.packed
-    )
+    whole = have_room(tasks, buffers)
     parts = _parts(tasks, buffers if whole else None)
     sources = [task.source() for task in tasks]
     scales = [source.load_scales() for source in sources]

@@ -22,6 +22,7 @@ from ktconv.formats.decode import E4M3FN_VALUES
 from ktconv.native import PackedMatrix
 from ktconv.runtime.layers.experts import Experts, OutputNorm, check_shape
 from ktconv.runtime.layers.filling import Bind, Packer, Shape, Wanted, fill_experts
+from ktconv.runtime.layers.ggml_blocks import CODED_BLOCKS
 from ktconv.runtime.layers.load import expect_gates, kernel_activation
 from ktconv.runtime.layers.native_formats import formats_of_layer
 from ktconv.runtime.layers.output_norms import output_norm
@@ -36,10 +37,13 @@ from ktconv.source.reading.matrices import MatrixReader, Scales, chunks
 from ktconv.source.reading.reader import SourceReader
 from ktconv.source.reading.tensors import SourceTensors
 from ktconv.system.arrays import F32, U8, Array
+from ktconv.targets.packed.weights import not_finished
+from ktconv.writer.journal import Journal
 
 _HINT = (
     "convert it with ktconv quantize-cpu, or quantize its weights as they are loaded: MoELayer.pack"
 )
+_BLOCKS_HINT = f"of GGUF's types they have {', '.join(CODED_BLOCKS)} exactly; {_HINT}"
 
 
 def native_experts(
@@ -84,7 +88,10 @@ def native_experts(
 
 
 def open_stored(path: str | Path) -> Checkpoint:
-    """A checkpoint to compute with: also one of `--method awq`, whose names no model has."""
+    """A checkpoint to compute with: also one of `--method awq`, whose names no model has.
+    CheckpointError for an output whose conversion is not finished."""
+    if (directory := Path(path)).is_dir() and Journal(directory).has_run():
+        raise CheckpointError(*not_finished(directory))
     try:
         return open_checkpoint(path)
     except PackedExpertsError:
@@ -129,7 +136,7 @@ def _formats(
         raise CheckpointError(
             f"the experts in {where} are {encoding}, which no weight format of the kernels has "
             "exactly",
-            _HINT,
+            _BLOCKS_HINT if checkpoint.is_gguf else _HINT,
         )
     if method is not None:
         wanted = format_named(method)

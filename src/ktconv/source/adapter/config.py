@@ -57,19 +57,12 @@ class AdapterConfig:
         self.check_products()
         for name in _OTHER_PARTS:
             if self.content.get(name):
-                raise self._more(name)
+                raise _more(self.directory / CONFIG, name)
         if (bias := self.content.get("bias", "none")) != "none":
             raise CheckpointError(
                 f"{self.directory / CONFIG} says bias {bias!r:.40}: biases were trained, too",
                 _MERGED_BY_PEFT,
             )
-
-    def _more(self, name: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.directory / CONFIG} says {name}, which is more than a product to add to each "
-            "weight",
-            _MERGED_BY_PEFT,
-        )
 
     def check_products(self) -> None:
         """`check_mergeable` of matrices with LoRA, whatever is in the model's other parts."""
@@ -77,7 +70,7 @@ class AdapterConfig:
         for name in self.content:
             known = name in _BESIDE or (name.startswith("use_") and name != "use_rslora")
             if known and self.content[name]:
-                raise self._more(name)
+                raise _more(self.directory / CONFIG, name)
         begun = self.content.get("init_lora_weights")
         if begun not in _PLAIN_BEGINNINGS:
             raise CheckpointError(
@@ -169,10 +162,15 @@ def _content(directory: Path, data: bytes | None) -> dict[str, Any]:
             "give an adapter of LoRA; others can be merged with PEFT",
         )
     if other := next((name for name in _OTHER_KINDS if config.get(name)), None):
-        raise CheckpointError(
-            f"{path} says {other}, which experts cannot have", "train it without that option"
-        )
+        raise _more(path, other)
     return config
+
+
+def _more(path: Path, setting: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} says {setting}, which is more than a product to add to each weight",
+        _MERGED_BY_PEFT,
+    )
 
 
 def _checked_alpha(alpha: float | None) -> float | None:

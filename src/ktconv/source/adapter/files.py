@@ -27,6 +27,7 @@ from ktconv.source.adapter.names import (
     Place,
     Side,
     is_of_unknown_layout,
+    layer_of_experts,
     module_of,
     parameter_place,
     place_of,
@@ -169,6 +170,14 @@ class Adapter:
                     "remove one of them",
                 )
 
+    def _check_layer(self, tensor: TensorRef, layer: int) -> None:
+        """CheckpointError where this layer of the model has no experts."""
+        if layer not in self._layers:
+            raise CheckpointError(
+                f"{tensor.file} has {tensor.name}, but layer {layer} of the model has no experts",
+                _ANOTHER,
+            )
+
     def _enter(self, tensor: TensorRef) -> None:
         if (found := parameter_place(tensor.name, self._modules)) is not None:
             nested = self._nested.setdefault((found.layer, found.module), {})
@@ -177,6 +186,8 @@ class Adapter:
         place = self._place(tensor.name)
         if place is None:
             if is_of_unknown_layout(tensor.name):
+                if (layer := layer_of_experts(tensor.name)) is not None:
+                    self._check_layer(tensor, layer)
                 raise CheckpointError(
                     f"{tensor.name} {list(tensor.shape)} in {tensor.file} is of experts, in a "
                     "layout that is not known",
@@ -185,12 +196,7 @@ class Adapter:
                 )
             self.others[tensor.name] = tensor
             return
-        if place.layer not in self._layers:
-            raise CheckpointError(
-                f"{tensor.file} has {tensor.name}, but layer {place.layer} of the model has no "
-                "experts",
-                _ANOTHER,
-            )
+        self._check_layer(tensor, place.layer)
         stack = self._stacks.setdefault(_Stack(*place[:3]), {})
         alone = place.expert is None  # of all experts: there is no other
         other = next(iter(stack.values()), None) if alone else stack.get(place.expert)

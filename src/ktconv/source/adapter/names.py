@@ -129,6 +129,13 @@ def experts_path(key: str) -> str | None:
     return path if inside and parse_source(path) is not None else None
 
 
+def layer_of_experts(key: str) -> int | None:
+    """The decoder layer of `experts_path`; None where there is none."""
+    path = experts_path(key)
+    found = None if path is None else parse_source(path)
+    return None if found is None or found.in_mtp else found.number
+
+
 def source_of(path: str, layer: int, family: Family) -> str:
     """The experts of a layer as the family's checkpoints call them."""
     before = f".{path}".partition(f".{layer}.")[0].removeprefix(".")

@@ -76,7 +76,11 @@ def group_index(tensor: TensorRef, view: StoredView) -> GroupIndex:
 
 
 def declared_shape(tensor: TensorRef, view: StoredView) -> DeclaredShape:
-    """`tensor` as outputs and inputs of a weight; CheckpointError if it is not two numbers."""
+    """`tensor` as outputs and inputs of a weight, or of gate and then of up, where they are in one
+    weight; CheckpointError if it is not two or four numbers."""
+    if tensor.shape == (view.experts, 4) and view.stored_rows == 2 * view.rows and view.step == 1:
+        half = int(view.first_output > 0)
+        return DeclaredShape(tensor, 4 * view.expert + 2 * half, (view.rows, view.cols))
     if tensor.shape not in ((2,), (view.experts, 2)):
         raise CheckpointError(
             f"{tensor.name} has shape {list(tensor.shape)}, expected [2]: outputs and inputs of "

@@ -24,12 +24,12 @@ from ktconv.targets.encoded.engines import ENGINES, engine_lines, why_not
 from ktconv.targets.encoded.ignored import Stored, ignored_modules
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.encoded.loading import readers_of
-from ktconv.targets.encoded.names import target_pattern
 from ktconv.targets.encoded.naming import BLK, V4
 from ktconv.targets.encoded.readers import SGLANG_KT, TRANSFORMERS, VLLM, listed
 from ktconv.targets.encoded.recipe import Share, shares
 from ktconv.targets.encoded.scheme import MIXED, SCHEMES, Scheme
 from ktconv.targets.encoded.sections import compressed_tensors, mixed_precision
+from ktconv.targets.encoded.stacking import NUMBERED
 from ktconv.targets.encoded.target import RECIPE_TOML, Chosen, Options, Plan
 
 RAWINT4_GROUP = 32  # kt-kernel 0.7.2 takes any group size, and computes only this one right
@@ -71,7 +71,7 @@ def recipe_yaml(plan: Plan) -> bytes:
     """Recipe that llm-compressor was given. JSON is YAML, so values are written as JSON."""
     options, scheme = plan.target.options, plan.target.scheme
     group = {
-        "targets": [target_pattern(plan.target.modules(plan.moe_layers))],
+        "targets": plan.target.patterns(_chosen(plan))[scheme],
         "weights": scheme.weight_arguments(),
     }
     if (activations := scheme.input_arguments()) is not None:
@@ -169,8 +169,9 @@ def _library(plan: Plan) -> str:
     own = all(row.naming.keeps(layer) for layer in plan.moe_layers)
     if not own or row.naming is BLK or (row.kt_method and row.section is not compressed_tensors):
         return "ktransformers"
-    readers = readers_of(row.name, plan.checkpoint)
-    return next(reader.engine.lower() for reader in (TRANSFORMERS, VLLM) if readers[reader] is None)
+    readers = readers_of(row.name, plan.checkpoint, plan.target.options.expert_layout)
+    able = (one.engine.lower() for one in (TRANSFORMERS, VLLM) if readers[one] is None)
+    return next(able, "ktconv")
 
 
 def _biased(plan: Plan) -> bool:
@@ -226,7 +227,7 @@ def _engines(plan: Plan) -> list[str]:
         ]
     if target.row.naming is V4:
         return ["Engines read it that know DeepSeek-V4's FP4 experts."]
-    readers = readers_of(target.row.name, plan.checkpoint)
+    readers = readers_of(target.row.name, plan.checkpoint, target.options.expert_layout)
     able = [reader.title for reader, failure in readers.items() if failure is None]
     lines = [f"{listed(able)} {'read' if len(able) > 1 else 'reads'} it."] if able else []
     lines += [f"{reader.title} {failure}." for reader, failure in readers.items() if failure]
@@ -249,7 +250,7 @@ def _ktransformers(plan: Plan) -> list[str]:
     scheme = target.scheme
     named = all(".mlp.experts" in module for module in target.modules(plan.moe_layers))
     fits = scheme.row.kind == "int4" and scheme.group_size == RAWINT4_GROUP and named
-    fits = fits and scheme.row.layout is PACK_QUANTIZED
+    fits = fits and scheme.row.layout is PACK_QUANTIZED and target.stacking is None
     mismatch = mismatch_of(plan.moe_layers, "RAWINT4", model_types(plan.checkpoint))
     usable = "can" if fits and mismatch is None else "cannot"
     why = f":\n{mismatch.sentence}" if mismatch else ""
@@ -271,6 +272,8 @@ def command_line(name: str, options: Options) -> str:
     words += [] if options.mtp else ["--no-mtp"]
     words += ["--experts FILE"] if options.experts else []
     words += ["--exclude-experts FILE --allow-partial"] if options.exclude_experts else []
+    stacked = options.expert_layout != NUMBERED
+    words += [f"--expert-layout {options.expert_layout}"] if stacked else []
     words += ["--experts-only"] if options.experts_only else []
     words += ["--requantize"] if options.requantize else []
     usual = "amax" if row.command == "quantize-gpu" else "search"

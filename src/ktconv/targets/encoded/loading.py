@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from ktconv.families import table
 from ktconv.source import Checkpoint
 from ktconv.targets.consumers import model_types
-from ktconv.targets.encoded.readers import READERS, TRANSFORMERS, Reader
+from ktconv.targets.encoded.readers import READERS, TRANSFORMERS, Reader, why_not_stacked
+from ktconv.targets.encoded.stacking import NUMBERED
 
 
 def transformers_reads_packed(checkpoint: Checkpoint) -> bool:
@@ -20,11 +21,16 @@ def transformers_reads_packed(checkpoint: Checkpoint) -> bool:
     return any(row is not None and not row.fused_only for row in rows)
 
 
-def readers_of(name: str, checkpoint: Checkpoint) -> Mapping[Reader, str | None]:
-    """Each engine that loads whole models, with why it does not read the format `name` of this one;
-    None where it does. Of experts that have the model's own names, one tensor for each."""
+def readers_of(
+    name: str, checkpoint: Checkpoint, layout: str = NUMBERED
+) -> Mapping[Reader, str | None]:
+    """Each engine that loads whole models, with why it does not read the format `name` of this one
+    in the layout `layout` of experts; None where it does. Of experts with the model's own names."""
     types = model_types(checkpoint)
-    found = {reader: reader.failure(name, types) for reader in READERS}
+    found = {
+        reader: reader.failure(name, types) or why_not_stacked(reader, layout, types)
+        for reader in READERS
+    }
     if found[TRANSFORMERS] is None and not transformers_reads_packed(checkpoint):
         kind = checkpoint.config.model_type or "this model"
         found[TRANSFORMERS] = f"reads the experts of {kind} only in fused form"

@@ -11,6 +11,7 @@ from ktconv.families.family import USUAL
 from ktconv.source import PROJECTIONS, MoELayer, Projection
 
 USUAL_CONTAINER = "experts"
+STACKED_GATE_UP = "gate_up_proj"  # gate and up of all experts
 LINEAR = "Linear"  # the class of modules that targets and ignore lists can name
 
 
@@ -20,6 +21,11 @@ def module_name(layer: MoELayer, expert: int, proj: Projection) -> str:
     if layer.hub_names is not None:
         return f"{layer.hub_names.prefix}.{expert}.{layer.hub_names.matrices.of(proj)}"
     return f"{_container(layer.source)}.{expert}.{_spelling(layer, proj)}"
+
+
+def container_of(layer: MoELayer) -> str:
+    """model.layers.3.mlp.experts: what precedes the number of an expert."""
+    return _container(layer.source) if layer.hub_names is None else layer.hub_names.prefix
 
 
 def _container(source: str) -> str:
@@ -40,17 +46,19 @@ def _spelling(layer: MoELayer, proj: Projection) -> str:
     return table.FAMILIES.unfused.get(down, USUAL).of(proj)
 
 
-def target_pattern(modules: Iterable[str]) -> str:
+def target_pattern(modules: Iterable[str], stacked: bool = False) -> str:
     """The pattern by which engines find the encoded modules, of which these are some; it never
-    fits a shared expert.
+    fits a shared expert. `stacked`: it finds the tensors of all experts, too.
 
     The usual names are always in it: vLLM asks for them whatever the model calls its own.
     """
     parts = {tuple(module.split(".")[-3::2]) for module in modules}  # (experts, gate_proj)
     containers = "|".join(sorted({where for where, _ in parts})) or "experts"
-    spelled = "|".join(sorted({word for _, word in parts} | USUAL.projections.keys()))
+    both = {STACKED_GATE_UP} if stacked else set()
+    spelled = "|".join(sorted({word for _, word in parts} | USUAL.projections.keys() | both))
     where = f"({containers})" if "|" in containers else containers
-    return rf"re:.*\.{where}\.[0-9]+\.({spelled})$"
+    number = r"([0-9]+\.)?" if stacked else r"[0-9]+\."
+    return rf"re:.*\.{where}\.{number}({spelled})$"
 
 
 def fits(pattern: str, module: str) -> bool:

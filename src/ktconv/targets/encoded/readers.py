@@ -74,6 +74,33 @@ TRANSFORMERS = Reader(
     },
 )
 READERS = (VLLM, SGLANG, SGLANG_KT, TRANSFORMERS)
+# What each does with the experts of a layer in one tensor, by --expert-layout. transformers 5.17
+# and 5.24, and vLLM 0.32, were run; vLLM has another way for each model, and reads the second
+# layout of those in `_FLAT_IN_VLLM` to the same logits as numbered experts.
+_RANDOM = "fills stacked experts with random numbers, and warns"
+_LEFT_OUT = "leaves stacked experts out without an error"
+_FLAT_IN_VLLM = frozenset({"olmoe", "qwen2_moe", "qwen3_moe"})
+_OUT_IN_VLLM = frozenset({"mixtral"})  # whose class knows other names
+STACKED = {
+    "stacked": {
+        VLLM: "ends with an error about the names of stacked experts",
+        SGLANG: _LEFT_OUT,
+        SGLANG_KT: _LEFT_OUT,
+        TRANSFORMERS: _RANDOM,
+    },
+    "stacked-flat": {SGLANG: _LEFT_OUT, SGLANG_KT: _LEFT_OUT, TRANSFORMERS: _RANDOM},
+}
+
+
+def why_not_stacked(reader: Reader, layout: str, model_types: Iterable[str]) -> str | None:
+    """How an engine fails on the experts of a model in this layout; None if it reads them."""
+    if layout not in STACKED:
+        return None
+    if reader is VLLM and layout == "stacked-flat" and _FLAT_IN_VLLM.isdisjoint(model_types):
+        if not _OUT_IN_VLLM.isdisjoint(model_types):
+            return _LEFT_OUT
+        return f"was tried with stacked experts of {listed(sorted(_FLAT_IN_VLLM))} alone"
+    return STACKED[layout].get(reader)
 
 
 def listed(titles: Iterable[str]) -> str:

@@ -20,6 +20,7 @@ from ktconv.targets.encoded import naming as names
 from ktconv.targets.encoded import sections
 from ktconv.targets.encoded.layouts.base import Layout, Sizes
 from ktconv.targets.encoded.layouts.mixed import MIXED_PRECISION
+from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED, WITHOUT_SHAPE
 from ktconv.targets.encoded.layouts.words import AWQ, GPTQ
 from ktconv.targets.encoded.naming import OWN, Naming
 from ktconv.targets.encoded.sections import Section
@@ -121,6 +122,7 @@ class Scheme:
     name: str = "W4A16"
     group_size: int = 128
     search: bool = False  # of integers: scales with the smallest squared error
+    flat: bool = False  # tensors of all experts as vLLM reads them, see `stacking`
 
     @property
     def row(self) -> Row:
@@ -135,11 +137,12 @@ class Scheme:
 
     @property
     def layout(self) -> Layout:
-        return self.row.layout
+        layout = self.row.layout
+        return WITHOUT_SHAPE if self.flat and layout is PACK_QUANTIZED else layout
 
     @property
     def parts(self) -> Sequence[str]:
-        return self.row.layout.parts
+        return self.layout.parts
 
     def check(
         self, layers: Sequence[MoELayer], projections: Collection[Projection] = PROJECTIONS

@@ -13,6 +13,7 @@ from ktconv import __version__
 from ktconv.conversion.plan import Plan as AnyPlan
 from ktconv.conversion.target import BaseOptions, Target
 from ktconv.errors import CheckpointError, UsageError
+from ktconv.families.family import USUAL
 from ktconv.source import Checkpoint, ExpertMatrix, MoELayer, Projection, TensorRef
 from ktconv.source.encodings.base import BIAS
 from ktconv.source.encodings.grids import NUMBERS
@@ -22,12 +23,19 @@ from ktconv.source.side_files import find_side_files
 from ktconv.targets.biases import refuse_biases
 from ktconv.targets.consumers import Mismatch, mismatch_of, model_types
 from ktconv.targets.encoded.engines import check_engine
-from ktconv.targets.encoded.names import patterns_of, target_pattern
+from ktconv.targets.encoded.names import container_of, patterns_of, target_pattern
 from ktconv.targets.encoded.naming import BLK, OWN
 from ktconv.targets.encoded.other_tensors import decoded_others
 from ktconv.targets.encoded.readers import TRANSFORMERS
 from ktconv.targets.encoded.recipe import Method, parse_recipe
 from ktconv.targets.encoded.scheme import MIXED, SCHEMES, Scheme
+from ktconv.targets.encoded.stacking import (
+    NUMBERED,
+    STACKINGS,
+    places,
+    stacked_tensor,
+    together,
+)
 from ktconv.targets.expert_sets import ExpertSet
 from ktconv.targets.renaming import rename_tensors
 from ktconv.writer.shards import Tensor
@@ -68,6 +76,7 @@ class Options(BaseOptions):
     scale: ScaleRule = "amax"  # of integers
     allow_activation_mismatch: bool = False  # experts of which KTransformers computes another thing
     recipe: str = ""  # of scheme "mixed": `Recipe.toml`
+    expert_layout: str = NUMBERED  # or one of STACKINGS: a tensor for all experts of a layer
 
     def as_dict(self) -> dict[str, object]:
         """Only what the method has."""
@@ -82,7 +91,7 @@ class Options(BaseOptions):
             for name, value in record.items()
             if value not in (None, {})
             and not (value is False and name in _RARE)
-            and (name, value) != ("scale", "amax")
+            and (name, value) not in (("scale", "amax"), ("expert_layout", NUMBERED))
         }
 
 
@@ -97,7 +106,9 @@ class EncodedTarget(Target):
 
     def __init__(self, options: Options, checkpoint: Checkpoint) -> None:
         self.options = options
-        self.scheme = Scheme(options.scheme, options.group_size, options.scale == "search")
+        self.stacking = STACKINGS.get(options.expert_layout)
+        flat = self.stacking is not None and not self.stacking.nested
+        self.scheme = Scheme(options.scheme, options.group_size, options.scale == "search", flat)
         self.row = self.scheme.row
         self.recipe = parse_recipe(options.recipe) if self.row is MIXED else None
         self._is_gpu = self.row.command == "quantize-gpu"
@@ -134,7 +145,8 @@ class EncodedTarget(Target):
             return "methods by recipe"
         if not self._is_gpu:
             return f"{self.name}, {self.scheme.grouping}"
-        return f"{self.name} by {self.options.method}, {self.scheme.grouping}"
+        stacked = ", one tensor for all experts of a layer" if self.stacking else ""
+        return f"{self.name} by {self.options.method}, {self.scheme.grouping}{stacked}"
 
     @property
     def notes(self) -> Sequence[str]:
@@ -201,6 +213,8 @@ class EncodedTarget(Target):
                 if self._is_gpu
                 else "For ktconv's own runtime --method bf16, mxfp4, rawint4 and others do.",
             )
+        if self.stacking is not None:
+            self._check_stacks(layers)
         if self.recipe is None:
             self.scheme.check(layers)
         else:
@@ -226,8 +240,60 @@ class EncodedTarget(Target):
                     ) from None
         check_engine(self.recipe, chosen)
 
+    def _check_stacks(self, layers: Sequence[MoELayer]) -> None:
+        """UsageError for experts that cannot be in one tensor."""
+        option = f"--expert-layout {self.options.expert_layout}"
+        if self.options.experts or self.options.exclude_experts:
+            raise UsageError(
+                f"{option} has all experts of a layer in a tensor, in the order of their numbers, "
+                "and --experts chooses some",
+                f"omit one of them, or use --expert-layout {NUMBERED}",
+            )
+        if not self.scheme.row.is_int:
+            return
+        for layer in layers:
+            if len({weight_dtype(matrix) for matrix in layer.kinds}) > 1:
+                raise UsageError(
+                    f"{option} needs scales of one dtype in a tensor, and layer {layer.index} has "
+                    "experts in half precision beside others",
+                    f"use --expert-layout {NUMBERED}",
+                )
+
     def sections(self, layer: MoELayer, experts: Sequence[int]) -> Sequence[Iterator[Tensor]]:
-        return [self._packed(layer, experts)]
+        if self.stacking is None:
+            return [self._packed(layer, experts)]
+        return [(tensor for tensor, _ in self._stacks(layer, experts))]
+
+    def slots(self, layer: MoELayer, experts: Sequence[int]) -> Mapping[str, tuple[str, int]]:
+        if self.stacking is None:
+            return {}
+        found = places(self._stacks(layer, experts))
+        return {name: (stacked, offset) for name, stacked, offset in found}
+
+    def _stacks(
+        self, layer: MoELayer, experts: Sequence[int]
+    ) -> Iterator[tuple[Tensor, Iterator[str]]]:
+        """Stacked tensors, each with the names of its parts in order."""
+        assert self.stacking is not None
+        for word, projections in together(layer.projections) if experts else ():
+            matrix = layer.experts[experts[0]][projections[0]]
+            sizes = matrix.rows, matrix.cols, weight_dtype(matrix)
+            alike = self.scheme.tensors("", *sizes)
+            for part, first in zip(self.scheme.parts, alike, strict=True):
+                name = self.stacking.tensor(f"{container_of(layer)}.{word}", part)
+                tensor = stacked_tensor(name, first, len(experts), len(projections))
+                yield tensor, self._parts(layer, experts, projections, part)
+
+    def _parts(
+        self,
+        layer: MoELayer,
+        experts: Sequence[int],
+        projections: Sequence[Projection],
+        part: str,
+    ) -> Iterator[str]:
+        for expert in experts:
+            for proj in projections:
+                yield f"{self.module(layer, expert, proj)}.{part}"
 
     def _packed(self, layer: MoELayer, experts: Sequence[int]) -> Iterator[Tensor]:
         for expert in experts:
@@ -240,7 +306,10 @@ class EncodedTarget(Target):
                 yield from bias_tensors(module, matrix)
 
     def module(self, layer: MoELayer, expert: int, proj: Projection) -> str:
-        """The name of a matrix without its last component."""
+        """The name of a matrix without its last component; of a part of stacked tensors the one
+        that it would have in tensors of its own."""
+        if self.stacking is not None:
+            return f"{container_of(layer)}.{expert}.{USUAL.of(proj)}"
         return self.row.naming.module(layer, expert, proj)
 
     def modules(self, layers: Sequence[MoELayer]) -> Iterator[str]:
@@ -253,7 +322,8 @@ class EncodedTarget(Target):
         """Patterns by which engines find the modules of each scheme, for these experts."""
         chosen = list(chosen)
         if self.recipe is None:
-            return {self.scheme: [target_pattern(self.modules([layer for layer, _ in chosen]))]}
+            modules = self.modules([layer for layer, _ in chosen])
+            return {self.scheme: [target_pattern(modules, self.stacking is not None)]}
         return patterns_of(
             (self.module(layer, expert, proj), proj, scheme)
             for layer, experts in chosen
@@ -264,6 +334,7 @@ class EncodedTarget(Target):
     def read_by_transformers(self, layers: Iterable[MoELayer]) -> bool:
         """Whether transformers knows the names and the numbers of the experts."""
         known = not (TRANSFORMERS.failure(self.row.name) or self.options.experts_only)
+        known = known and self.stacking is None
         return known and all(self.row.naming.keeps(layer) and not layer.biased for layer in layers)
 
     def left_out(self) -> str | None:

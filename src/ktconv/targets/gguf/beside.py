@@ -14,6 +14,7 @@ from ktconv.system.units import counted, listed
 
 # Pairs that the output has of its own.
 _OWN = ("general.alignment", "general.file_type", "general.quantization_version")
+_NO_MTP = "leave its layers for multi-token prediction out as well: --no-mtp"
 _OTHER = "give a GGUF file of the same model, as convert_hf_to_gguf of llama.cpp makes it"
 
 
@@ -46,7 +47,7 @@ class Beside:
                     if len(missing) < len(odd)
                     else ""
                 ),
-                _OTHER,
+                _NO_MTP if all(index in here and here[index].is_mtp for index in odd) else _OTHER,
             )
         for index, layer in here.items():
             ours, theirs = _sizes(layer), _sizes(there[index])
@@ -72,7 +73,7 @@ def open_beside(path: Path) -> Beside:
 
 
 def _sizes(layer: MoELayer) -> str:
-    gate = "with gates" if layer.gated else "without gates"
+    gate = ("with gates" if layer.gated else "without gates") + " and biases" * layer.biased
     experts = counted(len(layer.experts), "expert")
     return (
         f"{experts} of hidden size {layer.hidden_size} and intermediate size "

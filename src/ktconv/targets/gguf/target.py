@@ -1,8 +1,8 @@
 """A GGUF model, or its experts alone, as the target of a conversion.
 
 Experts of a layer are one tensor for each projection, as llama.cpp and KTransformers' LLAMAFILE
-name them: blk.L.ffn_{gate,up,down}_exps.weight [E, rows, cols]. Each layer is a part of the split
-model.
+name them: blk.L.ffn_{gate,up,down}_exps.weight [E, rows, cols], and .bias [E, rows] in F32 where
+experts have biases. Each layer is a part of the split model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from ktconv.errors import UsageError
 from ktconv.formats.gguf import GGUF_FORMATS, BlockFormat
 from ktconv.source import Checkpoint, ExpertMatrix, MoELayer, Projection, TensorRef
 from ktconv.source.gguf.architectures import ARCHITECTURES, SETTINGS
-from ktconv.targets.biases import refuse_biases
 from ktconv.targets.card import model_name
 from ktconv.targets.consumers import mismatch_of, model_types
 from ktconv.targets.gguf.beside import Beside
@@ -123,12 +122,6 @@ class GgufTarget(Target):
         return {"method": self.options.method}
 
     def check(self, layers: Sequence[MoELayer]) -> None:
-        refuse_biases(
-            layers,
-            f"quantize-cpu --method {self.name} does not write them",
-            "Use llama.cpp's llama-quantize for this model; for ktconv's own runtime "
-            "--method bf16, mxfp4, rawint4 and others do.",
-        )
         block = native.stored_unit(self.format.type)[2]
         for layer in layers:
             for proj, matrix in layer.experts[0].items():
@@ -153,12 +146,22 @@ class GgufTarget(Target):
             count * self.matrix_bytes(matrix),
         )
 
+    def bias(self, layer: MoELayer, proj: Projection) -> Tensor | None:
+        """The tensor of a projection's biases of all experts; None where no expert has one."""
+        if not layer.biased or all(expert[proj].bias is None for expert in layer.experts):
+            return None
+        shape = len(layer.experts), layer.experts[0][proj].rows
+        name = f"blk.{layer.index}.ffn_{proj}_exps.bias"
+        return Tensor(name, "F32", shape, 4 * shape[0] * shape[1])
+
     def matrix_bytes(self, matrix: ExpertMatrix) -> int:
         """Bytes of an expert's matrix."""
         return native.blocks_bytes(self.format.type, matrix.rows, matrix.cols)
 
     def sections(self, layer: MoELayer, experts: Sequence[int]) -> Sequence[Iterator[Tensor]]:
-        return [(self.tensor(layer, proj) for proj in layer.projections)]
+        weights = [self.tensor(layer, proj) for proj in layer.projections]
+        biases = (self.bias(layer, proj) for proj in layer.projections)
+        return [iter([*weights, *(one for one in biases if one is not None)])]
 
     def metadata(self) -> dict[str, str]:
         return {}

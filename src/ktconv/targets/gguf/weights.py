@@ -13,7 +13,7 @@ from ktconv.source import Projection, TensorRef
 from ktconv.source.gguf.file import read_gguf_header
 from ktconv.targets.packed.weights import PackedWeights
 
-_EXPERTS = re.compile(r"blk\.([0-9]+)\.ffn_(gate|up|down)_exps\.weight")
+_EXPERTS = re.compile(r"blk\.([0-9]+)\.ffn_(gate|up|down)_exps\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,14 @@ class GgufWeights:
 
     files: PackedWeights  # `files.others` has all tensors
     experts: Mapping[tuple[int, Projection], TensorRef]
+    biases: Mapping[tuple[int, Projection], TensorRef]  # of experts
     others: Mapping[str, TensorRef]
 
 
 def open_gguf(directory: Path) -> GgufWeights:
     """The tensors of every GGUF file there; files that cannot be read are `files.damaged`."""
-    files, experts, others = PackedWeights(directory, "gguf"), {}, {}
+    files, others = PackedWeights(directory, "gguf"), {}
+    of_experts: dict[str, dict[tuple[int, Projection], TensorRef]] = {"weight": {}, "bias": {}}
     for path in sorted(directory.glob("*.gguf")):
         try:
             header = read_gguf_header(path)
@@ -41,7 +43,7 @@ def open_gguf(directory: Path) -> GgufWeights:
             files.others[tensor.name] = tensor
             match = _EXPERTS.fullmatch(tensor.name)
             if match:
-                experts[int(match[1]), cast(Projection, match[2])] = tensor
+                of_experts[match[3]][int(match[1]), cast(Projection, match[2])] = tensor
             else:
                 others[tensor.name] = tensor
-    return GgufWeights(files, experts, others)
+    return GgufWeights(files, of_experts["weight"], of_experts["bias"], others)

@@ -45,6 +45,7 @@ from ktconv.system.arrays import U8
 from ktconv.system.pointers import PointerError, refuse_pointer_at
 from ktconv.system.regular_files import opened_regular
 from ktconv.targets.expert_sets import EXCLUDED, ExpertSet, set_of_record
+from ktconv.writer.journal import Journal
 from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest, read_run
 from ktconv.writer.metadata import read_index
 
@@ -106,10 +107,19 @@ class PackedWeights:
     # dtype and shape are empty for a `.kt` file
     tensors: dict[TensorId, TensorRef] = field(default_factory=dict)
     others: dict[str, TensorRef] = field(default_factory=dict)  # non-expert tensors of shards
+    # Tensors of shards whose parts are in `others`, under the names of numbered experts' tensors.
+    stacked: dict[str, TensorRef] = field(default_factory=dict)
+    slots: frozenset[str] = frozenset()  # the names of these parts
     headers: dict[str, Header] = field(default_factory=dict)  # by shard
     damaged: dict[str, str] = field(default_factory=dict)  # file name -> what is wrong
     doubles: list[tuple[str, str, str]] = field(default_factory=list)  # name, first, second file
     layers: dict[int, Geometry] = field(default_factory=dict)
+
+    def in_files(self) -> dict[str, TensorRef]:
+        """All tensors by their names in files."""
+        found = {name_of(tensor): place for tensor, place in self.tensors.items()}
+        found |= {name: one for name, one in self.others.items() if name not in self.slots}
+        return found | self.stacked
 
     def map(self, tensor: TensorId) -> U8:
         """The tensor's bytes, mapped read-only. Raises CheckpointError if it is not there."""
@@ -213,6 +223,8 @@ def recorded_of(directory: Path) -> Recorded:
 
 def no_packed_experts(directory: Path) -> tuple[str, str]:
     """Message and hint of an error for a directory in which no packed experts were found."""
+    if Journal(directory).has_run():
+        return not_finished(directory)
     manifest = read_manifest(directory)
     options = {} if manifest is None else manifest.options
     hint = "give an OUTPUT of ktconv quantize-cpu --method int4 or int8"
@@ -232,6 +244,15 @@ def no_packed_experts(directory: Path) -> tuple[str, str]:
             "output in the names of one"
         ), f"{hint}; if it is an output, restore its {MANIFEST}"
     return f"{directory} contains no packed experts", hint
+
+
+def not_finished(directory: Path) -> tuple[str, str]:
+    """Message and hint of an error for an output whose conversion was interrupted, or had some of
+    the layers only."""
+    return (
+        f"the conversion in {directory} is not finished",
+        "run the same conversion again, which continues it",
+    )
 
 
 def listed_names(directory: Path, manifest: Manifest | None) -> Iterable[str]:

@@ -1,45 +1,17 @@
-"""Level layers for experts on GPUs: the dequantized weights in float32.
-
-No GPU kernel runs here: this reports the error that quantization causes in a layer's output.
-"""
+"""Level layers for experts on GPUs: no GPU kernel runs here."""
 
 from __future__ import annotations
 
-from ktconv.runtime.layers.experts import expert_output
-from ktconv.runtime.layers.load import kernel_activation
-from ktconv.runtime.layers.output_norms import output_norm
 from ktconv.source import MoELayer, Projection
-from ktconv.source.reading.streamed import Streamed, Streams
-from ktconv.system.arrays import F32
+from ktconv.source.reading.streamed import Streamed
+from ktconv.verify.dequantized_layers import DequantizedLayersCheck
 from ktconv.verify.encoded.output import EncodedOutput
 from ktconv.verify.encoded.weights import dequantized
-from ktconv.verify.findings import Facts
-from ktconv.verify.hidden_states import Inputs
-from ktconv.verify.layers import LayerReference, LayersCheck, Outputs
 
 
-class EncodedLayersCheck(LayersCheck):
-    compared = "dequantized experts against the source's"
+class EncodedLayersCheck(DequantizedLayersCheck):
     _output: EncodedOutput
 
-    def _compare(self, layer: MoELayer, inputs: Inputs, x: F32) -> Facts:
-        modules, activation = self._output.experts, kernel_activation(layer.activation)
-        norm = output_norm(self._source, self._config, layer)
-
-        def matrix(expert: int, proj: Projection) -> Streamed:
-            module = modules[layer.index, expert, proj]
-            return dequantized(self._output, module, layer.experts[expert][proj])
-
-        def streams(expert: int) -> Streams:
-            gate = matrix(expert, "gate") if layer.gated else None
-            return gate, matrix(expert, "up"), matrix(expert, "down")
-
-        def compute(expert: int, x: F32) -> Outputs:
-            packed = expert_output(streams(expert), activation, x, norm=norm)
-            source = expert_output(self._source.expert(layer, expert), activation, x, norm=norm)
-            return Outputs(packed, packed, source)
-
-        reference = LayerReference(x, compute, self._budget.layer_threads)
-        reference.add(inputs)
-        shared = self._states.shared(layer, x)
-        return reference.facts(layer, inputs, {}, reference.packed, shared)
+    def _matrix(self, layer: MoELayer, expert: int, proj: Projection) -> Streamed:
+        module = self._output.experts[layer.index, expert, proj]
+        return dequantized(self._output, module, layer.experts[expert][proj])

@@ -11,24 +11,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktconv.errors import CheckpointError
 from ktconv.families.family import Projection
 from ktconv.system.arrays import F32
 from ktconv.system.text import Notify
+from ktconv.verify.dequantized_model import DequantizedModelCheck, Pair
 from ktconv.verify.encoded.output import EncodedOutput
 from ktconv.verify.encoded.weights import dequantized
 from ktconv.verify.findings import Facts
-from ktconv.verify.model import LEVEL, ModelCheck, require
+from ktconv.verify.model import LEVEL, require
 from ktconv.verify.request import Thresholds
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ktconv.model.streamed.compare import Predictions
-    from ktconv.model.streamed.experts import Converted
 
 _LEAST_KL = 0.005  # what other orders of sums can make
 
@@ -39,13 +36,8 @@ _MODULES_WITH_BARS = (
 )
 
 
-class EncodedModelCheck(ModelCheck):
+class EncodedModelCheck(DequantizedModelCheck):
     _output: EncodedOutput
-    models_loaded = 2  # experts are unpacked when they are loaded
-
-    @property
-    def _named(self) -> Path:
-        return self._output.directory
 
     @property
     def _bits(self) -> int:
@@ -70,12 +62,7 @@ class EncodedModelCheck(ModelCheck):
         if not self._swapped:
             require(compressed_tensors="compressed-tensors")
 
-    @property
-    def _converted(self) -> Converted:
-        return self._values
-
     def _values(self, layer: int, expert: int) -> dict[Projection, F32] | None:
-        """An expert's matrices as they are in the output; None where it is not there."""
         output = self._output
         if expert not in output.layers.get(layer, ()):
             return None
@@ -102,17 +89,17 @@ class EncodedModelCheck(ModelCheck):
         from ktconv.model import load_model
 
         if self._swapped:
-            notify("replacing its experts with the dequantized ones")
-            pair: _Pair = _Swapped(model, self._output)
-        else:
-            notify("loading the converted model")
-            try:
-                converted, _ = load_model(self._output.directory, decode=False)
-            except CheckpointError as error:
-                self._findings.fail(LEVEL, "loading", f"{error}.")
-                raise
-            converted.config._experts_implementation = "eager"
-            pair = _Pair(model, converted)
+            with super()._pair(model, notify) as swapped:
+                yield swapped
+            return
+        notify("loading the converted model")
+        try:
+            converted, _ = load_model(self._output.directory, decode=False)
+        except CheckpointError as error:
+            self._findings.fail(LEVEL, "loading", f"{error}.")
+            raise
+        converted.config._experts_implementation = "eager"
+        pair = Pair(model, converted)
         yield pair, pair
 
     def _check_loaded(
@@ -133,64 +120,3 @@ class EncodedModelCheck(ModelCheck):
                 f"first window is {loaded:.4g}, but {passed:.4g} by what its tensors contain.",
                 value=loaded,
             )
-
-
-class _Pair:
-    """Two models behind the interface of one, for `ktconv.model.evaluate`."""
-
-    def __init__(self, source: Any, converted: Any) -> None:
-        self._source, self._current, self.config = source, converted, source.config
-
-    @contextmanager
-    def originals(self) -> Iterator[None]:
-        """A context in which the source's model runs."""
-        converted, self._current = self._current, self._source
-        try:
-            yield
-        finally:
-            self._current = converted
-
-    def __call__(self, **arguments: Any) -> Any:
-        return self._current(**arguments)
-
-    def generate(self, *arguments: Any, **named: Any) -> Any:
-        return self._current.generate(*arguments, **named)
-
-
-class _Swapped(_Pair):
-    """One model with dequantized experts in place of some of its own."""
-
-    def __init__(self, model: Any, output: EncodedOutput) -> None:
-        super().__init__(model, model)
-        self._kept: list[tuple[Tensor, Tensor]] = []  # view of a parameter, its other content
-        self._put_all(model, output)
-
-    @contextmanager
-    def originals(self) -> Iterator[None]:
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
-
-    def _exchange(self) -> None:
-        for view, other in self._kept:
-            now = view.clone()
-            view.copy_(other)
-            other.copy_(now)
-
-    def _put_all(self, model: Any, output: EncodedOutput) -> None:
-        import torch
-
-        from ktconv.model.sites import find_experts
-
-        sources, here, modules = output.source_layers, output.layers, output.experts
-        with torch.no_grad():
-            for index, site in find_experts(model).items():
-                layer = sources[index]
-                for expert in here.get(index, ()):
-                    for proj, view in site.own.matrices(expert).items():
-                        matrix = layer.experts[expert][proj]
-                        found = dequantized(output, modules[index, expert, proj], matrix).values()
-                        self._kept.append((view, torch.from_numpy(found).to(view.dtype)))
-        self._exchange()

@@ -29,6 +29,7 @@ from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.encoded.layouts.plain import BF16
 from ktconv.targets.encoded.recipe import Recipe, parse_recipe
 from ktconv.targets.encoded.scheme import CHANNEL, FORMATS, MIXABLE, MIXED, ROWS, SCHEMES, Scheme
+from ktconv.targets.encoded.stacking import NUMBERED, STACKINGS, is_stacked, open_unstacked
 from ktconv.targets.encoded.target import RECIPE, EncodedTarget, Options
 from ktconv.targets.expert_sets import others as left
 from ktconv.targets.expert_sets import set_of_record
@@ -87,6 +88,11 @@ class EncodedOutput(OpenedOutput):
     scheme: Scheme | None
     recipe: Recipe | None
     numbers: Mapping[str, int]  # of layers, by the path of their experts
+
+    @property
+    def stacked(self) -> bool:
+        """Whether files have one tensor for all experts of a layer."""
+        return bool(self.packed.stacked)
 
     @property
     def layout(self) -> Layout:
@@ -254,8 +260,9 @@ def open_gpu_output(output: Path, source: ModelSource | str | None) -> EncodedOu
     Raises CheckpointError for an unsupported checkpoint, UsageError for one without packed
     modules.
     """
-    packed = open_packed(output)
     manifest = _usable(read_manifest(output))
+    stacked = manifest is None or is_stacked(manifest)
+    packed = open_unstacked(output) if stacked else open_packed(output)
     scheme = _scheme(manifest)
     if manifest is None and not Journal(output).has_run():
         scheme = unrecorded_scheme(packed.others, source is not None)
@@ -322,7 +329,9 @@ def _scheme(manifest: Manifest | None) -> Scheme | None:
     if manifest is None:
         return None
     options = manifest.options
-    return Scheme(options["scheme"], options["group_size"], options.get("scale") == "search")
+    stacking = STACKINGS.get(str(options.get("expert_layout")))
+    flat = stacking is not None and not stacking.nested
+    return Scheme(options["scheme"], options["group_size"], options.get("scale") == "search", flat)
 
 
 def _quantization(
@@ -380,6 +389,7 @@ def _plan(checkpoint: Checkpoint, manifest: Manifest | None, scheme: Scheme | No
         requantize=bool(options.get("requantize")),
         allow_activation_mismatch=True,
         recipe="\n".join(options.get("recipe") or ()),
+        expert_layout=str(options.get("expert_layout", NUMBERED)),
     )
     return plan_checkpoint(checkpoint, EncodedTarget(ours, checkpoint), selection)
 

@@ -140,7 +140,8 @@ class EncodedStructureCheck(StructureCheck):
             return quantization_section(scheme, patterns, others, renamed)
         experts = [(one.name, one) for one in output.modules.values() if one.where]
         if output.recipe is None:
-            patterns = {scheme: [target_pattern(name for name, _ in experts)]}
+            names = (name for name, _ in experts)
+            patterns = {scheme: [target_pattern(names, output.stacked)]}
         else:
             patterns = patterns_of(
                 (name, one.where.proj, output.scheme_of(one)) for name, one in experts if one.where

@@ -24,6 +24,7 @@ from ktconv.writer.manifest import MANIFEST, read_manifest, read_run
 class GgufOutput(OpenedOutput):
     method: str
     experts: Mapping[tuple[int, Projection], TensorRef]
+    biases: Mapping[tuple[int, Projection], TensorRef]
 
     @property
     def described(self) -> dict[str, Any]:
@@ -73,6 +74,7 @@ def open_gguf_output(output: Path, source: ModelSource | None) -> GgufOutput:
         others=found.others,
         method=options.method,
         experts=found.experts,
+        biases=found.biases,
     )
 
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ktconv import native
-from ktconv.errors import UsageError
-from ktconv.quantize.gguf.task import compared, stack_buffers, stats_of
+from ktconv.quantize.gguf.task import biases_of, compared, stack_buffers, stats_of
 from ktconv.source import MoELayer, Projection, TensorRef
 from ktconv.source.reading.buffers import Buffers, BufferSizes
 from ktconv.source.reading.matrices import MatrixReader, spans_of
@@ -18,14 +17,15 @@ from ktconv.source.reading.reader import Span
 from ktconv.system.units import counted
 from ktconv.targets.packed.matrix_check import ErrorStats
 from ktconv.verify.findings import Facts
+from ktconv.verify.gguf.dequantized import GgufLayersCheck, GgufModelCheck
 from ktconv.verify.gguf.output import GgufOutput, open_gguf_output
-from ktconv.verify.memory import Budget, Need, plan_memory
 from ktconv.verify.reading import Context, CopyCheck, read_into
 from ktconv.verify.reading_check import expert_check
 from ktconv.verify.runner import Advance, Check, unit_of
 from ktconv.verify.structure import StructureCheck
 from ktconv.verify.totals import ItemResult, Totals
-from ktconv.verify.without_layers import VerifierWithoutLayers
+from ktconv.verify.verifier import OutputVerifier
+from ktconv.writer.gguf_shards import TENSORS_COUNT
 
 
 class GgufStructureCheck(StructureCheck):
@@ -33,10 +33,17 @@ class GgufStructureCheck(StructureCheck):
 
     def tensors(self) -> int:
         plan = self._output.plan
+        if plan is None and self._output.manifest is None:
+            return self._declared()  # names are known from a plan alone
         if plan is None:
             return self._check_names({*self._output.records})
         others = [name for name in self._output.records if name in self._output.others]
         return self._check_planned(plan.layers, others)
+
+    def _declared(self) -> int:
+        """Number of tensors in all parts of the model, by the parts that are there."""
+        counts = (one.metadata.get(TENSORS_COUNT) for one in self._packed.headers.values())
+        return max((one for one in counts if type(one) is int), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,27 +104,61 @@ class BlocksCheck:
         )  # fmt: skip
 
 
-class GgufVerifier(VerifierWithoutLayers):
+@dataclass(frozen=True, slots=True)
+class BiasesCheck:
+    """The biases of a projection against their source."""
+
+    context: Context
+    tensor: TensorRef  # of all experts, in the output
+    layer: MoELayer
+    proj: Projection
+
+    @property
+    def unit(self) -> str:
+        return unit_of(self.layer.index)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def spans(self) -> Sequence[Span]:
+        return []
+
+    def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
+        assert self.context.reader is not None
+        matrices = [expert[self.proj] for expert in self.layer.experts]
+        rows = matrices[0].rows
+        if (self.tensor.dtype, *self.tensor.shape) == ("F32", len(matrices), rows):
+            for expert, bias in enumerate(biases_of(self.context.reader, matrices)):
+                target = np.empty(4 * rows, np.uint8)
+                found = read_into(self.tensor, target, expert * target.nbytes).view("<f4")
+                if (wrong := np.flatnonzero(found != bias)).size:
+                    self.context.findings.fail_tensor(
+                        "weights", "bias", self.tensor.name, self.tensor.file,
+                        f"differs from the source's biases of expert {expert} in {wrong.size} "
+                        f"rows, first in row {wrong[0]}",
+                        layer=self.layer.index, expert=expert, projection=self.proj,
+                    )  # fmt: skip
+        advance(self.nbytes)
+        return ItemResult(0)
+
+
+class GgufVerifier(OutputVerifier):
     output: GgufOutput
     structure_class = GgufStructureCheck
-    kind = "GGUF files"
-    why_no_layers = "llama.cpp and KTransformers compute these blocks, ktconv's kernels do not"
+    layers_class = GgufLayersCheck
+    model_class = GgufModelCheck
     open = staticmethod(open_gguf_output)
 
     def check_options(self) -> None:
-        super().check_options()
-        if self.level == "model":
-            raise UsageError(
-                "--level model does not apply to GGUF files, which transformers does not compute",
-                "use --level weights; llama.cpp's llama-perplexity measures the model",
-            )
+        self.refuse_packed_options("GGUF files")
 
-    def _budget(self) -> Budget:
-        thread, shared = 2 * self.thread_bytes(), 0
-        if (checkpoint := self.output.checkpoint) is not None:
-            thread, shared = thread + checkpoint.thread_memory, checkpoint.shared_memory
-        need = Need(thread, shared=shared)
-        return plan_memory(need, self.request.max_memory, self.request.threads, None)
+    def check_more(self) -> Facts:
+        return {}
+
+    def thread_bytes(self) -> int:
+        """Bytes of a thread: buffers, and as many again for the blocks that are compared."""
+        return 2 * self.buffer_sizes().nbytes
 
     def buffer_sizes(self) -> BufferSizes:
         if self.output.plan is None:
@@ -136,6 +177,11 @@ class GgufVerifier(VerifierWithoutLayers):
             count = len(layer.experts)
             for expert in sorted(rng.sample(range(count), max(1, round(count * share)))):
                 yield BlocksCheck(context, tensor, layer, expert, proj)
+        for (index, proj), tensor in self.output.biases.items():
+            yield CopyCheck(context, unit_of(index), tensor, None)
+            layer = sources.get(index)
+            if layer is not None and proj in layer.projections:
+                yield BiasesCheck(context, tensor, layer, proj)
 
     def weights_facts(self, totals: Totals) -> Facts:
         counts = {index: len(layer.experts) for index, layer in self.output.source_layers.items()}

@@ -8,9 +8,11 @@ from dataclasses import replace
 
 from ktconv.source import TensorRef
 from ktconv.source.reading.buffers import BufferSizes
+from ktconv.system.text import Notify
 from ktconv.system.units import counted
-from ktconv.verify.findings import Facts
+from ktconv.verify.findings import Facts, Progression
 from ktconv.verify.kept_check import KeptCheck
+from ktconv.verify.layers import LayersCheck
 from ktconv.verify.memory import Budget, Need, plan_memory
 from ktconv.verify.pruned.model import PrunedModelCheck
 from ktconv.verify.pruned.output import PrunedOutput, open_pruned_output
@@ -18,7 +20,7 @@ from ktconv.verify.reading import Context
 from ktconv.verify.runner import OTHER, Check
 from ktconv.verify.structure import StructureCheck
 from ktconv.verify.totals import ItemResult, Totals
-from ktconv.verify.without_layers import VerifierWithoutLayers
+from ktconv.verify.verifier import LEVELS_WITH_MODEL_CODE, OutputVerifier
 from ktconv.writer.manifest import MANIFEST
 
 
@@ -34,13 +36,50 @@ class PrunedStructureCheck(StructureCheck):
         return self._check_names({*self._output.records})
 
 
-class PrunedVerifier(VerifierWithoutLayers):
+class _NoLayers:
+    """Level layers, of which there is nothing to compute."""
+
+    def run(self, progression: Progression) -> Facts | None:
+        return None
+
+
+class PrunedVerifier(OutputVerifier):
+    """Runs the levels but layers, which is left out with a note."""
+
     output: PrunedOutput
     structure_class = PrunedStructureCheck
-    kind = "the encoding of its source"
-    why_no_layers = "experts have the bytes of the source, and no kernel is part of the output"
+    layers_class = LayersCheck
     model_class = PrunedModelCheck
     open = staticmethod(open_pruned_output)
+
+    def check_options(self) -> None:
+        self.refuse_packed_options("the encoding of its source")
+
+    def check_more(self) -> Facts:
+        return {}
+
+    def prepare(self) -> None:
+        self.check_options()
+        if self.level in LEVELS_WITH_MODEL_CODE:
+            self.findings.note(
+                "level layers was not run: experts have the bytes of the source, and no kernel is "
+                "part of the output"
+            )
+        if self.level == "layers":
+            self.level = "weights"  # the level that the output is verified to
+        if self.level == "model":
+            self.model = self.model_class(self.output, self.request, self.findings)
+            self.model.prepare()
+        self.more = self.check_more()
+        self.structure = self.structure_class(self.output, self.findings).run()
+        self.budget = self._budget()
+        self.checks = self._checks()
+
+    def thread_bytes(self) -> int:
+        return self.buffer_sizes().nbytes
+
+    def layers_check(self, notify: Notify) -> LayersCheck:
+        return _NoLayers()  # type: ignore[return-value]
 
     def _budget(self) -> Budget:
         need = Need(self.thread_bytes())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from ktconv.source.reading.matrices import experts_bytes
 from ktconv.system.stores import is_remote
 from ktconv.system.text import Notify, silent
 from ktconv.verify.findings import Progression
-from ktconv.verify.gguf.output import is_gguf_output
 from ktconv.verify.output import (
     adapters_for,
     recorded_adapters,
@@ -98,9 +97,6 @@ def compare(
     cannot be run; checks that fail are in the rows."""
     request.check()
     first = request.outputs[0]
-    if request.level is None and (blocks := next(filter(is_gguf_output, request.outputs), None)):
-        request = replace(request, level="weights")
-        notify(f"level weights, since ktconv does not compute {blocks}, which has GGUF files")
     _expect_same_adapters(request.outputs)
     source = ModelSource.of(request.source)
     source = source.recorded(

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,15 +40,15 @@ from ktconv.quantize.llm_compressor.gptq.calibration import (
     read_samples,
 )
 from ktconv.quantize.llm_compressor.gptq.coverage import LayerCoverage
-from ktconv.source import Checkpoint, Projection
+from ktconv.source import Checkpoint, Projection, TensorRef, read_header
 from ktconv.system.arrays import Array
 from ktconv.system.files import make_directory
+from ktconv.system.opened import opened_source
 from ktconv.system.text import Notify, silent
 from ktconv.system.threads import torch_threads
 from ktconv.system.units import counted
-from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.encoded.module_classes import class_of
-from ktconv.targets.encoded.names import module_name
+from ktconv.targets.encoded.stacking import unstacked
 from ktconv.targets.encoded.target import Plan, weight_dtype
 from ktconv.writer.journal import Record
 from ktconv.writer.manifest import read_manifest
@@ -63,6 +64,12 @@ if TYPE_CHECKING:
 
 PASS = "pass"  # folder beside the journal: what the samples are between two layers
 _LIBRARIES = ("llmcompressor", "compressed-tensors", "torch", "transformers")
+
+
+@cache  # each call reads and parses the metadata of the packages
+def _libraries() -> Mapping[str, str]:
+    """Versions of the libraries that calibration depends on."""
+    return {name: version(name) for name in _LIBRARIES}
 
 
 def coverage_of(output: Path) -> dict[int, LayerCoverage]:
@@ -126,8 +133,7 @@ class Gptq(Encode):
 
     def origin(self) -> Record:
         """The samples: a resumed run with others would mix two calibrations."""
-        used = {name: version(name) for name in _LIBRARIES}
-        return {"calibration": {**self.samples.facts, "libraries": used}}
+        return {"calibration": {**self.samples.facts, "libraries": dict(_libraries())}}
 
     def more(self) -> Record:
         """Coverage of all layers, and the self-test of this run."""
@@ -245,7 +251,7 @@ class Gptq(Encode):
 
     def finished_layer(self, layer: int) -> FinishedLayer | None:
         unit = self._calibrated[layer]
-        return _Finished(self.output, unit) if unit.key in self.done else None
+        return _Finished(self.output, unit, self.plan) if unit.key in self.done else None
 
     def layer_started(self, layer: int) -> None:
         self.observer.unit_started(self._calibrated[layer].key)
@@ -270,7 +276,7 @@ class Gptq(Encode):
                 arrays = {part: as_array(tensor) for part, tensor in matrix.tensors.items()}
                 tensors |= write_matrix(
                     staging, self.plan.target.scheme, "gptq",
-                    module_name(unit.layer, matrix.expert, matrix.projection),
+                    self.plan.target.module(unit.layer, matrix.expert, matrix.projection),
                     as_array(matrix.source), arrays, weight_dtype(source), self.request.verify,
                 )  # fmt: skip
             files = staging.commit()
@@ -301,24 +307,36 @@ def as_array(tensor: Tensor) -> Array:
 class _Finished:
     """The experts of a layer as an earlier run wrote them."""
 
-    def __init__(self, output: Path, unit: LayerUnit) -> None:
-        from safetensors import safe_open
-
-        self._unit = unit
-        opened: dict[str, Any] = {n: safe_open(output / n, "pt") for n in unit.shard_names}
-        self._shards = {name: opened[shard.name] for shard in unit.shards for name in shard.offsets}
+    def __init__(self, output: Path, unit: LayerUnit, plan: Plan) -> None:
+        self._unit, self._target = unit, plan.target
+        found = [ref for name in unit.shard_names for ref in read_header(output / name).tensors]
+        if unit.slots:
+            found = list(unstacked(found))
+        self._refs = {ref.name: ref for ref in found}
 
     def __call__(self, expert: int) -> Mapping[Projection, Mapping[str, Tensor]]:
         """The packed form of its matrices."""
         layer = self._unit.layer
         return {
             projection: {
-                part: self._shards[name].get_tensor(name)
-                for part in PACK_QUANTIZED.parts
-                for name in [f"{module_name(layer, expert, projection)}.{part}"]
+                part: _read(self._refs[f"{module}.{part}"])
+                for module in [self._target.module(layer, expert, projection)]
+                for part in self._target.scheme.parts
             }
             for projection in layer.projections
         }
+
+
+def _read(ref: TensorRef) -> Tensor:
+    import torch
+
+    dtype = {
+        "I32": torch.int32, "I64": torch.int64, "BF16": torch.bfloat16, "F16": torch.float16
+    }[ref.dtype]  # fmt: skip
+    data = np.empty(ref.nbytes, np.uint8)
+    with opened_source(ref.file) as opened:
+        opened.read(data.data, ref.offset)
+    return torch.from_numpy(data).view(dtype).reshape(ref.shape)
 
 
 def _parted(checkpoint: Checkpoint, device: str = "cpu") -> PartedModel:

@@ -81,16 +81,16 @@ def codes_under(
     step = scale * np.float32(traits.scale_units)
     left = torch.from_numpy(np.take(weights, factor.order, axis=1))  # changed by compensation
     groups = np.ascontiguousarray(group_of_col[factor.order])
-    codes, loss = np.empty((rows, cols), np.int8), np.zeros(rows, np.float64)
+    codes, loss = np.empty((rows, cols), np.int8), np.zeros(rows, np.float64)  # in that order
     for start in range(0, cols, native.BLOCK_COLS):
         stop = min(start + native.BLOCK_COLS, cols)
         block = np.ascontiguousarray(factor.upper[start:stop, start:stop].numpy())
         found, errors = native.compensate(
             traits.max_level, left[:, start:stop].numpy(), block, step, groups[start:stop], loss
         )
-        codes[:, factor.order[start:stop]] = found
+        codes[:, start:stop] = found
         left[:, stop:].addmm_(torch.from_numpy(errors), factor.upper[start:stop, stop:], alpha=-1)
-    return codes, loss
+    return np.take(codes, np.argsort(factor.order), axis=1), loss
 
 
 def multiples_of(layout: Layout, scale: F32) -> list[F32]:

@@ -2,7 +2,7 @@
 
 A matrix [rows, cols] becomes `weight_packed` int32 [rows, cols * bits / 32], each level q stored as
 q + 2^(bits-1), first column in the lowest bits; `weight_scale` [rows, cols / group size];
-`weight_shape` int64 [2].
+`weight_shape` int64 [2], which vLLM does not read for all experts at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 class _PackQuantized(Layout):
     name = "pack-quantized"
-    parts = ("weight_packed", "weight_scale", "weight_shape")
+    parts: Sequence[str] = ("weight_packed", "weight_scale", "weight_shape")
     scale_part = "weight_scale"
 
     def shapes(self, sizes: Sizes) -> Sequence[tuple[str, tuple[int, ...], int]]:
@@ -37,4 +37,17 @@ class _PackQuantized(Layout):
         return {"weight_scale": scales, "weight_shape": np.array([sizes.rows, sizes.cols], "<i8")}
 
 
+class _WithoutShape(_PackQuantized):
+    parts = ("weight_packed", "weight_scale")
+
+    def shapes(self, sizes: Sizes) -> Sequence[tuple[str, tuple[int, ...], int]]:
+        return super().shapes(sizes)[:2]
+
+    def others(
+        self, sizes: Sizes, scales: Array, factor: float, zeros: U8 | None = None
+    ) -> Mapping[str, Array]:
+        return {"weight_scale": scales}
+
+
 PACK_QUANTIZED = _PackQuantized()
+WITHOUT_SHAPE = _WithoutShape()
