@@ -108,9 +108,10 @@ class Attention:
         y: int,
         scratch: Array,
     ) -> None:
-        """y [heads, value_cols] of queries [heads, cols], for the number of tokens that `scratch_size` was
-        asked for last. Keys and values: address, and elements from a head and from a token to the
-        next. One thread at a time. ValueError for what the C library refuses."""
+        """y [heads, value_cols] of queries [heads, cols], for the number of tokens that
+        `scratch_size` was asked for last. Keys and values: address, and elements from a head and
+        from a token to the next. One thread at a time. ValueError for what the C library
+        refuses."""
         c = self._c
         c.queries, c.y = _cast(_POINTER, queries), _cast(_POINTER, y)
         c.keys, c.key_head, c.key_token = _cast(_POINTER, keys[0]), keys[1], keys[2]

@@ -9,8 +9,8 @@ from transformers.cache_utils import DynamicLayer
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """Keys and values that grow in place, where DynamicLayer copies itself for each token: the first
-    `count` of `memory`, two tensors [B, heads, room, cols]."""
+    """Keys and values that grow in place, where DynamicLayer copies itself for each token: the
+    first `count` of `memory`, two tensors [B, heads, room, cols]."""
 
     def __init__(self, keys: Tensor, values: Tensor, tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
