@@ -191,6 +191,34 @@ def test_levels_have_the_same_bits(encoding: Encoding) -> None:
     assert len(found) == 1
 
 
+@pytest.mark.parametrize(
+    ("encoding", "one", "wrong"),
+    [
+        (Encoding("fp8"), 1.0, (0.0, -1.0, np.nan, -np.nan)),
+        (Encoding("fp8", 128), 1.0, (0.0, -1.0, np.nan, -np.nan)),
+        (Encoding("nvfp4", 16), 0x38, (0, 0x80, 0xB8, 0x7F, 0xFF)),
+    ],
+    ids=str,
+)
+def test_no_code_is_right_under_a_scale_that_is_not_positive(
+    isa: str, encoding: Encoding, one: float, wrong: tuple[float, ...]
+) -> None:
+    """Nor code 0 of zeros: 0 / 0 is NaN, whose sign depends on the CPU."""
+    weights = np.zeros((ROWS, COLS), np.uint16)
+    weights[0] = 1  # denormal: code 0, too
+    matrix = source_of().matrix(weights)
+    codes, scales = encode(encoding, matrix, 1.0)
+    codes[:], scales[:] = 0, one
+    assert audit_encoded(encoding, matrix, codes, scales, 1.0).other_codes == 0
+    under = (encoding.group or COLS) * (128 if encoding == Encoding("fp8", 128) else 1)
+    for row in (0, -1):
+        for change in wrong:
+            scales[row, 0] = change
+            found = audit_encoded(encoding, matrix, codes, scales, 1.0)
+            assert found.other_codes == under, (row, change)
+            scales[row, 0] = one
+
+
 def test_what_it_does_not_take() -> None:
     source = source_of(cols=48)
     codes, scales = encode(Encoding("nvfp4", 16), source.matrix(), 1.0)

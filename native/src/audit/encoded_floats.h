@@ -13,13 +13,14 @@ INLINE int32_t magnitude_bits(const float_kind n, int32_t place, const int halve
 
 /* Whether a place is that of the magnitude nearest to q >= 0, in the order of bits, which is
  * theirs: of the middle between two places, the even one has it. Beyond the largest magnitude all
- * have its place, but not a NaN. */
+ * have its place. No place has a NaN, whose sign depends on the CPU, or what is below 0, as under
+ * a damaged scale. */
 INLINE int is_nearest(const float_kind n, float q, int32_t place) {
   const int32_t bits = (int32_t)bits_of(q), odd = place & 1;
-  const int32_t first = magnitude_bits(n, place - 1, 1) + odd; /* negative for place 0 */
+  const int32_t first = (int32_t)choose(place == 0, 0, (uint32_t)magnitude_bits(n, place - 1, 1));
   const int32_t last = magnitude_bits(n, place, 1) - odd;
   const int32_t end = (int32_t)choose(place == n.top, 0x7f800000u, (uint32_t)last);
-  return (bits >= first) & (bits <= end) & (place <= n.top);
+  return (bits >= first + odd) & (bits <= end) & (place <= n.top);
 }
 
 /* The reciprocal of the distance between magnitudes from this one on, a power of two. */

@@ -44,7 +44,7 @@ INLINE places e2m1_places(__m512i code) {
   const __m512i levels =
       TWICE(0, 0x3f000000, 0x3f800000, 0x3fc00000, 0x40000000, 0x40400000, 0x40800000, 0x40c00000);
   const __m512i first =
-      TWICE(-1, 0x3e800001, 0x3f400000, 0x3fa00001, 0x3fe00000, 0x40200001, 0x40600000, 0x40a00001);
+      TWICE(0, 0x3e800001, 0x3f400000, 0x3fa00001, 0x3fe00000, 0x40200001, 0x40600000, 0x40a00001);
   const __m512i last = TWICE(0x3e800000, 0x3f3fffff, 0x3fa00000, 0x3fdfffff, 0x40200000, 0x405fffff,
                              0x40a00000, 0x7f800000);
   const __m512i per_step = TWICE(0x40000000, 0x40000000, 0x40000000, 0x40000000, 0x3f800000,
@@ -74,7 +74,8 @@ INLINE places e4m3_places(const float_kind n, __m512i code) {
   const __m512i place = _mm512_and_si512(code, _mm512_set1_epi32((1 << n.sign) - 1));
   const __m512i odd = _mm512_and_si512(code, one);
   const __m512i here = magnitude_vector(n, place, 0);
-  const __m512i before = magnitude_vector(n, _mm512_sub_epi32(place, one), 1);
+  const __m512i before = _mm512_max_epi32(magnitude_vector(n, _mm512_sub_epi32(place, one), 1),
+                                          _mm512_setzero_si512()); /* negative for place 0 */
   const __m512i behind = magnitude_vector(n, place, 1);
   const __mmask16 is_top = _mm512_cmpeq_epi32_mask(place, _mm512_set1_epi32(n.top));
   const __mmask16 is_number = _mm512_cmple_epi32_mask(place, _mm512_set1_epi32(n.top));
