@@ -188,6 +188,21 @@ def test_a_checkpoint_of_another_tool(made: Made, model: Path, tmp_path: Path) -
     assert check(tmp_path / "out", model).passed
 
 
+@pytest.mark.parametrize("layout", ["sideways", ["stacked"], {"stacked": 1}, 3])
+def test_a_layout_in_the_manifest_that_there_is_not(
+    layout: object, made: Made, tmp_path: Path
+) -> None:
+    """The manifest is damaged; the tensors show how experts lie."""
+    output = tmp_path / "out"
+    shutil.copytree(made("W4A16", "stacked"), output)
+    manifest = json.loads((output / "ktconv.json").read_text())
+    manifest["options"]["expert_layout"] = layout
+    (output / "ktconv.json").write_text(json.dumps(manifest))
+    assert len(found(check(output), "structure", "manifest")) == 1
+    assert ktconv("inspect", output).exit_code == 0
+    refused(ktconv("push", output, "me/it", "--dry-run"), 2)
+
+
 def test_what_is_said(made: Made, model: Path, tmp_path: Path) -> None:
     done = ktconv("quantize-gpu", model, tmp_path, "--expert-layout", "stacked", "--dry-run")
     assert done.exit_code == 0

@@ -112,7 +112,7 @@ def open_unstacked(directory: Path) -> PackedWeights:
 
 def is_stacked(manifest: Manifest | None) -> bool:
     """Whether the manifest of an output says that its experts are stacked."""
-    return manifest is not None and manifest.options.get("expert_layout") in STACKINGS
+    return manifest is not None and str(manifest.options.get("expert_layout")) in STACKINGS
 
 
 def places(stacks: Iterable[tuple[Tensor, Iterable[str]]]) -> Iterator[tuple[str, str, int]]:

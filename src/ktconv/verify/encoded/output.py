@@ -29,7 +29,7 @@ from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.encoded.layouts.plain import BF16
 from ktconv.targets.encoded.recipe import Recipe, parse_recipe
 from ktconv.targets.encoded.scheme import CHANNEL, FORMATS, MIXABLE, MIXED, ROWS, SCHEMES, Scheme
-from ktconv.targets.encoded.stacking import NUMBERED, STACKINGS, is_stacked, open_unstacked
+from ktconv.targets.encoded.stacking import LAYOUTS, NUMBERED, STACKINGS, is_stacked, open_unstacked
 from ktconv.targets.encoded.target import RECIPE, EncodedTarget, Options
 from ktconv.targets.expert_sets import others as left
 from ktconv.targets.expert_sets import set_of_record
@@ -299,6 +299,7 @@ def _usable(manifest: Manifest | None) -> Manifest | None:
     options = manifest.options
     size, row = options.get("group_size"), SCHEMES.get(str(options.get("scheme")))
     sound = row is not None and type(size) is int and isinstance(options.get("method"), str)
+    sound = sound and options.get("expert_layout", NUMBERED) in LAYOUTS
     if row is MIXED:
         sound = sound and _recipe(manifest) is not None
     return manifest if sound else None
