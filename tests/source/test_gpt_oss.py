@@ -53,7 +53,7 @@ def test_mxfp4_blocks(model_type: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", blocks.mxfp4, config)
     checkpoint = open_checkpoint(tmp_path / "model")
     assert checkpoint.layers[0].encoding == "mxfp4"
-    assert "the experts of layers 0 have biases" in checkpoint.notes
+    assert "the experts of layer 0 have biases" in checkpoint.notes
     assert_experts(tmp_path / "model", blocks)
 
 

@@ -226,7 +226,8 @@ def _notes(split: Split, layers: Sequence[MoELayer], config: ModelConfig) -> lis
     if config.num_experts is None and not config.listed_experts:
         notes.append(f"config.json has no expert count; the tensors have {len(layers[0].experts)}")
     if biased := [layer.index for layer in layers if layer.biased]:
-        notes.append(f"the experts of layers {format_ranges(biased)} have biases")
+        layers_of = f"layer{'s' if len(biased) > 1 else ''} {format_ranges(biased)}"
+        notes.append(f"the experts of {layers_of} have biases")
     if split.unrecognised:
         notes.append(
             f"{counted(len(split.unrecognised), 'tensor', 'have')} names like experts but an "

@@ -14,6 +14,8 @@ from helpers.cli import ktconv, refused
 from helpers.convert import all_files, read_model
 from helpers.corrupt import check, found
 from helpers.families import Raw, write_checkpoint
+from helpers.family_list import MODELS
+from helpers.family_models import write
 from helpers.gpu import ending, stacked
 from helpers.gpu_corrupt import change
 from helpers.layered import EXPERTS, HIDDEN, INNER, layered_model
@@ -181,11 +183,35 @@ def test_config_finds_numbered_and_stacked_modules(made: Made) -> None:
     assert not fits(target, "model.layers.1.mlp.shared_experts.gate_up_proj")
 
 
-def test_a_checkpoint_of_another_tool(made: Made, model: Path, tmp_path: Path) -> None:
-    """Without a manifest: the tensors show that experts are stacked."""
-    shutil.copytree(made("W4A16", "stacked"), tmp_path / "out")
+@pytest.mark.parametrize("layout", STACKED)
+@pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC", "NVFP4A16"])
+def test_a_checkpoint_of_another_tool(
+    scheme: str, layout: str, made: Made, model: Path, tmp_path: Path
+) -> None:
+    """Without a manifest: the tensors show that experts are stacked, and how they are named."""
+    shutil.copytree(made(scheme, layout), tmp_path / "out")
     (tmp_path / "out" / "ktconv.json").unlink()
-    assert check(tmp_path / "out", model).passed
+    assert check(tmp_path / "out", model, "weights").passed
+    assert check(tmp_path / "out").passed
+
+
+@pytest.mark.parametrize("layout", STACKED)
+def test_of_another_tool_for_a_family_with_other_names(layout: str, tmp_path: Path) -> None:
+    """Numbered experts are called w1, w2 and w3 there, stacked ones are not."""
+    model, output = tmp_path / "model", tmp_path / "out"
+    write(MODELS["MiniMax-M2 FP8"], model)
+    encode(model, output, "W8A16", expert_layout=layout)
+    (output / "ktconv.json").unlink()
+    assert check(output, model, "weights").passed
+    name = f"model.layers.0.block_sparse_moe.experts.down_proj{ending(layout, 'weight_scale')}"
+
+    def quadruple(data: np.ndarray[Any, Any]) -> None:
+        data[1] += 1  # of bf16
+
+    change(output, name, quadruple)
+    failures = check(output, model, "weights").failures
+    (module,) = {failure.as_dict()["tensor"].rpartition(".")[0] for failure in failures}
+    assert module == "model.layers.0.block_sparse_moe.experts.0.down_proj"
 
 
 @pytest.mark.parametrize("layout", ["sideways", ["stacked"], {"stacked": 1}, 3])

@@ -110,6 +110,15 @@ def open_unstacked(directory: Path) -> PackedWeights:
     return found
 
 
+def layout_of(stacked: Iterable[str]) -> str:
+    """The layout of experts, one of LAYOUTS, by the names of stacked tensors in files."""
+    found = [match for name in stacked if (match := _pattern().fullmatch(name)) is not None]
+    if not found:
+        return NUMBERED
+    nested = any(match[3] is not None for match in found)
+    return next(name for name, one in STACKINGS.items() if one.nested == nested)
+
+
 def is_stacked(manifest: Manifest | None) -> bool:
     """Whether the manifest of an output says that its experts are stacked."""
     return manifest is not None and str(manifest.options.get("expert_layout")) in STACKINGS

@@ -125,7 +125,7 @@ class _Slots:
 
     def look_for_gaps(self) -> None:
         for layer, experts in self._output.layers.items():
-            parts = self._output.layout.parts
+            parts = self._output.parts
             for expert in experts:
                 for proj in self._projections(layer):
                     missing = [p for p in parts if (layer, expert, proj, p) not in self.filled]

@@ -25,11 +25,18 @@ from ktconv.source.encodings.base import BIAS
 from ktconv.source.model_source import ModelSource
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
 from ktconv.targets.encoded.layouts.base import Layout
-from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
+from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED, WITHOUT_SHAPE
 from ktconv.targets.encoded.layouts.plain import BF16
 from ktconv.targets.encoded.recipe import Recipe, parse_recipe
 from ktconv.targets.encoded.scheme import CHANNEL, FORMATS, MIXABLE, MIXED, ROWS, SCHEMES, Scheme
-from ktconv.targets.encoded.stacking import LAYOUTS, NUMBERED, STACKINGS, is_stacked, open_unstacked
+from ktconv.targets.encoded.stacking import (
+    LAYOUTS,
+    NUMBERED,
+    STACKINGS,
+    is_stacked,
+    layout_of,
+    open_unstacked,
+)
 from ktconv.targets.encoded.target import RECIPE, EncodedTarget, Options
 from ktconv.targets.expert_sets import others as left
 from ktconv.targets.expert_sets import set_of_record
@@ -88,6 +95,7 @@ class EncodedOutput(OpenedOutput):
     scheme: Scheme | None
     recipe: Recipe | None
     numbers: Mapping[str, int]  # of layers, by the path of their experts
+    expert_layout: str  # one of LAYOUTS: by our manifest, or by the tensors where there is none
 
     @property
     def stacked(self) -> bool:
@@ -97,6 +105,11 @@ class EncodedOutput(OpenedOutput):
     @property
     def layout(self) -> Layout:
         return PACK_QUANTIZED if self.scheme is None else self.scheme.layout
+
+    @property
+    def parts(self) -> Sequence[str]:
+        """What follows the names of modules in those of their tensors."""
+        return _layout(self.scheme, self.expert_layout).parts
 
     def scheme_of(self, module: Module) -> Scheme:
         """Scheme of a matrix, by our manifest."""
@@ -109,7 +122,7 @@ class EncodedOutput(OpenedOutput):
         if found is not None:
             return found
         if self.scheme is None or self.recipe is None:
-            return Module(name, {}, None, None, self.layout)
+            return Module(name, {}, None, None, _layout(self.scheme, self.expert_layout))
         where, layer = _place(name, self.numbers)
         scheme = _scheme_of(self.scheme, self.recipe, layer, where)
         return Module(name, {}, None, None, scheme.layout)
@@ -269,9 +282,10 @@ def open_gpu_output(output: Path, source: ModelSource | str | None) -> EncodedOu
     recipe = _recipe(manifest)
     quantization, why_not, config = _quantization(output, manifest, scheme)
     checkpoint = open_checkpoint(source) if source else None
-    plan = _plan(checkpoint, manifest, scheme) if checkpoint else None
+    layout = layout_of(packed.stacked) if manifest is None else _recorded_layout(manifest)
+    plan = _plan(checkpoint, manifest, scheme, layout) if checkpoint else None
     numbers = _numbers(checkpoint, manifest)
-    modules, others = _sort(packed, numbers, scheme, recipe)
+    modules, others = _sort(packed, numbers, scheme, recipe, layout)
     if not modules and not packed.damaged and manifest is None:
         raise UsageError(f"{output} contains no packed modules", "give an OUTPUT of quantize-gpu")
     return EncodedOutput(
@@ -289,6 +303,7 @@ def open_gpu_output(output: Path, source: ModelSource | str | None) -> EncodedOu
         scheme=scheme,
         recipe=recipe,
         numbers=numbers,
+        expert_layout=layout,
     )
 
 
@@ -299,10 +314,22 @@ def _usable(manifest: Manifest | None) -> Manifest | None:
     options = manifest.options
     size, row = options.get("group_size"), SCHEMES.get(str(options.get("scheme")))
     sound = row is not None and type(size) is int and isinstance(options.get("method"), str)
-    sound = sound and options.get("expert_layout", NUMBERED) in LAYOUTS
+    sound = sound and _recorded_layout(manifest) in LAYOUTS
     if row is MIXED:
         sound = sound and _recipe(manifest) is not None
     return manifest if sound else None
+
+
+def _recorded_layout(manifest: Manifest) -> str:
+    return str(manifest.options.get("expert_layout", NUMBERED))
+
+
+def _layout(scheme: Scheme | None, expert_layout: str) -> Layout:
+    """Layout of the modules; `scheme` None: of packed integers that config.json describes."""
+    stacking = STACKINGS.get(expert_layout)
+    if scheme is None and stacking is not None and not stacking.nested:
+        return WITHOUT_SHAPE
+    return PACK_QUANTIZED if scheme is None else scheme.layout
 
 
 def _recipe(manifest: Manifest | None) -> Recipe | None:
@@ -330,7 +357,7 @@ def _scheme(manifest: Manifest | None) -> Scheme | None:
     if manifest is None:
         return None
     options = manifest.options
-    stacking = STACKINGS.get(str(options.get("expert_layout")))
+    stacking = STACKINGS.get(_recorded_layout(manifest))
     flat = stacking is not None and not stacking.nested
     return Scheme(options["scheme"], options["group_size"], options.get("scale") == "search", flat)
 
@@ -365,7 +392,9 @@ def _by_manifest(scheme: Scheme) -> Quantization:
     return Quantization([Group("manifest", [target], scheme.bits, size, "")], [])
 
 
-def _plan(checkpoint: Checkpoint, manifest: Manifest | None, scheme: Scheme | None) -> Any:
+def _plan(
+    checkpoint: Checkpoint, manifest: Manifest | None, scheme: Scheme | None, expert_layout: str
+) -> Any:
     """The planned copies, side files and experts. A group size is not that of the output: it is
     checked elsewhere."""
     options = manifest.options if manifest else {}
@@ -390,7 +419,7 @@ def _plan(checkpoint: Checkpoint, manifest: Manifest | None, scheme: Scheme | No
         requantize=bool(options.get("requantize")),
         allow_activation_mismatch=True,
         recipe="\n".join(options.get("recipe") or ()),
-        expert_layout=str(options.get("expert_layout", NUMBERED)),
+        expert_layout=expert_layout,
     )
     return plan_checkpoint(checkpoint, EncodedTarget(ours, checkpoint), selection)
 
@@ -411,6 +440,7 @@ def _sort(
     numbers: Mapping[str, int],
     scheme: Scheme | None,
     recipe: Recipe | None,
+    expert_layout: str,
 ) -> tuple[dict[str, Module], dict[str, TensorRef]]:
     """Encoded modules and all other tensors. Parts that plain weights have too, as `weight`, make a
     module only of an expert."""
@@ -434,7 +464,7 @@ def _sort(
             others[f"{name}.{BIAS}"] = tensors[BIAS]
             continue
         where, layer = _place(name, numbers)
-        own = layout if scheme is None else _scheme_of(scheme, recipe, layer, where).layout
+        own = _layout(_scheme_of(scheme, recipe, layer, where) if scheme else None, expert_layout)
         modules[name] = Module(name, tensors, where, layer, own)
     return modules, others
 

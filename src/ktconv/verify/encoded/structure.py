@@ -223,7 +223,7 @@ class EncodedStructureCheck(StructureCheck):
         if self._output.layout is not PACK_QUANTIZED:
             self._shapes_of_layout(module, matrix)
             return
-        packed, scale, shape = (module.parts[part] for part in module.layout.parts)
+        packed, scale, *shapes = (module.parts[part] for part in module.layout.parts)
         rows = matrix.rows if matrix else (packed.shape[0] if packed.shape else 0)
         # Without a source, columns follow from the number of words, which groups fill.
         cols = matrix.cols if matrix else packed.shape[-1] * 32 // group.bits if packed.shape else 0
@@ -241,7 +241,8 @@ class EncodedStructureCheck(StructureCheck):
             dtypes = ("F16" if half else "BF16",)
         self._as_expected(packed, ("I32",), (rows, group.words(cols)), module)
         self._as_expected(scale, dtypes, (rows, per_row), module)
-        self._as_expected(shape, ("I64", "I32"), (2,), module)
+        for shape in shapes:
+            self._as_expected(shape, ("I64", "I32"), (2,), module)
 
     def _shapes_of_layout(self, module: Module, matrix: ExpertMatrix | None) -> None:
         """Check shapes of layouts that only our manifest tells."""

@@ -171,7 +171,7 @@ def is_sound(module: Module, group: Group, matrix: ExpertMatrix) -> bool:
     it."""
     if not module.whole:
         return False
-    packed, scale, _ = (module.parts[part] for part in PARTS)
+    packed, scale = (module.parts[part] for part in PARTS[:2])
     return (
         packed.dtype == "I32"
         and packed.shape == (matrix.rows, group.words(matrix.cols))
