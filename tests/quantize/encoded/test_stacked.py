@@ -27,6 +27,7 @@ from ktconv.source import open_checkpoint
 from ktconv.source.reading.matrices import MatrixReader, buffer_bytes
 from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.targets.encoded import readers
+from ktconv.targets.encoded.loading import readers_of
 from ktconv.targets.encoded.names import fits
 from ktconv.targets.encoded.scheme import names_of
 
@@ -234,6 +235,7 @@ def test_what_is_said(made: Made, model: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0
     for said in ("vLLM 0.32 ends", "transformers 5.17 fills", "SGLang 0.5.23 leaves"):
         assert said in " ".join(done.stdout.split())
+    assert "W4A16 with --expert-layout stacked is not for vLLM: vLLM" in done.stdout
     card = " ".join((made("W4A16", "stacked-flat") / "README.md").read_text().split())
     assert "vLLM 0.32 reads it. SGLang" in card and "library_name: vllm" in card
     assert "--expert-layout stacked-flat" in card
@@ -258,8 +260,23 @@ def test_what_is_said(made: Made, model: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_vllm_does_by_family(kind: str, layout: str, said: str | None) -> None:
-    found = readers.why_not_stacked(readers.VLLM, layout, [kind])
+    found = readers.why_not_stacked(readers.VLLM, "W4A16", layout, [kind])
     assert found is None if said is None else said in str(found)
+
+
+def test_what_is_said_by_scheme(made: Made) -> None:
+    """transformers has weights of the names and the dtype that codes of FP8 have."""
+    for scheme, said, of_vllm in (
+        ("W4A16", "fills stacked experts with random", None),
+        ("NVFP4A16", "computes wrong results", "in W4A16 alone"),
+        ("FP8_DYNAMIC", "takes codes of stacked experts for weights", "in W4A16 alone"),
+    ):
+        checkpoint = open_checkpoint(str(made(scheme, "numbered")))
+        found = readers_of(scheme, checkpoint, "stacked-flat")
+        assert said in str(found[readers.TRANSFORMERS])
+        assert of_vllm in str(found[readers.VLLM]) if of_vllm else found[readers.VLLM] is None
+        other = readers_of(scheme, checkpoint, "stacked")[readers.TRANSFORMERS]
+        assert "takes codes" not in str(other)
 
 
 def test_half_precision_beside_bf16(tmp_path: Path) -> None:

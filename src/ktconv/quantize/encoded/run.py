@@ -168,8 +168,10 @@ def _loading_notes(plan: Plan) -> list[str]:
         return []  # another note says who computes experts with biases
     readers = readers_of(target.row.name, checkpoint, target.options.expert_layout)
     able = [reader.title for reader, failure in readers.items() if failure is None]
+    stacking = target.stacking
+    layout = "" if stacking is None else f" with --expert-layout {stacking.name}"
     return [
-        f"{target.name} is not for {reader.engine}: {reader.title} {failure}"
+        f"{target.name}{layout} is not for {reader.engine}: {reader.title} {failure}"
         + (f"; {listed(able)} {'read' if len(able) > 1 else 'reads'} it" if able else "")
         for reader, failure in readers.items()
         if failure

@@ -28,7 +28,7 @@ def readers_of(
     in the layout `layout` of experts; None where it does. Of experts with the model's own names."""
     types = model_types(checkpoint)
     found = {
-        reader: reader.failure(name, types) or why_not_stacked(reader, layout, types)
+        reader: reader.failure(name, types) or why_not_stacked(reader, name, layout, types)
         for reader in READERS
     }
     if found[TRANSFORMERS] is None and not transformers_reads_packed(checkpoint):

@@ -75,12 +75,16 @@ TRANSFORMERS = Reader(
 )
 READERS = (VLLM, SGLANG, SGLANG_KT, TRANSFORMERS)
 # What each does with the experts of a layer in one tensor, by --expert-layout. transformers 5.17
-# and 5.24, and vLLM 0.32, were run; vLLM has another way for each model, and reads the second
-# layout of those in `_FLAT_IN_VLLM` to the same logits as numbered experts.
+# and 5.24, and vLLM 0.32, were run; vLLM has another way for each model, and reads W4A16 in the
+# second layout of those in `_FLAT_IN_VLLM` to the same logits as numbered experts.
 _RANDOM = "fills stacked experts with random numbers, and warns"
 _LEFT_OUT = "leaves stacked experts out without an error"
+_FLAT = "stacked-flat"
 _FLAT_IN_VLLM = frozenset({"olmoe", "qwen2_moe", "qwen3_moe"})
 _OUT_IN_VLLM = frozenset({"mixtral"})  # whose class knows other names
+_TRIED_FLAT_IN_VLLM = "W4A16"
+# Formats whose codes are named as weights are there, in a dtype that can be one.
+_TAKEN_FOR_WEIGHTS = frozenset({"FP8_BLOCK", "FP8_DYNAMIC"})
 STACKED = {
     "stacked": {
         VLLM: "ends with an error about the names of stacked experts",
@@ -88,19 +92,27 @@ STACKED = {
         SGLANG_KT: _LEFT_OUT,
         TRANSFORMERS: _RANDOM,
     },
-    "stacked-flat": {SGLANG: _LEFT_OUT, SGLANG_KT: _LEFT_OUT, TRANSFORMERS: _RANDOM},
+    _FLAT: {SGLANG: _LEFT_OUT, SGLANG_KT: _LEFT_OUT, TRANSFORMERS: _RANDOM},
 }
 
 
-def why_not_stacked(reader: Reader, layout: str, model_types: Iterable[str]) -> str | None:
-    """Describe how an engine fails on the experts of a model in this layout; None if it reads
-    them."""
+def why_not_stacked(
+    reader: Reader, name: str, layout: str, model_types: Iterable[str]
+) -> str | None:
+    """Describe how an engine fails on the experts of a model in the format `name` and this layout;
+    None if it reads them."""
     if layout not in STACKED:
         return None
-    if reader is VLLM and layout == "stacked-flat" and _FLAT_IN_VLLM.isdisjoint(model_types):
-        if not _OUT_IN_VLLM.isdisjoint(model_types):
+    if reader is VLLM and layout == _FLAT:
+        types = frozenset(model_types)
+        if types & _OUT_IN_VLLM and not types & _FLAT_IN_VLLM:
             return _LEFT_OUT
-        return f"was tried with stacked experts of {listed(sorted(_FLAT_IN_VLLM))} alone"
+        if not types & _FLAT_IN_VLLM:
+            return f"was tried with stacked experts of {listed(sorted(_FLAT_IN_VLLM))} alone"
+        if name != _TRIED_FLAT_IN_VLLM:
+            return f"was tried with stacked experts in {_TRIED_FLAT_IN_VLLM} alone"
+    if reader is TRANSFORMERS and layout == _FLAT and name in _TAKEN_FOR_WEIGHTS:
+        return "takes codes of stacked experts for weights, without their scales, and warns"
     return STACKED[layout].get(reader)
 
 
