@@ -108,7 +108,7 @@ class EncodedOutput(OpenedOutput):
 
     @property
     def parts(self) -> Sequence[str]:
-        """What follows the names of modules in those of their tensors."""
+        """Last components of the names of a module's tensors."""
         return _layout(self.scheme, self.expert_layout).parts
 
     def scheme_of(self, module: Module) -> Scheme:
