@@ -56,7 +56,7 @@ class Attending:
         scaling: float | None = None,
         **more: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As transformers' own, which computes all that is not one token's."""
+        """Compute one token on the kernels, and leave the rest to transformers' own function."""
         _, heads, tokens, cols = query.shape
         simple = tokens == 1 and attention_mask is None and not dropout and is_bf16(query)
         if not simple or not _is_plain(query, key, value, more):
