@@ -64,8 +64,9 @@ def test_answers_are_the_models_own(model: Any, room: int | None) -> None:
     from ktconv.generate.outside import on_kernels
 
     usual, own = ALL_ATTENTION_FUNCTIONS["sdpa"], steps(model, 11, 9, None)
-    with on_kernels(model, model.test_pool) as all_linear:
-        assert all_linear and len(patched(model)) > 15
+    with on_kernels(model, model.test_pool) as told:
+        assert told.all_linear and len(patched(model)) > 15
+        assert told.decoder_layers == told.routers == len(model.model.layers)
         found = steps(model, 11, 9, room)
     assert not patched(model) and ALL_ATTENTION_FUNCTIONS["sdpa"] is usual
     assert torch.equal(steps(model, 11, 9, None), own)
@@ -148,13 +149,13 @@ def test_other_calls_are_the_models_own(model: Any) -> None:
 
 
 def test_without_kernels_nothing_changes(model: Any) -> None:
-    from ktconv.generate.outside import on_kernels
+    from ktconv.generate.outside import OnKernels, on_kernels
 
     before = native.isa()
     native.use_isa("scalar")
     try:
-        with on_kernels(model, model.test_pool) as all_linear:
-            assert not all_linear and not patched(model)
+        with on_kernels(model, model.test_pool) as told:
+            assert told == OnKernels() and not patched(model)
     finally:
         native.use_isa(before)
 

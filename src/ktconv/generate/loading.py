@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ktconv.errors import PackedExpertsError, UsageError
-from ktconv.generate.outside import Watch, on_kernels
+from ktconv.generate.outside import OnKernels, Watch, on_kernels
 from ktconv.model.evaluate import directory_of, load_model, load_without_experts
 from ktconv.model.load import check_language_model, context_length, load_config, load_tokenizer
 from ktconv.model.matching import check_likeness, trial_token
@@ -85,8 +85,9 @@ class OpenedModel:
             )
             if not self._own:
                 _check_alike(self.checkpoint, model, self.output)
-            alone = stack.enter_context(on_kernels(model, replaced.pool, watch))
-            yield LoadedModel(model, replaced.method, count, 1 if alone else count)
+            outside = stack.enter_context(on_kernels(model, replaced.pool, watch))
+            steps = 1 if outside.all_linear else count
+            yield LoadedModel(model, replaced.method, count, steps, outside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ class LoadedModel:
     method: str
     threads: int
     step_threads: int | None  # None: transformers alone
+    outside: OnKernels
 
 
 def _checkpoint(output: Path, source: ModelSource | None) -> Checkpoint:

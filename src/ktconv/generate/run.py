@@ -54,6 +54,10 @@ def run(request: GenerateRequest, notify: Notify, told: Callable[[str], bool]) -
         "source": None if request.source is None else str(request.source),
         "method": one.method,
         "threads": one.threads,
+        "on_kernels": {
+            name: getattr(one.outside, name)
+            for name in ("linear_layers", "norms", "routers", "decoder_layers")
+        },
         "text": "".join(pieces),
         "tokens": tokens,
         "prompt_tokens": len(ids),
