@@ -292,7 +292,8 @@ def test_gguf_files(cluster: Cluster, model: Path, tmp_path: Path, scratch: bool
     ktconv_done("quantize-cpu", model, tmp_path / "there", "--layers=0-1", *words, "--ray", *more)
     ktconv_done("quantize-cpu", model, tmp_path / "there", *words)
     assert contents(tmp_path / "there") == contents(tmp_path / "here")
-    ktconv_done("verify", tmp_path / "there", "--source", model, "--threads=1", "--ray")
+    checked = ("--source", model, "--level=weights", "--threads=1", "--ray")
+    ktconv_done("verify", tmp_path / "there", *checked)
 
 
 def test_with_an_adapter(cluster: Cluster, model: Path, tmp_path: Path) -> None:

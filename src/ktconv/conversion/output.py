@@ -129,7 +129,8 @@ class OutputState:
         return record if all(file_is_intact(self._output, file) for file in files) else None
 
     def _planned_files(self, unit: Unit) -> tuple[set[str], list[dict[str, object]]]:
-        """What of a unit is recorded by itself, and the journal's records of its files."""
+        """The tensors of a unit, or the parts of them that are recorded by themselves, and the
+        journal's records of its files."""
         if unit.folder is not None:
             files = unit.folder_files
             return set(files), [{"name": path, "bytes": size} for path, size in files.values()]

@@ -166,7 +166,7 @@ class PackedExperts(nn.Module):
 
     @property
     def skip_address(self) -> int:
-        """Where the experts that are not among the packed ones are marked, bool [E]."""
+        """Address of bool [E], which marks experts that are not among the packed ones."""
         return int(self._elsewhere.data_ptr())
 
     def _chosen(self, tokens: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What models compute outside their experts for one token, or for few; see ktconv_run.h.
+"""Linear layers, norms and attention of one token, or of few; see ktconv_run.h.
 
 Arrays are given by their addresses, bf16 in the order of their shapes: whoever calls has checked
 them and keeps their memory.
@@ -95,7 +95,7 @@ class Attention:
         c.scale = scale
 
     def scratch_size(self, tokens: int) -> int:
-        """Bytes of scratch for so many tokens; 0 for sizes that cannot be."""
+        """Bytes of scratch for `tokens` tokens; 0 for sizes that cannot be."""
         self._c.tokens = tokens
         return int(lib.kt_attention_scratch_size(self._c))
 
@@ -108,9 +108,10 @@ class Attention:
         y: int,
         scratch: Array,
     ) -> None:
-        """y [heads, value_cols] of queries [heads, cols], for as many tokens as `scratch_size` was
-        asked for last. Keys and values: address, and elements from a head and from a token to the
-        next. One thread at a time. ValueError for what the C library refuses."""
+        """y [heads, value_cols] of queries [heads, cols], for the number of tokens that
+        `scratch_size` was asked for last. Keys and values: address, and elements from a head and
+        from a token to the next. One thread at a time. ValueError for what the C library
+        refuses."""
         c = self._c
         c.queries, c.y = _cast(_POINTER, queries), _cast(_POINTER, y)
         c.keys, c.key_head, c.key_token = _cast(_POINTER, keys[0]), keys[1], keys[2]
@@ -126,7 +127,7 @@ def _fill_linear(into: Any, given: Linear) -> None:
 
 
 def _fill_norm(into: Any, given: Norm | None) -> None:
-    """Without a weight where there is none."""
+    """Fill a kt_norm; it has no weight where there is no norm."""
     if given is not None:
         into.cols, into.weight = given._c.cols, given._c.weight
         into.epsilon, into.kind = given._c.epsilon, given._c.kind
@@ -166,7 +167,7 @@ class AttentionLayer:
         return int(self._c.key_heads)
 
     def scratch_size(self, tokens: int) -> int:
-        """Bytes of scratch where so many tokens are there; 0 for sizes that cannot be."""
+        """Bytes of scratch where `tokens` tokens are there; 0 for sizes that cannot be."""
         return int(lib.kt_attention_layer_scratch_size(self._c, tokens))
 
     def run(

@@ -1,4 +1,4 @@
-"""What a model computes outside its experts, for one token: on the C library's kernels.
+"""Single tokens outside a model's experts, computed on the C library's kernels.
 
 Modules and weights stay the model's own. `on_kernels` gives those that the kernels know another
 `forward` for a while, which computes one token, or few, and leaves everything else to the model's

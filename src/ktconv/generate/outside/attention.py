@@ -57,7 +57,7 @@ class Attending:
         scaling: float | None = None,
         **more: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As transformers' own, which computes all that is not one token's."""
+        """Compute one token on the kernels, and leave the rest to transformers' own function."""
         _, heads, tokens, cols = query.shape
         scale = cols**-0.5 if scaling is None else scaling
         simple = tokens == 1 and attention_mask is None and not dropout and is_bf16(query)

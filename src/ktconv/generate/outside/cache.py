@@ -9,8 +9,8 @@ from transformers.cache_utils import DynamicLayer
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """As DynamicLayer, which copies itself for each token: `count` tokens, in `memory` of keys and
-    values [B, heads, room, cols]."""
+    """Keys and values that grow in place, where DynamicLayer copies itself for each token: the
+    first `count` of `memory`, two tensors [B, heads, room, cols]."""
 
     def __init__(self, keys: Tensor, values: Tensor, tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -24,13 +24,13 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return self.memory[0].shape[2]
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many tokens."""
+        """Make room for `tokens` tokens."""
         keys, values = (_larger(one[:, :, : self.count], tokens) for one in self.memory)
         self.memory = keys, values
         self.extend(self.count)
 
     def extend(self, tokens: int) -> None:
-        """Have so many tokens, which were written to memory."""
+        """Count the first `tokens` tokens of memory, which were written there."""
         keys, values = self.memory
         self.keys, self.values = keys[:, :, :tokens], values[:, :, :tokens]
         self.count = tokens
@@ -38,7 +38,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """As DynamicLayer's."""
+        """Append keys and values, and return all of them."""
         after = self.count + key_states.shape[2]
         if after > self.room:
             self.reserve(2 * after)

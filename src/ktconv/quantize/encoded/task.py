@@ -112,7 +112,7 @@ class EncodeTask(ExpertTask):
 
     @cached_property
     def tensors(self) -> Sequence[Tensor]:
-        """What is written but for a bias, codes first."""
+        """The tensors of a matrix without its bias, codes first."""
         module = self.target.module(self.layer, self.expert, self.proj)
         return self.scheme.layout.tensors(module, self.sizes)
 

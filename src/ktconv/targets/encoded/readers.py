@@ -93,7 +93,8 @@ STACKED = {
 
 
 def why_not_stacked(reader: Reader, layout: str, model_types: Iterable[str]) -> str | None:
-    """How an engine fails on the experts of a model in this layout; None if it reads them."""
+    """Describe how an engine fails on the experts of a model in this layout; None if it reads
+    them."""
     if layout not in STACKED:
         return None
     if reader is VLLM and layout == "stacked-flat" and _FLAT_IN_VLLM.isdisjoint(model_types):

@@ -255,7 +255,7 @@ class EncodedTarget(Target):
             if len({weight_dtype(matrix) for matrix in layer.kinds}) > 1:
                 raise UsageError(
                     f"{option} needs scales of one dtype in a tensor, and layer {layer.index} has "
-                    "experts in half precision beside others",
+                    "some experts in half precision",
                     f"use --expert-layout {NUMBERED}",
                 )
 
