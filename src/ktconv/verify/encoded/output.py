@@ -351,7 +351,8 @@ def _quantization(
     except CheckpointError as error:
         if manifest is None and Journal(output).has_run():
             raise CheckpointError(
-                f"{output} is incomplete", "run the same conversion again, which continues it, then verify"
+                f"{output} is incomplete",
+                "run the same conversion again, which continues it, then verify",
             ) from error
         if scheme is None:
             raise
