@@ -94,6 +94,8 @@ def test_the_document(int4: Path) -> None:
     assert found["decode_tokens_s"] == pytest.approx(1000 / found["decode_ms"])
     told = {"linear_layers": 9, "norms": 9, "routers": 2, "decoder_layers": 2}
     assert found["on_kernels"] == (told if native.dense_is_fast() else dict.fromkeys(told, 0))
+    own = json.loads(ktconv_done(*words, "--json", "--outside", "transformers"))
+    assert not any(own["on_kernels"].values()) and own["tokens"][0] == found["tokens"][0]
     same = library.generate(int4, prompt=PROMPT, source=EXAMPLE, max_tokens=5)
     assert same["text"] + "\n" == ktconv_done(*words) and same["tokens"] == found["tokens"]
 

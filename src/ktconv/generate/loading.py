@@ -67,9 +67,10 @@ class OpenedModel:
         threads: int | None = None,
         memory: str = "auto",
         watch: Watch | None = None,
+        outside: bool = True,
     ) -> Iterator[LoadedModel]:
-        """The model for a while, with experts on the kernels, and what they know outside of them;
-        PyTorch uses as many threads as they. `watch`: see `on_kernels`.
+        """The model for a while, with experts on the kernels, and with `outside` what they know
+        outside of them; PyTorch uses as many threads as they. `watch`: see `on_kernels`.
 
         Raises CheckpointError where output and source do not belong together, UsageError for
         `memory` that they cannot have, and as `ktconv.model.load_model`.
@@ -85,9 +86,12 @@ class OpenedModel:
             )
             if not self._own:
                 _check_alike(self.checkpoint, model, self.output)
-            outside = stack.enter_context(on_kernels(model, replaced.pool, watch))
-            steps = 1 if outside.all_linear else count
-            yield LoadedModel(model, replaced.method, count, steps, outside)
+            if not outside:
+                yield LoadedModel(model, replaced.method, count, None, OnKernels())
+                return
+            known = stack.enter_context(on_kernels(model, replaced.pool, watch))
+            steps = 1 if known.all_linear else count
+            yield LoadedModel(model, replaced.method, count, steps, known)
 
 
 @dataclass(frozen=True, slots=True)

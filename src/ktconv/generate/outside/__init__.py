@@ -27,8 +27,8 @@ __all__ = ["OnKernels", "Watch", "on_kernels"]
 
 @dataclass(frozen=True, slots=True)
 class OnKernels:
-    """How many modules of a model the kernels compute single tokens of. `all_linear`: these are all
-    its linear layers, so that PyTorch needs no threads of its own."""
+    """Numbers of a model's modules whose single tokens the kernels compute. `all_linear`: these are
+    all its linear layers, so that PyTorch needs no threads of its own."""
 
     linear_layers: int = 0
     norms: int = 0

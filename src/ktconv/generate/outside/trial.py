@@ -1,4 +1,4 @@
-"""What code of models answers to trials."""
+"""Trials of models' code: its answers, or that it has none."""
 
 from __future__ import annotations
 
