@@ -445,10 +445,10 @@ static void check_nonfinite(const inputs *in, source *s) {
                   kt_quantize(&layout, &s->m, NULL, codes.data, scale.data, scratch.data,
                               scratch.size, &bad[1]),
                   KT_ERR_NONFINITE);
-    for (int i = 0; i < 2; i++)
-      if (bad[i].row != row || bad[i].col != col)
-        fail("NaN found at (%" PRId64 ", %" PRId64 "), not (%" PRId64 ", %" PRId64 ")", bad[i].row,
-             bad[i].col, row, col);
+    for (int n = 0; n < 2; n++)
+      if (bad[n].row != row || bad[n].col != col)
+        fail("NaN found at (%" PRId64 ", %" PRId64 "), not (%" PRId64 ", %" PRId64 ")", bad[n].row,
+             bad[n].col, row, col);
     guarded_end(&scratch, "scratch");
     guarded_end(&packed, "packed");
     guarded_end(&codes, "codes");

@@ -111,7 +111,7 @@ static int find_cpus(void) {
   int count = 0;
   if (sched_getaffinity(0, sizeof set, &set) != 0) return 0;
   for (int cpu = 0; cpu < CPU_SETSIZE && count < PARTS; cpu++)
-    if (CPU_ISSET(cpu, &set)) cpu_of[count++] = cpu;
+    if (CPU_ISSET((size_t)cpu, &set)) cpu_of[count++] = cpu;
   return count == PARTS;
 }
 

@@ -326,12 +326,12 @@ static inline float draw_float(int nonfinite) {
   static const uint32_t odd[] = {0,          0x80000000, 1,          0x80000001, 0x007fffff,
                                  0x00800000, 0x7f7fffff, 0xff7fffff, 0x34000000};
   static const uint32_t none[] = {0x7f800000, 0xff800000, 0x7fc00000, 0xffc00001, 0x7f800001};
-  const uint64_t kind = draw() >> 32 & 63;
-  uint32_t bits = kind == 0 ? ONE_OF(odd) : kind == 1 && nonfinite ? ONE_OF(none) : 0;
-  if (kind == 2) bits = (uint32_t)draw() & 0xfeffffff; /* any finite one */
-  if (kind > 2 || (kind == 1 && !nonfinite)) return unit() / 16;
+  const uint64_t which = draw() >> 32 & 63;
+  uint32_t bits = which == 0 ? ONE_OF(odd) : which == 1 && nonfinite ? ONE_OF(none) : 0;
+  if (which == 2) bits = (uint32_t)draw() & 0xfeffffff; /* any finite one */
+  if (which > 2 || (which == 1 && !nonfinite)) return unit() / 16;
   float value;
-  if ((bits & 0x7f800000) == 0x7f800000 && kind != 1) bits ^= 0x40000000;
+  if ((bits & 0x7f800000) == 0x7f800000 && which != 1) bits ^= 0x40000000;
   memcpy(&value, &bits, sizeof value);
   return value;
 }

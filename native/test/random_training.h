@@ -247,7 +247,7 @@ static inline void train_at_levels(const training *given, int number) {
     }
     if (trained_once && i == 0) keep_trained(&t, &r, &first);
     if (trained_once && comparable) expect_gradients(&t, &r, &first, 0);
-    trainings[number][i] += whole;
+    trainings[number][i] += whole != 0;
     release_rooms(kept_pieces);
   }
   for (int i = 0; i < GRADIENTS; i++) free(first.gradient[i]);

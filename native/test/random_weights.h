@@ -493,10 +493,11 @@ static inline void encode_at_level(const kt_encoding *e, const source *s, const 
   encode_together(e, s, tensor_scale, codes, scales, audit);
 }
 
-static void encode_case(int kind) {
+static void encode_case(int number) {
   static const int64_t counts[] = {1, 2, 31, 32, 33, 96, 129};
-  const int integers = kind <= KT_ENCODE_INT8;
-  kt_encoding e = {kind, ONE_OF(encode_groups[kind]), integers && one_in(2), integers && one_in(2)};
+  const int integers = number <= KT_ENCODE_INT8;
+  kt_encoding e = {number, ONE_OF(encode_groups[number]), integers && one_in(2),
+                   integers && one_in(2)};
   int dtype = (int)below(KT_DTYPE_COUNT);
   if (e.half) dtype = KT_F16;
   kt_stored_unit unit;
@@ -505,7 +506,7 @@ static void encode_case(int kind) {
   const int64_t high = unit.rows * (one_in(2) ? 32 : ONE_OF(counts));
   int64_t cols = whole * group * (1 + below(4));
   if (cols < 300 && one_in(2)) cols *= 32;
-  if (kind == KT_ENCODE_FP8 && one_in(2)) cols = whole * ONE_OF(counts); /* a block that is cut */
+  if (number == KT_ENCODE_FP8 && one_in(2)) cols = whole * ONE_OF(counts); /* a block that is cut */
   source s = draw_source(dtype, high > 200 ? unit.rows * 8 : high, cols, one_in(2));
   if (integers) {
     s.m.round_to_bf16 = !e.half;
@@ -518,7 +519,7 @@ static void encode_case(int kind) {
   const float most = 448.0f * 6.0f / t.largest;
   const float tensor_scale = isfinite(most) && most > 0 ? most : 1.0f;
   const size_t length = strlen(inputs);
-  snprintf(inputs + length, sizeof inputs - length, ", kind %d, group %d%s%s", kind, e.group,
+  snprintf(inputs + length, sizeof inputs - length, ", kind %d, group %d%s%s", number, e.group,
            e.half ? ", half" : "", e.search ? ", search" : "");
   kept k = {0};
   const int kept_pieces = piece_count;

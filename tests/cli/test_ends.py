@@ -769,7 +769,9 @@ def test_sizes_beyond_all_files(value: str, tmp_path: Path) -> None:
     refused(result, 2, said)
 
 
-@pytest.mark.parametrize("words", [("doctor",), ("quantize-cpu", EXAMPLE, "y")])
+@pytest.mark.parametrize(
+    "words", [("doctor",), ("merge", "x", "y"), ("quantize-cpu", EXAMPLE, "y")]
+)
 def test_a_current_directory_that_was_removed(words: tuple[object, ...], tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()

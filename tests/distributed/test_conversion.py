@@ -64,7 +64,8 @@ def working(cluster: Cluster) -> list[str]:
 
 
 @pytest.mark.parametrize(("options", "scratch"), [
-    ((), False), ((), True), (("--layout=layers",), False), (("--max-shard-size=40kB",), True),
+    ((), False), ((), True), (("--layout=layers",), False), (("--layout=layers",), True),
+    (("--max-shard-size=40kB",), True),
     (("--fold=up-down", "--importance=weights"), False), (("--save-backward",), True),
 ])  # fmt: skip
 def test_same_bytes(

@@ -60,6 +60,23 @@ def journal(tmp_path: Path) -> Journal:
     return found
 
 
+def test_locks_of_a_run_that_ends_are_waited_for(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of one that was killed, until the system has ended its threads."""
+    first, second, waited = OutputLock(journal), OutputLock(journal), list[float]()
+    first.acquire([1, 3], "layers")
+
+    def ending(seconds: float) -> None:
+        waited.append(seconds)
+        first.release()
+
+    monkeypatch.setattr("ktconv.writer.journal.time.sleep", ending)
+    second.acquire([3], "layers")
+    assert len(waited) == 1
+    second.release()
+
+
 def test_others_find_what_is_locked(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktconv.writer.journal.ENDING_SECONDS", 0.0)  # who has them keeps them
     first, second = OutputLock(journal), OutputLock(journal)

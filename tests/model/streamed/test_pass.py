@@ -329,7 +329,7 @@ def test_experts_that_are_called_twice(
 
 
 @pytest.mark.parametrize(
-    ("sides", "parked"), [(1, None), (1, 1), (1, 0), (2, None), (2, 2), (2, 0)]
+    ("sides", "parked"), [(1, None), (1, 1), (1, 0), (2, None), (2, 2), (2, 1), (2, 0)]
 )
 def test_parked_windows_and_sides(
     sides: int, parked: int | None, source: Path, logits: list[Any], tmp_path: Path, torch: Any

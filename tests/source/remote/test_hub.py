@@ -155,9 +155,10 @@ def test_answers_that_stay_short_are_called_that(
 ) -> None:
     monkeypatch.setattr(attempts, "ATTEMPTS", 2)
     store = big_file(hub, tmp_path)
-    hub.fault = lambda _: Fault(kind)
+    hub.fault, retries = lambda _: Fault(kind), transfer.retries
     with pytest.raises(ResourceError, match=said) as found:
         fetch(store, "big.json", 7, 107)
+    assert transfer.retries == retries + 1
     assert "run the same command again" in str(found.value.hint)
 
 
