@@ -368,7 +368,7 @@ kt_status kt_adapted_forward(const kt_moe *moe, const kt_adapters *adapters, kt_
  *
  * What else a model computes for a token, or for few: arrays are bf16, in the order of the shapes,
  * sums binary32, rounded to nearest, ties to even. The same bits on every level and for any number
- * of threads. y overlaps nothing that is read. */
+ * of threads, but which NaN a NaN is. y overlaps nothing that is read. */
 
 /* Whether the level in use has code of its own for what follows; 0: the reference runs. */
 int kt_dense_is_fast(void);

@@ -13,6 +13,7 @@ from helpers.convert import convert
 from helpers.paths import EXAMPLE
 
 import ktconv as library
+from ktconv import native
 from ktconv.errors import CheckpointError, UsageError
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
@@ -91,6 +92,10 @@ def test_the_document(int4: Path) -> None:
     assert found["method"] == "int4" and found["ended_by"] == "length"
     assert len(found["tokens"]) == 5 and found["prompt_tokens"] > 1
     assert found["decode_tokens_s"] == pytest.approx(1000 / found["decode_ms"])
+    told = {"linear_layers": 9, "norms": 9, "routers": 2, "decoder_layers": 2}
+    assert found["on_kernels"] == (told if native.dense_is_fast() else dict.fromkeys(told, 0))
+    own = json.loads(ktconv_done(*words, "--json", "--outside", "transformers"))
+    assert not any(own["on_kernels"].values()) and own["tokens"][0] == found["tokens"][0]
     same = library.generate(int4, prompt=PROMPT, source=EXAMPLE, max_tokens=5)
     assert same["text"] + "\n" == ktconv_done(*words) and same["tokens"] == found["tokens"]
 

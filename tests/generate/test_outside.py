@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from helpers.family_list import SAVED
+from helpers.family_models import build
 from helpers.paths import EXAMPLE
 
 from ktconv import native
@@ -61,8 +64,9 @@ def test_answers_are_the_models_own(model: Any, room: int | None) -> None:
     from ktconv.generate.outside import on_kernels
 
     usual, own = ALL_ATTENTION_FUNCTIONS["sdpa"], steps(model, 11, 9, None)
-    with on_kernels(model, model.test_pool) as all_linear:
-        assert all_linear and len(patched(model)) > 15
+    with on_kernels(model, model.test_pool) as told:
+        assert told.all_linear and len(patched(model)) > 15
+        assert told.decoder_layers == told.routers == len(model.model.layers)
         found = steps(model, 11, 9, room)
     assert not patched(model) and ALL_ATTENTION_FUNCTIONS["sdpa"] is usual
     assert torch.equal(steps(model, 11, 9, None), own)
@@ -145,13 +149,13 @@ def test_other_calls_are_the_models_own(model: Any) -> None:
 
 
 def test_without_kernels_nothing_changes(model: Any) -> None:
-    from ktconv.generate.outside import on_kernels
+    from ktconv.generate.outside import OnKernels, on_kernels
 
     before = native.isa()
     native.use_isa("scalar")
     try:
-        with on_kernels(model, model.test_pool) as all_linear:
-            assert not all_linear and not patched(model)
+        with on_kernels(model, model.test_pool) as told:
+            assert told == OnKernels() and not patched(model)
     finally:
         native.use_isa(before)
 
@@ -166,3 +170,37 @@ def test_weights_move_once_and_stay_shared() -> None:
     on_huge_pages([weight, tied, *parts])
     assert torch.equal(weight, before) and weight.data_ptr() % 64 == 0
     assert [one.data_ptr() for one in parts] == places
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "granitemoehybrid"])
+def test_norms_with_a_gate_are_the_models_own(name: str) -> None:
+    """Of layers of linear attention: without a gate they fail, or answer as other norms do."""
+    from ktconv.generate.outside import on_kernels
+    from ktconv.system.pool import Pool
+
+    kinds = ["mamba", "attention"] if "granite" in name else ["linear_attention", "full_attention"]
+    model = build(replace(SAVED[name], config={**SAVED[name].config, "layer_types": kinds})).eval()
+    own = steps(model, 9, 3, None)
+    with Pool(2) as pool, on_kernels(model, pool):
+        assert len(patched(model)) > 15
+        found = steps(model, 9, 3, 20)
+    assert (found - own).norm() < 0.03 * own.norm()
+
+
+def test_attention_that_depends_on_positions_is_not_the_kernels(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama 4's and Mistral's: queries of tokens from some thousands on are larger."""
+    from ktconv.generate.outside import on_kernels
+    from ktconv.generate.outside.layers import _Forward
+
+    kind = type(model.model.layers[0])
+    usual = kind.forward
+
+    def scaled(self: Any, x: Any, position_ids: Any = None, **more: Any) -> Any:
+        far = bool((position_ids >= 8192).any())
+        return usual(self, x, position_ids=position_ids, **more) * (1.5 if far else 1)
+
+    monkeypatch.setattr(kind, "forward", scaled)
+    with on_kernels(model, model.test_pool):
+        assert not any(isinstance(vars(one).get("forward"), _Forward) for one in model.modules())

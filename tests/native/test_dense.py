@@ -106,6 +106,43 @@ def test_attention(isa: str, tokens: int, heads: tuple[int, int]) -> None:
             one.run(pool, native.address_of(q), *places, native.address_of(y), scratch[:-1])
 
 
+def test_levels_agree_on_what_is_no_number(isa: str) -> None:
+    """NaN, infinities, denormals and the largest numbers: the same as the reference, where a NaN is
+    any NaN."""
+    rng = np.random.default_rng(8)
+    odd = np.array([0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 1, 0x8001, 0x7F7F, 0xFF7F, 0x8000], np.uint16)
+
+    def with_odd(*shape: int) -> U16:
+        bits, _ = drawn(rng, *shape)
+        return np.where(rng.random(shape) < 0.01, rng.choice(odd, shape), bits)
+
+    weight, x, keys = with_odd(70, 96), with_odd(3, 96), with_odd(300, 96)
+    bias, turn = with_odd(70), with_odd(96)
+    at = native.address_of
+    linear = native.Linear(70, 96, at(weight), at(bias))
+    attention = native.Attention(3, 1, 96, 96, 0.3)
+    places = (at(keys), 0, 96), (at(keys), 0, 96)
+
+    def answers() -> list[U16]:
+        found = [np.empty((3, 70), np.uint16), *(np.empty_like(x) for _ in range(5))]
+        linear.run(pool, 3, at(x), at(found[0]))
+        for kind, y in zip(native.NORM_KINDS, found[1:4], strict=True):
+            native.Norm(96, at(turn), 1e-6, kind).run(3, at(x), at(y))
+        native.rotate(3, 96, at(x), at(turn), at(turn), at(found[4]))
+        scratch = native.aligned_bytes(attention.scratch_size(300))
+        attention.run(pool, at(x), *places, at(found[5]), scratch)
+        return found
+
+    with Pool(2) as pool:
+        found = answers()
+        native.use_isa("scalar")
+        expected = answers()
+    for one, other in zip(found, expected, strict=True):
+        nan = np.isnan(bf16_to_f32(other))
+        assert nan.any() and (np.isnan(bf16_to_f32(one)) == nan).all()
+        assert (one[~nan] == other[~nan]).all()
+
+
 def test_what_is_refused() -> None:
     x, y = np.zeros(64, np.uint16), np.zeros(64, np.uint16)
     at, to = native.address_of(x), native.address_of(y)
@@ -119,6 +156,8 @@ def test_what_is_refused() -> None:
                 linear.run(pool, 1, at, to)
         assert native.Attention(3, 2, 8, 8, 1.0).scratch_size(1) == 0
         assert native.Attention(2, 2, 2000, 8, 1.0).scratch_size(1) == 0
+        # 2^23 units of 2^31 heads of 1026 numbers would be 2^64 numbers, and a little.
+        assert native.Attention(2**31 - 1, 1, 8, 1024, 1.0).scratch_size(2**31 - 1) == 0
     with pytest.raises(ValueError):
         native.Norm(8, at, -1.0, "once").run(1, at, to)
     with pytest.raises(ValueError):

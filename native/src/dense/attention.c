@@ -86,10 +86,16 @@ static void job(void *context, int32_t thread) {
   kt_float_mode_leave(mode);
 }
 
+/* Sums of all units have fewer bytes than 2^63. */
+static int sums_fit(const kt_attention *a) {
+  const int64_t of_unit = a->heads * (a->value_cols + 2) * (int64_t)sizeof(float);
+  return units_of(a->tokens) <= INT64_MAX / of_unit;
+}
+
 static int sizes_fit(const kt_attention *a) {
   return a && a->heads > 0 && a->key_heads > 0 && a->heads <= INT32_MAX &&
          a->heads % a->key_heads == 0 && a->cols > 0 && a->cols <= MOST_COLS && a->value_cols > 0 &&
-         a->value_cols <= MOST_COLS && a->tokens > 0 && a->tokens <= INT32_MAX;
+         a->value_cols <= MOST_COLS && a->tokens > 0 && a->tokens <= INT32_MAX && sums_fit(a);
 }
 
 size_t kt_attention_scratch_size(const kt_attention *attention) {

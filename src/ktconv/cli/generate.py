@@ -15,6 +15,7 @@ from ktconv.errors import MemoryShortError, PackedExpertsError
 from ktconv.system.units import counted
 
 GenerateMemory = Literal["auto", "map", "copy", "shared"]  # as runtime.memory.MEMORY
+Outside = Literal["kernels", "transformers"]
 _HINTS: Hints = {
     PackedExpertsError: "give the checkpoint that OUTPUT was converted from: --source MODEL",
     MemoryShortError: "close other programs, or use a machine with more memory",
@@ -82,6 +83,16 @@ def generate(
             "share\n- auto: map, or copy where pages cannot be moved",
         ),
     ] = "auto",
+    outside: Annotated[
+        Outside,
+        choice(
+            Outside,
+            "Code for single tokens outside the experts.",
+            panel=ADVANCED,
+            detail="- kernels: ktconv's, for the modules that they know\n"
+            "- transformers: the model's own, to compare",
+        ),
+    ] = "kernels",
     as_json: JsonOption = False,
 ) -> None:
     """Write text with a converted model: experts on the kernels, the rest by transformers.
@@ -101,6 +112,7 @@ def generate(
             sampling=Sampling(temperature, top_p, seed),
             threads=threads or None,
             memory=memory,
+            outside=outside == "kernels",
         )
         require_packages()
         from ktconv.generate.run import run

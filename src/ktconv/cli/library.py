@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ktconv.cli.bench import BenchMemory, BenchMode, BenchStage
     from ktconv.cli.compare import CompareLevel
-    from ktconv.cli.generate import GenerateMemory
+    from ktconv.cli.generate import GenerateMemory, Outside
     from ktconv.cli.mix import MixEngine
     from ktconv.cli.plan import PlacementName
     from ktconv.cli.prune import Measure, PruneEngine
@@ -482,6 +482,7 @@ def generate(
     seed: int = 0,
     threads: int = 0,
     memory: GenerateMemory = "auto",
+    outside: Outside = "kernels",
 ) -> Report:
     """Write text with a converted model: experts on the kernels, the rest by transformers.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ktconv.errors import PackedExpertsError, UsageError
-from ktconv.generate.outside import Watch, on_kernels
+from ktconv.generate.outside import OnKernels, Watch, on_kernels
 from ktconv.model.evaluate import directory_of, load_model, load_without_experts
 from ktconv.model.load import check_language_model, context_length, load_config, load_tokenizer
 from ktconv.model.matching import check_likeness, trial_token
@@ -67,9 +67,10 @@ class OpenedModel:
         threads: int | None = None,
         memory: str = "auto",
         watch: Watch | None = None,
+        outside: bool = True,
     ) -> Iterator[LoadedModel]:
-        """The model for a while, with experts on the kernels, and what they know outside of them;
-        PyTorch uses as many threads as they. `watch`: see `on_kernels`.
+        """The model for a while, with experts on the kernels, and with `outside` what they know
+        outside of them; PyTorch uses as many threads as they. `watch`: see `on_kernels`.
 
         Raises CheckpointError where output and source do not belong together, UsageError for
         `memory` that they cannot have, and as `ktconv.model.load_model`.
@@ -85,8 +86,12 @@ class OpenedModel:
             )
             if not self._own:
                 _check_alike(self.checkpoint, model, self.output)
-            alone = stack.enter_context(on_kernels(model, replaced.pool, watch))
-            yield LoadedModel(model, replaced.method, count, 1 if alone else count)
+            if not outside:
+                yield LoadedModel(model, replaced.method, count, None, OnKernels())
+                return
+            known = stack.enter_context(on_kernels(model, replaced.pool, watch))
+            steps = 1 if known.all_linear else count
+            yield LoadedModel(model, replaced.method, count, steps, known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,7 @@ class LoadedModel:
     method: str
     threads: int
     step_threads: int | None  # None: transformers alone
+    outside: OnKernels
 
 
 def _checkpoint(output: Path, source: ModelSource | None) -> Checkpoint:

@@ -19,6 +19,7 @@ from ktconv.bench.run import Report
 from ktconv.errors import MemoryShortError, UsageError
 from ktconv.generate.decoding import Timing, generate
 from ktconv.generate.loading import LoadedModel, OpenedModel
+from ktconv.generate.outside import OnKernels
 from ktconv.generate.request import Sampling
 from ktconv.model.evaluate import load_model
 from ktconv.model.load import running
@@ -106,7 +107,7 @@ def bench_whole(request: GenerateBench, notify: Notify) -> tuple[Report[WholeRow
         return report, notes
     with _threads(request.threads):
         method = str(model.dtype).removeprefix("torch.")
-        alone = LoadedModel(model, method, request.threads, None)
+        alone = LoadedModel(model, method, request.threads, None, OnKernels())
         report.rows.append(_row("transformers", alone, opened.name, request, rate, []))
     return report, notes
 

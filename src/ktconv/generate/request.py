@@ -41,3 +41,4 @@ class GenerateRequest:
     sampling: Sampling = field(default_factory=Sampling)
     threads: int | None = None
     memory: str = "auto"
+    outside: bool = True  # kernels compute single tokens outside the experts

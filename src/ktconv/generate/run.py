@@ -20,7 +20,9 @@ def run(request: GenerateRequest, notify: Notify, told: Callable[[str], bool]) -
     opened = OpenedModel(request.output, request.source)
     ids = prompt_tokens(opened.tokenizer, request.prompt, request.chat, opened.name)
     most = room_for(ids, request.max_tokens, opened.context)
-    with opened.loaded(notify, threads=request.threads, memory=request.memory) as one:
+    with opened.loaded(
+        notify, threads=request.threads, memory=request.memory, outside=request.outside
+    ) as one:
         ends = end_tokens(one.model, opened.tokenizer, opened.name)
         stops = stop_strings(one.model, opened.name)
         stream = TextStream(opened.tokenizer)
@@ -54,6 +56,10 @@ def run(request: GenerateRequest, notify: Notify, told: Callable[[str], bool]) -
         "source": None if request.source is None else str(request.source),
         "method": one.method,
         "threads": one.threads,
+        "on_kernels": {
+            name: getattr(one.outside, name)
+            for name in ("linear_layers", "norms", "routers", "decoder_layers")
+        },
         "text": "".join(pieces),
         "tokens": tokens,
         "prompt_tokens": len(ids),

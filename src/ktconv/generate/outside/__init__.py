@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -21,16 +22,27 @@ from ktconv.generate.outside.norms import norms_on
 from ktconv.generate.outside.routers import routers_on
 from ktconv.system.pool import Pool
 
-__all__ = ["Watch", "on_kernels"]
+__all__ = ["OnKernels", "Watch", "on_kernels"]
+
+
+@dataclass(frozen=True, slots=True)
+class OnKernels:
+    """Numbers of a model's modules whose single tokens the kernels compute. `all_linear`: these are
+    all its linear layers, so that PyTorch needs no threads of its own."""
+
+    linear_layers: int = 0
+    norms: int = 0
+    routers: int = 0
+    decoder_layers: int = 0  # as a whole, their modules with them
+    all_linear: bool = False
 
 
 @contextmanager
-def on_kernels(model: Any, pool: Pool, watch: Watch | None = None) -> Iterator[bool]:
-    """Inside, the model computes single tokens outside its experts on `pool`; whether all its
-    linear layers do, so that PyTorch needs no threads of its own. `watch` is told the seconds of
-    calls of experts that go by the experts' own module."""
+def on_kernels(model: Any, pool: Pool, watch: Watch | None = None) -> Iterator[OnKernels]:
+    """Inside, the model computes single tokens outside its experts on `pool`; what of it. `watch`
+    is told the seconds of calls of experts that go by the experts' own module."""
     if not native.dense_is_fast():
-        yield False
+        yield OnKernels()
         return
     with ExitStack() as stack:
         linears = stack.enter_context(linears_on(model, pool))
@@ -39,7 +51,7 @@ def on_kernels(model: Any, pool: Pool, watch: Watch | None = None) -> Iterator[b
         attending = stack.enter_context(attention_on(pool))
         routers = stack.enter_context(routers_on(model, pool))
         known = Known(linears, norms, routers, attending)
-        stack.enter_context(layers_on(model, pool, known, watch))
-        yield bool(linears) and all(
-            one in linears for one in model.modules() if isinstance(one, nn.Linear)
-        )
+        whole = stack.enter_context(layers_on(model, pool, known, watch))
+        every = all(one in linears for one in model.modules() if isinstance(one, nn.Linear))
+        all_linear = bool(linears) and every
+        yield OnKernels(len(linears), len(norms), len(routers), whole, all_linear)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ktconv import native
 from ktconv.generate.outside.linears import is_bf16, linear_of, replaced_forward
+from ktconv.generate.outside.trial import answer_of
 from ktconv.system.pool import Pool
 
 _CLOSE = 2**-7  # of weights in bf16
@@ -47,12 +48,7 @@ def _known(module: nn.Module) -> KnownRouter | None:
         return None
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((8, weight.shape[1]), generator=generator).bfloat16()
-    with torch.inference_mode():
-        try:
-            answer = module(x)
-        except (TypeError, ValueError, RuntimeError):  # called in another way
-            return None
-    return _of_answer(weight, x, answer)
+    return _of_answer(weight, x, answer_of(module, x))
 
 
 def _of_answer(weight: Tensor, x: Tensor, answer: Any) -> KnownRouter | None:
@@ -83,12 +79,14 @@ def _forward_of(module: Any, known: KnownRouter, pool: Pool) -> Callable[..., An
     own, cols = module.forward, module.weight.shape[1]
     dtype = torch.bfloat16 if known.rounded else torch.float32
 
-    def forward(hidden_states: Tensor) -> Any:
-        simple = hidden_states.numel() == cols and is_bf16(hidden_states)
-        if not simple or torch.is_grad_enabled():
-            return own(hidden_states)
-        logits = hidden_states.new_empty((1, known.experts))
-        known.gate.run(pool, 1, hidden_states.data_ptr(), logits.data_ptr())
+    def forward(*given: Any, **named: Any) -> Any:
+        if len(given) != 1 or named:
+            return own(*given, **named)
+        x = given[0]
+        if x.numel() != cols or not is_bf16(x) or torch.is_grad_enabled():
+            return own(x)
+        logits = x.new_empty((1, known.experts))
+        known.gate.run(pool, 1, x.data_ptr(), logits.data_ptr())
         ids, weights = native.choose_experts(known.router, logits.float().numpy())
         return logits, torch.from_numpy(weights).to(dtype), torch.from_numpy(ids)
 
