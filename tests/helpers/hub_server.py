@@ -198,19 +198,21 @@ class _Storage(_Handler):
     def do_GET(self) -> None:
         parts = urlsplit(self.path)
         [signature] = parse_qs(parts.query)["Signature"]
+        path = Path(unquote(parts.path))
         assert "authorization" not in self.headers  # the token is for the hub alone
         with self.hub.lock:
             self.hub.signed[signature] += 1
             expired = self.hub.signed[signature] > self.hub.valid_for
             number = self.hub.asked["bytes"]
             self.hub.asked["bytes"] += 1
+            self.hub.asked[path.name] += 1
         fault = self.hub.fault(number)
         if expired:
             self.answer({"error": "Request has expired"}, 403)
         elif fault is not None and isinstance(fault.kind, int):
             self.answer({"error": "not now"}, fault.kind, **fault.headers)
         else:
-            self.send_range(Path(unquote(parts.path)), fault)
+            self.send_range(path, fault)
 
 
 def _blob(path: Path) -> str:

@@ -155,16 +155,10 @@ def test_answers_that_stay_short_are_called_that(
 ) -> None:
     monkeypatch.setattr(attempts, "ATTEMPTS", 2)
     store = big_file(hub, tmp_path)
-    asked: list[int] = []
-
-    def fault(number: int) -> Fault:
-        asked.append(number)
-        return Fault(kind)
-
-    hub.fault = fault
+    hub.fault = lambda _: Fault(kind)
     with pytest.raises(ResourceError, match=said) as found:
         fetch(store, "big.json", 7, 107)
-    assert len(asked) == 2
+    assert hub.asked["big.json"] == 2
     assert "run the same command again" in str(found.value.hint)
 
 
