@@ -16,7 +16,7 @@ from ktconv.errors import UsageError
 from ktconv.quantize.packed import Request, prepare
 from ktconv.targets.packed.target import Options
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 PAGE = (ROOT / "docs/adding.md").read_text(encoding="utf-8")
 # Heading, what an addition is called in code, and where that is looked for.

@@ -22,6 +22,8 @@ from ktconv.verify import hidden_states
 from ktconv.verify.gguf.dequantized import dequantized
 from ktconv.verify.gguf.output import open_gguf_output
 
+pytestmark = pytest.mark.slow
+
 gguf = pytest.importorskip("gguf")
 
 HIDDEN, INNER, EXPERTS, LAYERS = 256, 512, 3, 2
