@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -24,27 +24,26 @@ def run(request: GenerateRequest, notify: Notify, told: Callable[[str], bool]) -
         notify, threads=request.threads, memory=request.memory, outside=request.outside
     ) as one:
         ends = end_tokens(one.model, opened.tokenizer, opened.name)
-        stops = stop_strings(one.model, opened.name)
+        stops = _Stops(stop_strings(one.model, opened.name))
         stream = TextStream(opened.tokenizer)
         pieces: list[str] = []
-
-        def stopped() -> bool:
-            return bool(stops) and any(stop in "".join(pieces) for stop in stops)
 
         def tell(token: int) -> bool:
             piece = stream.add(token)
             pieces.append(piece)
-            return told(piece) and not stopped() if piece else True
+            stops.add(piece)
+            return told(piece) and not stops.met if piece else True
 
         with running(opened.name):
             tokens, timing = generate(
                 one.model, ids, most, request.sampling, ends, tell, one.step_threads
             )
         pieces.append(stream.end())
+        stops.add(pieces[-1])
         told(pieces[-1])
     if tokens[-1] in ends:
         ended_by = "end token"
-    elif stopped():
+    elif stops.met:
         ended_by = "stop string"
     else:
         ended_by = "length" if len(tokens) == most else "reader"
@@ -69,3 +68,19 @@ def run(request: GenerateRequest, notify: Notify, told: Callable[[str], bool]) -
         "decode_ms": None if step is None else 1000 * step,
         "decode_tokens_s": None if step is None else 1 / step,
     }
+
+
+class _Stops:
+    """Strings that end a text, looked for piece by piece."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = strings
+        self._longest = max(map(len, strings), default=0)
+        self._end = ""  # of the text, in which a string may have begun
+        self.met = False
+
+    def add(self, piece: str) -> None:
+        """Look for them in the text with its next piece."""
+        recent = self._end + piece
+        self.met = self.met or any(one in recent for one in self._strings)
+        self._end = recent[max(0, len(recent) - self._longest) :]
