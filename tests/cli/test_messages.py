@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from helpers.cli import ktconv, refused, run, write_model
-from helpers.hub_server import Fault
+from helpers.faults import Fault
 from helpers.paths import EXAMPLE
 from helpers.web_server import serving
 from rich.console import Console

@@ -12,11 +12,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+from helpers.faults import Fault
 
 TOKEN = "hf_thisTokenMustNotBeShownAnywhere"
 LARGE = 1000  # bytes: larger files are on the other host
@@ -32,14 +34,6 @@ class Repository:
     @property
     def commit(self) -> str:
         return hashlib.sha1(str(self.folder).encode()).hexdigest()
-
-
-@dataclass(slots=True)
-class Fault:
-    """Something that goes wrong with a request for bytes: a status, or a word."""
-
-    kind: int | str  # 429, 503; reset, short, less, whole, other, flip, slow; bare, silent
-    headers: dict[str, str] = field(default_factory=dict)
 
 
 class HubServer:

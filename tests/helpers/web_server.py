@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-from helpers.hub_server import Fault
+from helpers.faults import Fault
 
 
 class WebServer:

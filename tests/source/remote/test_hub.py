@@ -22,7 +22,8 @@ from helpers.cli import (
     start,
     write_model,
 )
-from helpers.hub_server import TOKEN, Fault, HubServer, Repository, serving
+from helpers.faults import Fault, every_third, expect_retries
+from helpers.hub_server import TOKEN, HubServer, Repository, serving
 
 from ktconv.errors import CheckpointError, ResourceError, SourceChangedError
 from ktconv.source.remote import ahead, attempts, mirror, transfer
@@ -93,25 +94,12 @@ FAULTS: dict[str, list[Fault | None]] = {
 def test_the_same_bytes_whatever_goes_wrong(
     hub: HubServer, local: Path, tmp_path: Path, name: str
 ) -> None:
-    """Each fault in turn, of every third request."""
-    faults, met = FAULTS[name], []
-
-    def fault(number: int) -> Fault | None:
-        if number % 3 != 1:
-            return None
-        met.append(faults[number // 3 % len(faults)])
-        return met[-1]
-
-    hub.fault = fault
+    hub.fault, met = every_third(FAULTS[name])
     retries = transfer.retries
     done(URL, tmp_path / "out")
     assert weights(tmp_path / "out") == weights(local)
-    assert all(one in met for one in faults)
-    again = transfer.retries - retries
-    if name in ("reset", "short"):  # libraries try some of these again themselves
-        assert 0 < again <= len(met)
-    else:
-        assert again == (len(met) if name == "busy and down" else 0)
+    assert all(one in met for one in FAULTS[name])
+    expect_retries(name, met, transfer.retries - retries)
 
 
 def test_requests_that_fail_all_the_same_say_why(

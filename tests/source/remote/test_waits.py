@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from helpers.cli import done, write_model
-from helpers.hub_server import Fault
+from helpers.faults import Fault
 from helpers.paths import ROOT
 from helpers.web_server import WebServer, serving
 
