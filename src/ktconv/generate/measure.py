@@ -27,6 +27,7 @@ from ktconv.model.sites import Site, find_experts
 from ktconv.source.model_source import ModelSource
 from ktconv.system.pool import Pool
 from ktconv.system.text import Notify
+from ktconv.system.threads import torch_threads
 from ktconv.system.units import counted, format_size
 
 _WARM_UP = 4  # tokens
@@ -105,7 +106,7 @@ def bench_whole(request: GenerateBench, notify: Notify) -> tuple[Report[WholeRow
     except MemoryShortError as error:
         notes.append(f"transformers alone was not measured: {error}")
         return report, notes
-    with _threads(request.threads):
+    with torch_threads(request.threads):
         method = str(model.dtype).removeprefix("torch.")
         alone = LoadedModel(model, method, request.threads, None, OnKernels())
         report.rows.append(_row("transformers", alone, opened.name, request, rate, []))
@@ -205,16 +206,6 @@ def _outside_bytes(model: Any) -> int:
     kept = set() if head is None else {id(head.weight)}  # may be the table of the embeddings
     left_out |= {id(model.get_input_embeddings().weight)} - kept
     return sum(one.nbytes for one in model.parameters() if id(one) not in left_out)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def told_of_size(row: WholeRow) -> str:

@@ -105,13 +105,10 @@ def load_tokenizer(directory: Path, name: Path | None = None) -> Any:
         _check_tokenizer_class(directory, config)
         try:
             tokenizer = AutoTokenizer.from_pretrained(local, config=config, **_SAFE)
-        except ValueError as error:
+        except Exception as error:
             found = {file.name for pattern in _TOKENIZERS for file in local.glob(pattern)}
-            if found <= _WITHOUT_WORDS:
+            if isinstance(error, ValueError) and found <= _WITHOUT_WORDS:
                 raise NoTokenizer(name) from error
-            _check_json(local / _TOKENIZER)
-            raise
-        except Exception:
             _check_json(local / _TOKENIZER)
             raise
     # Without any file of one, transformers makes one up that knows no word.

@@ -77,8 +77,7 @@ def encode(
     dtype = encoding.scale_array(*shape)
     codes = np.empty(encoding.code_shape(*shape), np.uint8) if codes is None else codes
     scales = np.empty(encoding.scale_shape(*shape), dtype) if scales is None else scales
-    expect_bytes("codes", codes, math.prod(encoding.code_shape(*shape)))
-    expect_bytes("scales", scales, math.prod(encoding.scale_shape(*shape)) * dtype().itemsize)
+    _expect_arrays(encoding, matrix, codes, scales)
     scratch = new_scratch(matrix.cols) if scratch is None else scratch
     bad = ffi.new("kt_position *")
     status = lib.kt_encode(
@@ -106,10 +105,7 @@ def encode_audit(
     """`encode` into given arrays and `audit_encoded` of the result, in one pass; with the sums of
     the bytes as they were when they had been compared. Raises NonFiniteError with the first NaN or
     Inf, ValueError for shapes that `audit_encoded` does not take."""
-    shape = matrix.rows, matrix.cols
-    scale_bytes = encoding.scale_array(*shape)().itemsize
-    expect_bytes("codes", codes, math.prod(encoding.code_shape(*shape)))
-    expect_bytes("scales", scales, math.prod(encoding.scale_shape(*shape)) * scale_bytes)
+    _expect_arrays(encoding, matrix, codes, scales)
     found, sums = ffi.new("kt_encoded_audit *"), ffi.new("uint64_t[2]")
     bad = ffi.new("kt_position *")
     status = lib.kt_encode_audit(
@@ -156,16 +152,21 @@ def audit_encoded(
 
     ValueError for shapes that it does not take, see kt_audit_encoded.
     """
-    shape = source.rows, source.cols
-    dtype = encoding.scale_array(*shape)
-    expect_bytes("codes", codes, math.prod(encoding.code_shape(*shape)))
-    expect_bytes("scales", scales, math.prod(encoding.scale_shape(*shape)) * dtype().itemsize)
+    _expect_arrays(encoding, source, codes, scales)
     found = ffi.new("kt_encoded_audit *")
     status = lib.kt_audit_encoded(
         _struct(encoding), source.c, tensor_scale, byte_pointer(codes), byte_pointer(scales), found
     )
     check(status)
     return _audit_of(found)
+
+
+def _expect_arrays(encoding: Encoding, matrix: Matrix, codes: Array, scales: Array) -> None:
+    """ValueError for arrays of another size than the codes and scales of a matrix have."""
+    shape = matrix.rows, matrix.cols
+    scale_bytes = encoding.scale_array(*shape)().itemsize
+    expect_bytes("codes", codes, math.prod(encoding.code_shape(*shape)))
+    expect_bytes("scales", scales, math.prod(encoding.scale_shape(*shape)) * scale_bytes)
 
 
 def _audit_of(found: Any) -> EncodedAudit:

@@ -16,7 +16,7 @@ from ktconv.quantize.encoded.conversion import Encode
 from ktconv.quantize.encoded.request import Preflight, Request
 from ktconv.quantize.llm_compressor.gptq.run import Gptq
 from ktconv.system.text import Notify, silent
-from ktconv.targets.encoded.stacking import STACKINGS
+from ktconv.targets.encoded.stacking import is_flat
 
 LIBRARIES_MEMORY = 700 << 20  # torch, transformers and llm-compressor once imported
 INSTALL = "pip install 'ktconv[gpu]'"
@@ -38,10 +38,9 @@ def prepare(request: Request) -> Preflight:
             "integers",
             f"use --scheme {' or '.join(GPTQ_SCHEMES)}, or --algorithm rtn",
         )
-    stacking = STACKINGS.get(request.options.expert_layout)
-    if stacking is not None and not stacking.nested:
+    if is_flat(layout := request.options.expert_layout):
         raise UsageError(
-            f"--expert-layout {stacking.name} does not go with --algorithm gptq",
+            f"--expert-layout {layout} does not go with --algorithm gptq",
             "use --expert-layout stacked, or --algorithm rtn",
         )
     if request.source.prune is not None:

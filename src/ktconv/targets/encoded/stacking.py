@@ -119,6 +119,11 @@ def layout_of(stacked: Iterable[str]) -> str:
     return next(name for name, one in STACKINGS.items() if one.nested == nested)
 
 
+def is_flat(layout: str) -> bool:
+    """Whether a layout of experts, one of LAYOUTS, is that of vLLM's flat names."""
+    return layout in STACKINGS and not STACKINGS[layout].nested
+
+
 def is_stacked(manifest: Manifest | None) -> bool:
     """Whether the manifest of an output says that its experts are stacked."""
     return manifest is not None and str(manifest.options.get("expert_layout")) in STACKINGS

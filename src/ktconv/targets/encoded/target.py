@@ -32,6 +32,7 @@ from ktconv.targets.encoded.scheme import MIXED, SCHEMES, Scheme
 from ktconv.targets.encoded.stacking import (
     NUMBERED,
     STACKINGS,
+    is_flat,
     places,
     stacked_tensor,
     together,
@@ -107,7 +108,7 @@ class EncodedTarget(Target):
     def __init__(self, options: Options, checkpoint: Checkpoint) -> None:
         self.options = options
         self.stacking = STACKINGS.get(options.expert_layout)
-        flat = self.stacking is not None and not self.stacking.nested
+        flat = is_flat(options.expert_layout)
         self.scheme = Scheme(options.scheme, options.group_size, options.scale == "search", flat)
         self.row = self.scheme.row
         self.recipe = parse_recipe(options.recipe) if self.row is MIXED else None

@@ -32,7 +32,7 @@ from ktconv.targets.encoded.scheme import CHANNEL, FORMATS, MIXABLE, MIXED, ROWS
 from ktconv.targets.encoded.stacking import (
     LAYOUTS,
     NUMBERED,
-    STACKINGS,
+    is_flat,
     is_stacked,
     layout_of,
     open_unstacked,
@@ -326,8 +326,7 @@ def _recorded_layout(manifest: Manifest) -> str:
 
 def _layout(scheme: Scheme | None, expert_layout: str) -> Layout:
     """Layout of the modules; `scheme` None: of packed integers that config.json describes."""
-    stacking = STACKINGS.get(expert_layout)
-    if scheme is None and stacking is not None and not stacking.nested:
+    if scheme is None and is_flat(expert_layout):
         return WITHOUT_SHAPE
     return PACK_QUANTIZED if scheme is None else scheme.layout
 
@@ -357,8 +356,7 @@ def _scheme(manifest: Manifest | None) -> Scheme | None:
     if manifest is None:
         return None
     options = manifest.options
-    stacking = STACKINGS.get(_recorded_layout(manifest))
-    flat = stacking is not None and not stacking.nested
+    flat = is_flat(_recorded_layout(manifest))
     return Scheme(options["scheme"], options["group_size"], options.get("scale") == "search", flat)
 
 
