@@ -183,8 +183,8 @@ def freeze() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """For what commands keep in the user's cache. And all else that holds for every test: each
-    fixture of its own would be asked for 20 000 times."""
+    """A directory for what commands keep in the user's cache. The fixture also sets all else that
+    holds for every test: each fixture of its own would be asked for 20 000 times."""
     path = tmp_path_factory.mktemp("cache")
     # The processes of a run share the checkpoints that transformers writes.
     base = tmp_path_factory.getbasetemp()

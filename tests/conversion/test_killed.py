@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def clean(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, str]]:
-    """What a run of one layout that nothing disturbs writes."""
+    """The files of a run that nothing disturbs, by its layout."""
 
     @cache
     def made(layout: str) -> dict[str, str]:

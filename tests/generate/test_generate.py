@@ -144,7 +144,7 @@ def test_the_end_of_the_text(int4: Path, tmp_path: Path) -> None:
 
 
 def test_a_string_at_which_text_ends(int4: Path, tmp_path: Path) -> None:
-    """Of generation_config.json, in the text and across tokens; what is none is refused."""
+    """stop_strings of generation_config.json end a text, also across tokens; others are refused."""
     usual = library.generate(int4, prompt=PROMPT, source=EXAMPLE, max_tokens=12)["text"]
     stop = usual[len(usual) // 3 :][:3]
     model = shutil.copytree(EXAMPLE, tmp_path / "model")
@@ -193,7 +193,7 @@ def test_errors(int4: Path, tmp_path: Path) -> None:
 
 
 def test_an_output_of_another_model_is_refused(int4: Path, tmp_path: Path) -> None:
-    """A model of the same sizes is told apart by computing one expert."""
+    """Its sizes are the same, but its first expert computes something else."""
     from safetensors.torch import load_file, save_file
 
     other = shutil.copytree(EXAMPLE, tmp_path / "other")

@@ -58,7 +58,8 @@ def patched(model: Any) -> list[Any]:
 
 @pytest.mark.parametrize("room", [None, 12, 100])
 def test_answers_are_the_models_own(model: Any, room: int | None) -> None:
-    """In layers that compute as a whole, and without them; memory for keys grows from 12 on."""
+    """Logits of kernels are close to the model's, in whole layers and without them; memory for keys
+    grows behind 12 tokens."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     from ktconv.generate.outside import on_kernels
@@ -174,7 +175,7 @@ def test_weights_move_once_and_stay_shared() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "granitemoehybrid"])
 def test_norms_with_a_gate_are_the_models_own(name: str) -> None:
-    """Of layers of linear attention: without a gate they fail, or answer as other norms do."""
+    """Layers of linear attention have norms that fail without a gate, or answer as others do."""
     from ktconv.generate.outside import on_kernels
     from ktconv.system.pool import Pool
 

@@ -74,7 +74,7 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(\w+)")
 
 
 def ending(layout: str, part: str) -> str:
-    """What follows gate_up_proj in the name of a stacked tensor."""
+    """The end of a stacked tensor's name, behind gate_up_proj or down_proj."""
     if layout == "stacked":
         return f".{part}"
     return "" if part == "weight" else part.replace("weight_", "_", 1)

@@ -39,8 +39,9 @@ class OnKernels:
 
 @contextmanager
 def on_kernels(model: Any, pool: Pool, watch: Watch | None = None) -> Iterator[OnKernels]:
-    """Inside, the model computes single tokens outside its experts on `pool`; what of it. `watch`
-    is told the seconds of calls of experts that go by the experts' own module."""
+    """Inside, the model computes single tokens outside its experts on `pool`; which of its modules
+    do. `watch` is called with the seconds of each call of experts that a whole decoder layer makes,
+    which hooks of the experts' module do not see."""
     if not native.dense_is_fast():
         yield OnKernels()
         return

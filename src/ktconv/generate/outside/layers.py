@@ -29,7 +29,7 @@ _CLOSE = 2**-6  # of an output of experts: weights of a router may differ in the
 _TRIED = 4  # tokens
 _FAR = (1 << 24) - 1  # a position where attention that scales queries by positions does so
 
-Watch = Callable[[float], None]  # is told the seconds of each call of experts
+Watch = Callable[[float], None]  # called with the seconds that experts have taken
 
 
 @dataclass(frozen=True, slots=True)
