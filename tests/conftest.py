@@ -70,6 +70,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[EMULATOR] = load_emulator(kept_directory(config, "ktconv-amx"))
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Behind pytest's faulthandler, which takes SIGILL for itself when it is configured."""
+    emulator = session.config.stash[EMULATOR]
+    if emulator is not None:
+        emulator.install()
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Files of slow tests are not imported, and PyTorch with them, where none is asked for."""
     words = str(config.option.markexpr)

@@ -16,6 +16,7 @@ from ktconv.cli.commands import COMMANDS
 TEXT = (ROOT / "README.md").read_text("utf-8")
 # Seconds, rates, and levels of this machine, with the errors of their kernels.
 OF_A_RUN = re.compile(r"in [\d.]+ s|[\d.]+ [kMG]B/s|on scalar[\w, ]*?, (?=16)|within [\d.]+")
+OUTPUT_ERROR = re.compile(r"(?<=max output error vs\. source: )[\d.]+|(?<=worst expert \d: )[\d.]+")
 
 
 def test_it_is_short() -> None:
@@ -33,7 +34,11 @@ def test_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for words, shown in zip(parts[::2], parts[1::2], strict=True):
         done = ktconv(*shlex.split(words))
         assert done.exit_code == 0, done.stderr
-        assert OF_A_RUN.sub("...", done.stdout).strip() == OF_A_RUN.sub("...", shown).strip()
+        # Hidden states come from PyTorch, which has other kernels on other machines.
+        found, wanted = (OUTPUT_ERROR.findall(text) for text in (done.stdout, shown))
+        assert [float(n) for n in found] == pytest.approx([float(n) for n in wanted], rel=0.01)
+        done_text, shown = (OUTPUT_ERROR.sub("...", text) for text in (done.stdout, shown))
+        assert OF_A_RUN.sub("...", done_text).strip() == OF_A_RUN.sub("...", shown).strip()
 
 
 def test_the_example_in_python(
