@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from runpy import run_path
@@ -240,7 +240,7 @@ class Line:
 
     def left_out(self) -> frozenset[str]:
         """The fields in which the activation is not plain SiLU."""
-        names = (one.name for one in fields(ExpertActivation))
+        names = ExpertActivation.__struct_fields__
         own = self.activation
         return frozenset(name for name in names if getattr(own, name) != getattr(PLAIN, name))
 

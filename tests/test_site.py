@@ -224,16 +224,23 @@ def test_anchors_exist_on_github(page: Path) -> None:
         assert anchor in map(slug, headings), f"{name}#{anchor}"
 
 
-def test_fields_of_the_api_have_their_comments(tmp_path: Path) -> None:
+def test_records_of_the_api_have_signatures_and_comments(tmp_path: Path) -> None:
     griffe = pytest.importorskip("griffe")
     (tmp_path / "one.py").write_text(
-        "from dataclasses import dataclass\n@dataclass\nclass A:\n    '''An A.'''\n"
-        "    x: int  # in bytes | or <none>\n    y: int = 0\n    # of the\n    # run\n    z: int\n"
+        "from msgspec import Struct, field\nclass A(Struct, frozen=True):\n    '''An A.'''\n"
+        "    x: int  # in bytes | or <none>\n    y: int = 0\n    # of the\n    # run\n"
+        "    z: list = field(default_factory=list)\n"
+        "class B(A, kw_only=True):\n    '''A B.'''\n    w: str\n"
+        "class C:\n    '''No record.'''\n    x: int  # of C\n"
     )
-    extensions = griffe.load_extensions(module("site_fields").FieldComments)
+    extensions = griffe.load_extensions(module("site_fields").RecordFields)
     loaded = griffe.load("one", search_paths=[str(tmp_path)], extensions=extensions)
     table = loaded["A"].docstring.value.split("\n\n")[1].split("\n")
     assert table[2:] == ["| `x` | in bytes \\| or &lt;none> |", "| `z` | of the run |"]
+    assert loaded["A"].signature() == "A(x: int, y: int = 0, z: list = list())"
+    own = "x: int, y: int = 0, z: list = list(), *, w: str"
+    assert loaded["B"].signature() == f"B({own})"
+    assert (loaded["C"].docstring.value, "__init__" in loaded["C"].members) == ("No record.", False)
 
 
 def test_all_of_the_reference_says_what_it_does() -> None:

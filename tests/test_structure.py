@@ -79,6 +79,12 @@ def test_no_module_lies_loose() -> None:
     assert {path.stem for path in PACKAGE.glob("*.py")} == LOOSE
 
 
+def test_records_are_structs() -> None:
+    """A dataclass costs as much time at start-up as a hundred of them."""
+    dataclasses = re.compile(r"^\s*(from|import) dataclasses\b", re.MULTILINE)
+    assert not [name for name, path in modules().items() if dataclasses.search(path.read_text())]
+
+
 def test_targets_need_neither_torch_nor_llm_compressor() -> None:
     """Who only wants to know what an output consists of installs neither."""
     code = """

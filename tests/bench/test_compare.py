@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bench.reports import SHAPE, report, row
+from msgspec.structs import asdict, replace
 
 from ktconv.bench.compare import compare, read_report
 from ktconv.errors import UsageError
@@ -42,7 +42,7 @@ def test_another_machine_and_disturbed_rows_are_told(tmp_path: Path) -> None:
     old = read_report(saved(tmp_path / "old", row(1e-4), machine={"cpu": "another"}))
     new = report(row(2e-4))
     assert not any("disturbed" in note for note in compare(new, old, 0.1))
-    object.__setattr__(new.rows[0], "disturbed", True)
+    new.rows[0] = replace(new.rows[0], disturbed=True)
     notes = compare(new, old, 0.1)
     assert "another machine (another)" in notes[0] and "disturbed" in notes[-1]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from bench.reports import report, row
+from msgspec.structs import replace
 
 from ktconv.bench.plots import plot
 from ktconv.errors import UsageError

@@ -5,10 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
-from dataclasses import asdict, replace
 
 import pytest
 from bench.reports import SCHEMA, problems, report, row
+from msgspec.structs import asdict, replace
 
 from ktconv.bench.limits import NodeReads
 from ktconv.bench.render import FORMATS, render

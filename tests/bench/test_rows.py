@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 from bench.reports import EXPERT_BYTES, LIMITS, SCHEMA, SHAPE, case, problems, report, row
+from msgspec.structs import asdict, replace
 
 from ktconv.bench.rows import Errors, Sample, judge
 

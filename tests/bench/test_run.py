@@ -6,7 +6,6 @@ import gc
 import json
 import weakref
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from helpers.convert import convert
 from helpers.families import Tensor, numbered, random_weights, write_checkpoint
 from helpers.nemotron import write_nemotron
 from helpers.paths import EXAMPLE
+from msgspec.structs import replace
 
 from ktconv import native
 from ktconv.bench import cases, run

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import cycle
 from math import nan
 from typing import Any
 
 import pytest
+from msgspec.structs import asdict, replace
 
 pytest.importorskip("torch")
 import torch

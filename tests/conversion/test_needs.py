@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from helpers.cli import contents, write_model
+from msgspec.structs import replace
 
 from ktconv.conversion.run import DISK_MARGIN, disk_needed, fit_threads, manifest_memory
 from ktconv.errors import MemoryLimitError

@@ -6,12 +6,12 @@ import json
 import pickle
 import time
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.cli import refused, run, write_model
+from msgspec.structs import replace
 
 from ktconv.distributed import cluster, jobs, requests
 from ktconv.distributed.cluster import Node

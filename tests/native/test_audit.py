@@ -3,7 +3,6 @@ faults that they must show."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from functools import lru_cache
 from typing import NamedTuple
@@ -13,6 +12,7 @@ import pytest
 from helpers.looped import each
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from native.support import (
     F32,
     RULES,
@@ -433,7 +433,7 @@ def test_packing_and_auditing_in_one_pass_are_the_two(
     np.testing.assert_array_equal(scale_again, scale)
     wanted = (int(array.view(np.uint64).sum()) for array in (packed, scale))
     assert sums == tuple(wanted)
-    for field in dataclasses.fields(native.Audit):
+    for field in structs.fields(native.Audit):
         first, second = getattr(got, field.name), getattr(expected, field.name)
         if field.name == "squared_value":  # added up in another order
             assert math.isclose(first, second, rel_tol=1e-14)
@@ -476,7 +476,7 @@ def test_many_matrices_in_one_call_are_as_one_at_a_time() -> None:
         np.testing.assert_array_equal(one.packed, alone.packed)
         np.testing.assert_array_equal(one.scale, alone.scale)
         assert sums == wanted_sums
-        for field in dataclasses.fields(native.Audit):
+        for field in structs.fields(native.Audit):
             np.testing.assert_array_equal(getattr(got, field.name), getattr(wanted, field.name))
 
 

@@ -4,13 +4,13 @@ on every level, and the faults that they must show."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from helpers.looped import each
+from msgspec.structs import replace
 from native.support import F32, STORED, U8, Rule, Source, assert_same, at_level, every_rule
 from numpy.typing import NDArray
 

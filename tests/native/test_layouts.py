@@ -3,13 +3,13 @@ and unpacked, and the quantizer by largest magnitude with scales per group."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
 import numpy as np
 import pytest
 from helpers.looped import each
+from msgspec.structs import replace
 from native.support import STORED, Rule, Source, assert_same, every_rule, guarded
 
 from ktconv import native

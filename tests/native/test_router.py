@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers.routing import routed
+from msgspec.structs import replace
 
 from ktconv import native
 from ktconv.native import Router

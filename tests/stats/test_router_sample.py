@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from helpers.families import (
     write_checkpoint,
 )
 from helpers.gguf_files import around, experts, metadata, write_gguf
+from msgspec.structs import replace
 
 from ktconv.errors import UsageError
 from ktconv.source import Checkpoint, open_checkpoint

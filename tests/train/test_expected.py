@@ -3,11 +3,11 @@ tells wrong from right."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 pytest.importorskip("torch")
 import torch

@@ -6,7 +6,6 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from helpers.families import (
     write_checkpoint,
 )
 from helpers.paths import EXAMPLE
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_info
 

@@ -6,7 +6,6 @@ import base64
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from helpers.cli import ktconv, write_model
 from helpers.convert import convert, read_json, read_model, source_matrices
 from helpers.corrupt import bytes_of, check, forget_manifest, found, overwrite, place_of
 from helpers.importance_files import importance_of, write_importance
+from msgspec.structs import asdict
 from numpy.typing import NDArray
 
 from ktconv import native

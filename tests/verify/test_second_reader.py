@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from helpers.gguf_files import Blocks as Stack
 from helpers.gguf_files import metadata, write_gguf
 from helpers.gpt_oss import SIZES
 from helpers.gpt_oss import Blocks as GptOssBlocks
+from msgspec.structs import replace
 
 from ktconv import native
 from ktconv.source import PROJECTIONS, Checkpoint, Projection, open_checkpoint

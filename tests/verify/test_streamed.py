@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from helpers.cli import ktconv_done
 from helpers.convert import convert
 from helpers.gpu import quantize
 from helpers.paths import EVAL, EXAMPLE, MODELS
+from msgspec.structs import replace
 
 from ktconv.errors import CheckpointError, MemoryShortError, ResourceError, UsageError
 from ktconv.system import machine

@@ -7,11 +7,12 @@ requests are refused before anything is measured.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ktconv import native
 from ktconv.bench.fingerprint import largest_cache
@@ -42,8 +43,7 @@ _SHARE_OF_MEMORY = 0.8
 _CACHES = 2  # a layer larger than so many last-level caches is read from memory
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(Struct, frozen=True):
     """The settings of `ktconv bench`."""
 
     methods: tuple[Format, ...]
@@ -64,8 +64,7 @@ class Request:
     peers: bool = False  # other implementations too, where they are installed
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(Struct, frozen=True):
     """The weights of one layer, and the cases that are measured with them."""
 
     method: Format
@@ -94,8 +93,7 @@ class Layer:
         return layer.scratch_size(tokens, shape.top_k, pool)
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """Rows that will be measured, in order. Those of peers come after the rows of each shape."""
 
     request: Request
@@ -106,8 +104,7 @@ class Plan:
         return [case for layer in self.layers for case in layer.cases]
 
 
-@dataclass(frozen=True)
-class Session:
+class Session(Struct, frozen=True):
     """State that the rows of a run share."""
 
     request: Request

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import fields, replace
 
 from ktconv.bench.rows import DIMENSIONS, Key, Row
 from ktconv.bench.run import SCHEMA, Report
@@ -20,8 +22,7 @@ _WRITTEN = "write it with --format json"
 _NAMED = 3  # rows that a note lists
 
 
-@dataclass(frozen=True, slots=True)
-class Baseline:
+class Baseline(Struct, frozen=True):
     """The part of an old report that is compared."""
 
     path: Path
@@ -86,7 +87,7 @@ def _expect_single(rows: list[Row]) -> None:
 def _row(facts: dict[str, Any]) -> Row:
     """Unknown names are ignored, as newer versions add some; names with a default are optional."""
     known = {field.name for field in fields(Row)}
-    needed = {field.name for field in fields(Row) if field.default is MISSING}
+    needed = {field.name for field in fields(Row) if field.required}
     if missing := needed - facts.keys():
         raise KeyError(min(missing))
     row = Row(**{name: value for name, value in facts.items() if name in known})

@@ -10,10 +10,10 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.bench.fingerprint import largest_cache
@@ -34,8 +34,7 @@ _SETTLE_SLICE = 0.01  # seconds of waiting at a time
 _IDLE = 0.05  # of one core's time
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True):
     """Limits with all threads of a pool, at one level."""
 
     threads: int
@@ -64,8 +63,7 @@ class Limits:
         return max(max(pair) / max(min(pair), 1e-9) for pair in pairs)
 
 
-@dataclass(frozen=True, slots=True)
-class NodeReads:
+class NodeReads(Struct, frozen=True):
     """Limits of reading between NUMA nodes, by the system's numbers of the nodes as text."""
 
     threads: dict[str, int]  # of each node, with which it reads

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv.bench.limits import own_seconds
 from ktconv.bench.rows import Errors, Sample
@@ -32,16 +32,14 @@ _UNWRITTEN = 0xFFFF  # NaN in y before a call, so that what is not written shows
 _TICKS = 2  # of /proc/stat: less is rounding
 
 
-@dataclass(frozen=True, slots=True)
-class Effort:
+class Effort(Struct, frozen=True):
     """Time that a row is measured: `iterations` if given, else about `seconds`."""
 
     seconds: float = 0.5
     iterations: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(Struct, frozen=True):
     """Inputs of one row: tokens, and where they go in each iteration."""
 
     x: Array

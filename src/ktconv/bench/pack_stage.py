@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from ktconv import native
 from ktconv.bench.fingerprint import fingerprint
@@ -35,8 +36,7 @@ _SHARE_OF_MEMORY = 0.8
 _MOST_ITEM = 4  # largest size of a source element in bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PackRow:
+class PackRow(Struct, frozen=True):
     """One measured case; rates are of source bytes. See docs/bench-pack.schema.json."""
 
     method: str
@@ -133,8 +133,7 @@ def _case(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(Struct, frozen=True):
     """Matrices with room for their packed bytes and scales, and how those are chosen."""
 
     items: Sequence[tuple[native.Matrix, Array, Array]]

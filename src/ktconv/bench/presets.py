@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from ktconv.errors import UsageError
 from ktconv.families.sizes import size_named
@@ -15,8 +15,7 @@ _LARGEST = 1 << 20  # of any dimension: beyond it a number is a mistake
 _LARGEST_TOP_K = (1 << 20) - 1  # kt_moe_forward's
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(Struct, frozen=True):
     """One MoE layer. `name` is the preset's, or the four numbers."""
 
     name: str

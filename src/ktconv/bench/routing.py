@@ -10,11 +10,12 @@ trace:FILE    recorded ids, [tokens, top-k], from a .safetensors or .npz file
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ktconv.errors import UsageError
 from ktconv.system.arrays import I64, Array
@@ -23,8 +24,7 @@ from ktconv.system.units import counted
 KINDS = "balanced, concentrated, zipf:S, trace:FILE"
 
 
-@dataclass(frozen=True)
-class Routing:
+class Routing(Struct, frozen=True):
     """The way to draw ids; `text` is what the user wrote."""
 
     text: str

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv.bench.limits import Limits
 from ktconv.bench.presets import Shape
@@ -20,8 +20,7 @@ DIMENSIONS = ("hidden", "intermediate", "experts", "top_k")
 Key = tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(Struct, frozen=True):
     """The raw result of timing one configuration."""
 
     seconds: tuple[float, ...]  # of each iteration
@@ -30,8 +29,7 @@ class Sample:
     taken: float = 0.0  # share of the CPUs' time that others took
 
 
-@dataclass(frozen=True, slots=True)
-class Errors:
+class Errors(Struct, frozen=True):
     """Errors of y, relative in the 2-norm, against float32 arithmetic."""
 
     relative: float  # on the same packed weights
@@ -39,8 +37,7 @@ class Errors:
     kernel: float | None = None  # on the packed weights, activations rounded as the kernel does
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Struct, frozen=True):
     """A row of the report; its names never change. See docs/bench.schema.json."""
 
     method: str
@@ -86,8 +83,7 @@ class Row:
         return _key(self, self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(Struct, frozen=True):
     """One configuration to measure; it becomes one row."""
 
     engine: str

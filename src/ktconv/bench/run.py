@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from math import isfinite
 from typing import Any, Generic, TypeVar
+
+from msgspec import Struct, field
+from msgspec.structs import asdict
 
 from ktconv import native
 from ktconv.bench.cases import Layer, Plan, Request, Session, different_experts, prepare
@@ -28,8 +30,7 @@ SCHEMA = 1
 AnyRow = TypeVar("AnyRow")  # of the forward, or of fine-tuning
 
 
-@dataclass
-class Report(Generic[AnyRow]):
+class Report(Struct, Generic[AnyRow]):
     """Rows and what they are to be judged by; `facts()` is the JSON document."""
 
     machine: dict[str, Any]
@@ -51,10 +52,13 @@ class Report(Generic[AnyRow]):
 
 def _facts(row: Any) -> dict[str, Any]:
     """Facts with errors that are not finite as strings, since JSON has no such numbers."""
-    facts = asdict(row)
-    for errors in (facts.get("errors", {}), facts.get("kernel_errors", {})):
-        odd = {name: str(error) for name, error in errors.items() if not isfinite(error)}
-        errors.update(odd)
+    facts = {
+        name: asdict(one) if isinstance(one, Struct) else one for name, one in asdict(row).items()
+    }
+    for errors in facts.keys() & {"errors", "kernel_errors"}:
+        facts[errors] = {
+            name: error if isfinite(error) else str(error) for name, error in facts[errors].items()
+        }
     return facts
 
 

@@ -29,8 +29,9 @@ def encode_experts(
 ) -> None:
     """Run or plan it. `method`: its name, or what says it of each matrix; `request` and `options`:
     fields of those; `cluster`: --ray and --ray-scratch."""
-    from dataclasses import asdict
     from functools import partial
+
+    from msgspec.structs import asdict
 
     from ktconv.cli.output import notify
     from ktconv.quantize.encoded.mix import method_facts, method_lines

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ktconv.cli.exits import NOTHING_WRITTEN, interruptible
 from ktconv.cli.output import notify
@@ -18,8 +20,7 @@ if TYPE_CHECKING:
 MixEngine = Literal["vllm", "ktconv", "compressed-tensors"]  # of fit.wish; a test compares them
 
 
-@dataclass(frozen=True)
-class Mix:
+class Mix(Struct, frozen=True):
     """The options that ask for several methods; false without any."""
 
     recipe: Path | None = None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from msgspec.structs import asdict
 
 from ktconv.cli import options as common
 from ktconv.cli.conflicts import Conflict, belongs, refuse_conflicts

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
+
+from msgspec.structs import replace
 
 from ktconv.cli.conflicts import Conflict, belongs
 from ktconv.cli.help import ADVANCED

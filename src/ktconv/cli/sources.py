@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_type_hints
+
+from msgspec import Struct
 
 from ktconv.cli.help import ADVANCED, SOURCE
 from ktconv.cli.output import notify
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
     from ktconv.source.model_source import ModelSource
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(Struct, frozen=True):
     """Options about the source of a command; each field is an option of every command that
     `reads_source` decorates. What does not change where bytes come from is `ModelSource`'s."""
 
@@ -121,10 +121,10 @@ class Reading:
         then."""
         if model:
             return self.source(model, output=output)
-        for one in fields(self):
-            if getattr(self, one.name) != one.default:
-                name = one.name.replace("_", "-")
-                raise UsageError(f"--{name} belongs to --source", "give --source MODEL too")
+        for name in Reading.__struct_fields__:
+            if getattr(self, name) != getattr(USUAL, name):
+                option = name.replace("_", "-")
+                raise UsageError(f"--{option} belongs to --source", "give --source MODEL too")
         return None
 
     def _located(self, model: str, headers_only: bool, output: Path | None) -> str:
@@ -172,12 +172,12 @@ def reads_source(*left_out: str) -> Callable[[Run], Run]:
 
     def decorate(command: Run) -> Run:
         types = get_type_hints(Reading, include_extras=True)
-        chosen = [one for one in fields(Reading) if one.name not in left_out]
         options = [
             Parameter(
-                one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=types[one.name]
+                name, Parameter.KEYWORD_ONLY, default=getattr(USUAL, name), annotation=types[name]
             )
-            for one in chosen
+            for name in Reading.__struct_fields__
+            if name not in left_out
         ]
         return with_options(command, "reading", options, lambda given: Reading(**given))
 
@@ -204,7 +204,7 @@ def _with_revision(model: str, revision: str | None) -> str:
             f"--revision does not go with {url.shown}",
             "give it with a model of the hub that names no revision of its own",
         )
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     file = f":{url.wanted}" if url.wanted else ""
     return replace(url, revision=revision).shown + file

@@ -175,7 +175,7 @@ def stats(
     Example: ktconv stats Qwen/Qwen3-30B-A3B --text prose.txt --hot 32 --write hot.json
     """
     with errors_shown(as_json, _HINTS, progress):
-        from dataclasses import replace
+        from msgspec.structs import replace
 
         from ktconv.stats.command import StatsRequest, run
 

@@ -12,8 +12,9 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from msgspec import Struct, field
 
 from ktconv.conversion.plan import Unit
 from ktconv.errors import KtconvError
@@ -57,8 +58,7 @@ class Work(Protocol):
         """Record a unit whose files are final; `tensors` are the results of its tasks."""
 
 
-@dataclass(slots=True, eq=False)
-class _OpenUnit:
+class _OpenUnit(Struct, eq=False):
     """A unit under way."""
 
     unit: Unit

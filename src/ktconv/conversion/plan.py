@@ -7,10 +7,12 @@ index all follow from one `Plan`; the `Target` defines what an expert becomes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ktconv.conversion.target import Target
 from ktconv.errors import UsageError
@@ -30,8 +32,7 @@ Copy = tuple[TensorRef, str]  # a tensor of the source and its output name
 Selection = Mapping[int, Sequence[int]]  # layer -> expert ids, ascending; other layers: all
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(Struct, frozen=True):
     """One unit of commit: a shard of non-expert tensors, or a `LayerUnit`."""
 
     key: str  # "layer-00003", "other-00001"
@@ -72,12 +73,11 @@ class Unit:
         return {}
 
 
-@dataclass(frozen=True, slots=True)
-class LayerUnit(Unit):
+class LayerUnit(Unit, frozen=True, kw_only=True):
     """The experts of one layer."""
 
-    layer: MoELayer = field(kw_only=True)
-    experts: Sequence[int] = field(kw_only=True)  # ids of those that are converted
+    layer: MoELayer
+    experts: Sequence[int]  # ids of those that are converted
 
     @property
     def omitted(self) -> int:
@@ -96,8 +96,7 @@ class LayerUnit(Unit):
         return self.target.folder_files(self.layer, self.experts)
 
 
-@dataclass(frozen=True)  # no slots: Generic sets an attribute of its own
-class Plan(Generic[T_co]):
+class Plan(Struct, Generic[T_co], frozen=True):
     """A whole conversion. `layers` are all layers of the output, whichever run converts them."""
 
     checkpoint: Checkpoint
@@ -153,8 +152,7 @@ class Plan(Generic[T_co]):
         return chosen
 
 
-@dataclass(frozen=True, slots=True)
-class LayerContent:
+class LayerContent(Struct, frozen=True):
     """The experts of one layer that will be written."""
 
     layer: MoELayer
@@ -265,8 +263,7 @@ def _mtp_prefix(checkpoint: Checkpoint, layer: MoELayer) -> str:
 # ---- shards ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _ShardSize:
+class _ShardSize(Struct, frozen=True):
     """Size of a shard, as the plan keeps it."""
 
     tensors: int

@@ -6,9 +6,10 @@ import contextlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+
+from msgspec import Struct, field
 
 from ktconv import __version__
 from ktconv.conversion.plan import Plan
@@ -96,8 +97,7 @@ def is_lost(errors: Mapping[str, Any]) -> bool:
     return share is not None and share >= NEARLY_ALL and error != 0
 
 
-@dataclass(slots=True)
-class ErrorSummary:
+class ErrorSummary(Struct):
     """Relative RMS errors of all weights of the finished units, in whatever order they finish."""
 
     count: int = 0

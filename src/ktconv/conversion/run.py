@@ -13,9 +13,10 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic
+
+from msgspec import Struct, field
 
 from ktconv.conversion.output import OutputState
 from ktconv.conversion.pipeline import Observer, Pipeline, Task
@@ -70,8 +71,7 @@ _SEARCH = "search"  # option that older versions, which had one search, did not 
 MEMORY_MARGIN = 96 << 20  # interpreter objects that grow while running
 
 
-@dataclass(frozen=True)
-class BaseRequest:
+class BaseRequest(Struct, frozen=True):
     """A request of a conversion: every conversion has these fields."""
 
     model: ModelSource | str  # a str: as it is read by default
@@ -90,8 +90,7 @@ class BaseRequest:
         return ModelSource.of(self.model)
 
 
-@dataclass(frozen=True)  # no slots: Generic sets an attribute of its own
-class Preflight(Generic[T_co]):
+class Preflight(Struct, Generic[T_co], frozen=True):
     """A planned conversion with its needs of memory and disk; what `--dry-run` prints."""
 
     request: BaseRequest
@@ -138,8 +137,7 @@ def disk_needed(units: Sequence[Unit]) -> int:
     return sum(unit.output_bytes for unit in units) + DISK_MARGIN if units else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(Struct, frozen=True):
     """Result of a run, and the errors of what it wrote."""
 
     preflight: Preflight[Target]  # the plan that it followed

@@ -5,20 +5,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from ktconv.source import MoELayer, TensorRef
 from ktconv.writer.shards import Shard, Tensor, plan_shard
 
 
-class BaseOptions(ABC):
-    """Base of the dataclasses with the options that decide which bytes are written; a resumed run
-    must have the same ones. Manifests keep the order of their fields, so each dataclass declares
-    all of them itself."""
+class BaseOptions(Protocol):
+    """Common to all records of the options that decide which bytes are written; a resumed run must
+    have the same ones. Manifests keep the order of their fields."""
 
-    mtp: bool  # whether layers for multi-token prediction are converted too
-    max_shard_size: int
+    @property
+    def mtp(self) -> bool:
+        """Whether layers for multi-token prediction are converted too."""
 
-    @abstractmethod
+    @property
+    def max_shard_size(self) -> int: ...
+
     def as_dict(self) -> dict[str, object]:
         """The options as run.json and the manifest record them."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.conversion.plan import LayerUnit, Unit
@@ -37,8 +37,7 @@ def spans_of_unit(unit: Unit) -> Iterator[Span]:
 Advance = Callable[[int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class CopyTask:
+class CopyTask(Struct, frozen=True):
     """One non-expert tensor, copied unchanged."""
 
     reader: SourceReader
@@ -68,8 +67,7 @@ class CopyTask:
         return {self.name: found}
 
 
-@dataclass(frozen=True)
-class ExpertTask:
+class ExpertTask(Struct, frozen=True, dict=True):
     """Base of the tasks that convert one projection of one expert."""
 
     reader: SourceReader
@@ -158,8 +156,7 @@ def refuse_other(name: str, found: U8, wanted: U8) -> int:
     return total
 
 
-@dataclass(slots=True)
-class Stretch:
+class Stretch(Struct):
     """Bytes of a tensor from `offset` on, whose checksum is in `digest`. `total`: their sum when
     they were compared with the source."""
 

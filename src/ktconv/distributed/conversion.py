@@ -8,9 +8,11 @@ import os
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import Unit
@@ -48,8 +50,7 @@ from ktconv.writer.journal import Record, file_is_intact
 from ktconv.writer.staging import publish_folder, publish_shards, shard_record, staged_name
 
 
-@dataclass(frozen=True)
-class Distribution:
+class Distribution(Struct, frozen=True):
     """The cluster on which units are converted."""
 
     cluster: Cluster

@@ -6,8 +6,9 @@ import uuid
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from ktconv.distributed.jobs import Failure, Job, Message
 from ktconv.errors import KtconvError
@@ -62,8 +63,7 @@ class Listener:
     def noted(self, text: str) -> None: ...
 
 
-@dataclass(eq=False)
-class _Progress:
+class _Progress(Struct, eq=False):
     """State of one job, as the driver knows it."""
 
     job: Job

@@ -9,11 +9,12 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 import ktconv
 from ktconv.errors import KtconvError, ResourceError, VerificationError
@@ -32,8 +33,7 @@ KINDS: dict[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(Struct, frozen=True):
     """Work that one node does at a time. `arguments` and the result are JSON values."""
 
     key: str  # names it for users, as layer-00003
@@ -45,8 +45,7 @@ class Job:
     resources: dict[str, float] = field(default_factory=dict)  # others that nodes offer
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(Struct, frozen=True):
     """Reason why a job, or one attempt at it, ended without a result."""
 
     key: str

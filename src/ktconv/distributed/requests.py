@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import asdict, replace
 
 from ktconv.conversion.records import run_record
 from ktconv.conversion.run import BaseRequest, Conversion
@@ -22,18 +23,11 @@ _PATH = "path"  # key of a path's absolute form
 def request_record(request: BaseRequest) -> Record:
     """Record of a request, which `request_of` reads. TypeError for options that are no plain
     values."""
-    given = {name.name: getattr(request, name.name) for name in fields(request)}
+    given = asdict(request)
     options, _ = given.pop("options"), given.pop("model")
-    chosen = {one.name: getattr(options, one.name) for one in fields(options)}
-    chosen = {one.name: chosen[one.name] for one in fields(options) if not _usual(one, chosen)}
+    usual = type(options)()
+    chosen = {name: one for name, one in asdict(options).items() if one != getattr(usual, name)}
     return {"options": encode(chosen), **encode(given), "model": source_record(request.source)}
-
-
-def _usual(one: Field[Any], chosen: Mapping[str, Any]) -> bool:
-    """Whether an option has its default."""
-    if one.default_factory is not MISSING:
-        return bool(chosen[one.name] == one.default_factory())
-    return bool(chosen[one.name] == one.default)
 
 
 def request_of(record: Mapping[str, Any], request: type[Any], options: type[Any]) -> Any:
@@ -47,8 +41,8 @@ def request_of(record: Mapping[str, Any], request: type[Any], options: type[Any]
 def source_record(source: ModelSource) -> Record:
     """A source as another machine understands it, for `ModelSource(**decode(record))`. A cache is
     of this machine."""
-    given = replace(source.portable(), cache=None)
-    return {one.name: encode(getattr(given, one.name)) for one in fields(given)}
+    given = asdict(replace(source.portable(), cache=None))
+    return {name: encode(one) for name, one in given.items()}
 
 
 def encode(value: Any) -> Any:

@@ -7,10 +7,11 @@ import hashlib
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import Unit
@@ -35,8 +36,7 @@ COMMANDS: dict[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(Struct, frozen=True):
     """A command as a node needs it."""
 
     request: type[Any]

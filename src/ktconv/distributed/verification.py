@@ -10,9 +10,11 @@ import hashlib
 import json
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from ktconv.distributed.cluster import Cluster
 from ktconv.distributed.driver import Listener, raise_failures, run_jobs
@@ -33,8 +35,7 @@ JOB_BYTES = 16 << 30  # of progress: more than a layer; other tensors are one un
 _AGAIN = "then verify again"
 
 
-@dataclass(frozen=True)
-class OnNodes:
+class OnNodes(Struct, frozen=True):
     """Reads on the nodes of a cluster; a `verify.run.Reading`."""
 
     cluster: Cluster
@@ -134,7 +135,7 @@ def _record(request: VerifyRequest, level: str) -> Record:
         thresholds=Thresholds(),
         gradients=False, text=None, work_dir=None, beside=None, tp=None, ep=None,
     )  # fmt: skip
-    names = [one.name for one in fields(there) if one.name != "thresholds"]
+    names = [name for name in there.__struct_fields__ if name != "thresholds"]
     source = request.original and source_record(request.original)
     return {name: encode(getattr(there, name)) for name in names} | {"source": source}
 

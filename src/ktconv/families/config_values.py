@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ktconv.errors import CheckpointError
 from ktconv.families import table
@@ -21,8 +22,7 @@ CONFIG_NAME = "config.json"
 CONFIG_HINT = "Copy the config.json that belongs to this checkpoint next to its weights."
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
+class _Rule(Struct, frozen=True):
     """A condition on a value, and the words for it."""
 
     allows: Callable[[Any], bool]

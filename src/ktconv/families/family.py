@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Literal
+
+from msgspec import Struct, field
+from msgspec.structs import asdict, replace
 
 Projection = Literal["gate", "up", "down"]
 PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
@@ -16,8 +18,7 @@ GroupScore = Literal["max", "top2"]
 GROUP_SCORES: tuple[GroupScore, ...] = ("max", "top2")  # of the best one, of the best two
 
 
-@dataclass(frozen=True, slots=True)
-class Matrices:
+class Matrices(Struct, frozen=True):
     """Spellings of an expert's matrices, of which some families have no gate; `gate_up`: of the
     tensor with gate and up together, of one expert or of all experts of a layer (next to one called
     `down`), if the family has such a layout. `gate` and `up` are empty in a family that has no
@@ -44,8 +45,7 @@ NUMBERED_W = Matrices("w1", "w3", "w2")
 INPUT_OUTPUT = Matrices("", "", "output_linear", "input_linear")
 
 
-@dataclass(frozen=True, slots=True)
-class RouterSpec:
+class RouterSpec(Struct, frozen=True):
     """Routing of one layer; the order of the fields is the order of the steps.
 
     Scores choose experts: the best `topk_group` of `n_group` groups first where there are
@@ -82,8 +82,7 @@ class RouterSpec:
     weight_on_input: bool = False  # the weight multiplies the expert's input, not its output
 
 
-@dataclass(frozen=True, slots=True)
-class Router:
+class Router(Struct, frozen=True):
     """The fixed or default spec, and which settings of config.json change it."""
 
     spec: RouterSpec
@@ -98,8 +97,7 @@ GATED_FUNCTIONS = ("silu", "gelu", "gelu_tanh")
 UNGATED_FUNCTIONS = ("relu2", "relu", "gelu", "gelu_tanh")
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertActivation:
+class ExpertActivation(Struct, frozen=True):
     """Computation of an expert around its products: g are the outputs of gate, u those of up, s is
     the logistic function, f what `function` names, and h meets the down projection.
 
@@ -177,8 +175,7 @@ class ExpertActivation:
     def as_record(self) -> dict[str, object]:
         """Record for JSON: in words, and every number; what is not there is left out."""
         usual = ExpertActivation()
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        own = {name: one for name, one in values.items() if one != getattr(usual, name)}
+        own = {name: one for name, one in asdict(self).items() if one != getattr(usual, name)}
         return {"description": str(self), "function": self.function} | own
 
 
@@ -190,7 +187,7 @@ def activation_of_record(record: object) -> ExpertActivation | None:
     if not isinstance(record, dict):
         return None
     usual = ExpertActivation(alpha=0.0)
-    values = {one.name: record[one.name] for one in fields(usual) if one.name in record}
+    values = {name: record[name] for name in usual.__struct_fields__ if name in record}
     if record.get("function") == "relu2":
         values.setdefault("gated", False)  # which older records do not say
     if any(type(value) is not type(getattr(usual, name)) for name, value in values.items()):
@@ -198,15 +195,13 @@ def activation_of_record(record: object) -> ExpertActivation | None:
     return ExpertActivation(**values)
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(Struct, frozen=True):
     """Released checkpoints of a family, for documentation; no conversion depends on it."""
 
     type: str  # model_type
     models: str
     layout: str = "N"  # code of a layout in docs/families.md
     encodings: str = "bf16"  # names of ktconv.source.encodings
-    _: KW_ONLY
     prefix: str = "model."  # of the list of layers
     shared: bool = False  # whether there is a shared expert
     activation: ExpertActivation | None = None  # None: the row's
@@ -216,8 +211,7 @@ class Released:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(Struct, frozen=True):
     """A row of the table; what most families share is the default.
 
     Names are parts of tensors' names: in PREFIX.layers.3.mlp.experts.5.gate_proj.weight `layers` is
@@ -232,7 +226,6 @@ class Family:
     """
 
     types: tuple[str, ...]  # model_type, without the "_text" of a multimodal model's section
-    _: KW_ONLY
 
     # names of tensors
     layers: str = "layers"

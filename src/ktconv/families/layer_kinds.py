@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ktconv.families import table
 
 
-@dataclass(frozen=True, slots=True)
-class DenseLayers:
+class DenseLayers(Struct, frozen=True):
     """Layers that config.json makes dense, by each key that does; all others are MoE."""
 
     by_key: Mapping[str, Callable[[int], bool]]

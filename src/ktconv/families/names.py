@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import islice
+
+from msgspec import Struct
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families import table
@@ -21,8 +22,7 @@ _MOST_DIGITS = 6  # of a layer's number; no model comes near
 # ---- experts ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertsPath:
+class ExpertsPath(Struct, frozen=True):
     """The name under which the experts of a layer are stored."""
 
     source: str  # model.layers.3.mlp.experts
@@ -150,8 +150,7 @@ def known_spellings() -> str:
     return " and ".join(usual)
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertModule:
+class ExpertModule(Struct, frozen=True):
     """The expert and matrix that a module name refers to."""
 
     source: str  # "model.layers.3.mlp.experts"
@@ -184,8 +183,7 @@ def dense_mlp(prefixes: Iterable[str]) -> re.Pattern[str]:
 # ---- other tensors of the block --------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class RouterTensors:
+class RouterTensors(Struct, frozen=True):
     """Names that a layer's router may have; of each kind at most one exists. `routers.Stored` has
     what the others than `weight` are."""
 
@@ -198,8 +196,7 @@ class RouterTensors:
     table: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SharedExpert:
+class SharedExpert(Struct, frozen=True):
     """Names of a shared expert's matrices; `gating` [1, H], through a sigmoid, scales its output
     where it exists."""
 
@@ -209,8 +206,7 @@ class SharedExpert:
     gating: str
 
 
-@dataclass(frozen=True, slots=True)
-class NamesBeside:
+class NamesBeside(Struct, frozen=True):
     """Names that the tensors around the experts of a layer may have."""
 
     block: str  # model.layers.3.mlp

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ktconv.errors import CheckpointError
 from ktconv.families import table
@@ -34,8 +36,7 @@ SETTINGS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class FoundRouter:
+class FoundRouter(Struct, frozen=True):
     """`inferred`: from what, where the family is not in the table; empty where it is."""
 
     spec: RouterSpec

@@ -11,10 +11,10 @@ equal scores. What follows the logits is kt_choose_experts of the C library.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.errors import CheckpointError, UsageError
@@ -23,8 +23,7 @@ from ktconv.families.routers import check_experts
 from ktconv.system.arrays import F32, I64
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(Struct, frozen=True):
     """Arrays of a router in addition to its gate; None for those that its spec does not have."""
 
     bias: F32 | None = None  # [rows of the gate]

@@ -6,8 +6,9 @@ about, in this order: types and names of tensors, activation, router, keys of co
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ktconv.families.family import (
     INPUT_OUTPUT,

@@ -6,11 +6,10 @@ A model whose numbers are not known for sure is not here: `ktconv quantize-cpu M
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
+class Size(Struct, frozen=True):
     """A model's routed experts."""
 
     type: str  # model_type

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class BlockFormat:
+class BlockFormat(Struct, frozen=True):
     """A type of ggml's blocks that experts are encoded in; `native.stored_unit` has its sizes."""
 
     method: str  # of quantize-cpu

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, cast
+
+from msgspec import Struct
 
 from .table import output_named
 
@@ -34,8 +35,7 @@ _KT_PATH = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TensorId:
+class TensorId(Struct, frozen=True):
     """The identity of a packed tensor, in shards and layer folders alike."""
 
     layer: int
@@ -45,8 +45,7 @@ class TensorId:
     kind: Kind
 
 
-@dataclass(frozen=True, slots=True)
-class KtFile:
+class KtFile(Struct, frozen=True):
     """Facts in the path of a `.kt` file."""
 
     method: str  # an output format's name, or MOE_ and that name for another layout of it

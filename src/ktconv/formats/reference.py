@@ -19,7 +19,7 @@ from .table import Format
 def quantize(fmt: Format, matrix: F32, choice: Choice = AMAX) -> tuple[Array, Any]:
     """Codes and scales of a finite float32 [N, K] matrix; None for a format without scales.
     Another rule than "amax" is for formats with a quantizer in C."""
-    more = () if choice == AMAX else (choice,)
+    more = () if choice.rule == AMAX.rule else (choice,)
     codes, scale = _arithmetic(fmt).quantize(fmt, matrix, *more)
     return codes, scale
 

@@ -9,11 +9,11 @@ specification prescribes, so that scales have the same bits as those of the C li
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from ktconv.system.arrays import F32, I8, Array
 
@@ -34,12 +34,11 @@ MULTIPLES = (1.0, 0.85, 0.92, 1.08, 1.15)
 _SMALLEST, _LARGEST = 2.0**-60, 2.0**60  # of the largest weight in a row that is searched
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """Rule for scales, and importance of the squared errors of each column [K]."""
 
     rule: Literal["amax", "search", "search-1"] = "amax"
-    importance: F32 | None = field(default=None, compare=False)
+    importance: F32 | None = None
 
 
 AMAX = Choice()

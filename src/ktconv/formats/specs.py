@@ -9,16 +9,17 @@ up, with those of other programs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 CHANNEL = -1  # a group: one scale per row
 USUAL_GROUP = 128
 Dialect = Literal["kernel", "quantize-cpu", "quantize-gpu"]
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(Struct, frozen=True):
     """The tensors and the config.json of a checkpoint in a format: names of what describes them in
     `ktconv.targets.encoded`, which formats do not import."""
 
@@ -30,8 +31,7 @@ class Stored:
     activations: str = ""  # strategy of compressed-tensors' input_activations
 
 
-@dataclass(frozen=True)
-class FormatSpec:
+class FormatSpec(Struct, frozen=True):
     """One format of numbers, by its names; an empty name: the dialect does not have it."""
 
     kind: str  # of numbers: int4, int8, fp8, mxfp4, mxfp8, nvfp4, bf16

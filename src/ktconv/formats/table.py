@@ -8,9 +8,10 @@ numbers are chosen and what codes mean from the module of its C format next to t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
+
+from msgspec import Struct
 
 from ktconv.errors import UsageError
 
@@ -32,8 +33,7 @@ GINT4_ERROR_STEPS = 0.5 + 2.0**-20 + 2.0**-21
 GINT8_ERROR_STEPS = 0.5 + 2.0**-16 + 2.0**-17
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(Struct, frozen=True, dict=True):
     """One weight format: a row of SPEC 4.1 or 8, with the levels of section 3.
 
     Rows N and columns K are those of one packed matrix, `[N, K]`, PyTorch's

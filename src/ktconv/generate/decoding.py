@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from ktconv.errors import CheckpointError
@@ -21,8 +21,7 @@ _ROOM = 1024  # tokens that memory is taken for at first
 _CHUNK = 2048  # tokens of a prompt at a time, so that long ones need little memory
 
 
-@dataclass
-class Timing:
+class Timing(Struct):
     """Seconds of a prompt of `prompt` tokens, and of each token after the first, which comes with
     it."""
 

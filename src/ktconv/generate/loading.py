@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from ktconv.errors import PackedExpertsError, UsageError
 from ktconv.generate.outside import OnKernels, Watch, on_kernels
@@ -94,8 +94,7 @@ class OpenedModel:
             yield LoadedModel(model, replaced.method, count, steps, known)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
+class LoadedModel(Struct, frozen=True):
     """A model that can be called, the format of its experts, the number of threads, and PyTorch's
     own for a single token: others would take the CPU from the kernels' while they wait."""
 

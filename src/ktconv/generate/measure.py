@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from ktconv.bench.fingerprint import fingerprint
 from ktconv.bench.limits import Meter
@@ -33,8 +33,7 @@ from ktconv.system.units import counted, format_size
 _WARM_UP = 4  # tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateBench:
+class GenerateBench(Struct, frozen=True, kw_only=True):
     """A prompt of `prompt` random tokens, and `new` tokens after it."""
 
     output: Path
@@ -46,8 +45,7 @@ class GenerateBench:
     seed: int = 0
 
 
-@dataclass
-class WholeRow:
+class WholeRow(Struct):
     """Times of one engine: of the prompt in seconds, of a token in ms (median)."""
 
     engine: str  # ktconv or transformers

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from ktconv.errors import UsageError
 from ktconv.source.model_source import ModelSource
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(Struct, frozen=True):
     """Settings of choosing a token: the likeliest with a temperature of 0, else at random, with
     `seed`, of the fewest tokens whose probabilities add up to `top_p`. UsageError for numbers that
     cannot be.
@@ -28,8 +28,7 @@ class Sampling:
             raise UsageError(f"--top-p {self.top_p} must be above 0 and at most 1")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest:
+class GenerateRequest(Struct, frozen=True, kw_only=True):
     """`output` has the experts; everything else of the model is that of `source`, or of `output`
     where that is a whole checkpoint."""
 

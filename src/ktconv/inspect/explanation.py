@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
+
+from msgspec.structs import asdict
 
 from ktconv.errors import CheckpointError
 from ktconv.families import table
 from ktconv.families.family import RouterSpec
 from ktconv.families.names import (
+    SharedExpert,
     norm_tensors,
     router_tensors,
     shared_expert_tensors,
@@ -179,13 +181,12 @@ def _beside(checkpoint: Checkpoint) -> list[tuple[str, NamePattern]]:
 
 def _names_beside(source: str) -> Iterator[tuple[str, Sequence[str]]]:
     router = router_tensors(source)
-    for field in fields(router):
-        what = "router" if field.name == "weight" else f"router {field.name.replace('_', ' ')}"
-        yield what, getattr(router, field.name)
+    for name, found in asdict(router).items():
+        yield "router" if name == "weight" else f"router {name.replace('_', ' ')}", found
     yield "norm", norm_tensors(source)
     shared = shared_expert_tensors(source)
-    for field in fields(shared[0]):
-        yield f"shared expert {field.name}", [getattr(one, field.name) for one in shared]
+    for name in SharedExpert.__struct_fields__:
+        yield f"shared expert {name}", [getattr(one, name) for one in shared]
 
 
 def _left_over(others: Sequence[NamePattern], beside: Sequence[NamePattern]) -> list[NamePattern]:
@@ -221,9 +222,9 @@ def _router(checkpoint: Checkpoint, beside: Sequence[tuple[str, NamePattern]]) -
         return f"not known: {error}"
     usual = RouterSpec(found.spec.scoring)
     changed = [
-        f"{field.name.replace('_', ' ')} {getattr(found.spec, field.name)}"
-        for field in fields(RouterSpec)
-        if field.name != "scoring" and getattr(found.spec, field.name) != getattr(usual, field.name)
+        f"{name.replace('_', ' ')} {value}"
+        for name, value in asdict(found.spec).items()
+        if value != getattr(usual, name)
     ]
     inferred = f" (inferred from {found.inferred})" if found.inferred else ""
     return f"{found.spec.scoring}{inferred}: {', '.join(changed) or 'as usual'}"

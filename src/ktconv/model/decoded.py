@@ -8,12 +8,13 @@ in memory is the decoded model, and never the encoded one as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ktconv.errors import CheckpointError
 from ktconv.families.family import Projection
@@ -66,8 +67,7 @@ class _Piece(NamedTuple):
     transposed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Weight:
+class Weight(Struct, frozen=True):
     """A tensor of an unquantized checkpoint: one of the files as it is, or what `pieces` are
     decoded to."""
 

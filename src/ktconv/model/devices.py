@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
 
 from ktconv.errors import CheckpointError, UsageError
@@ -16,8 +16,7 @@ from ktconv.model.sites import Site, find_experts
 from ktconv.system.units import format_ranges
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(Struct, frozen=True):
     """Bytes that `move_non_experts` found: `moved` to the device, `there` already, and `experts`
     that stay where they are, packed ones included."""
 

@@ -6,9 +6,9 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Struct
 from torch import nn
 
 from ktconv.errors import CheckpointError, UsageError
@@ -30,8 +30,7 @@ _WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 _ADAPTED = "base_layer"  # the module under an adapter, as PEFT calls it
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(Struct, frozen=True):
     """The place of a layer's experts in a model: `module` is what is replaced, the experts or a
     wrapper of them alone."""
 

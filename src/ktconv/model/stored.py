@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 
+from msgspec import Struct
 from torch import Tensor, nn
 
 from ktconv.families.family import Projection
@@ -16,8 +16,7 @@ _CALLS: Mapping[int, Call] = {3: "routed", 1: "sorted"}  # by number of argument
 _PAIR: tuple[tuple[Projection, ...], ...] = (("gate", "up"), ("down",))
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
+class _Way(Struct, frozen=True):
     """Parameters, and which matrices of all experts each of them contains. `flat`: [E * I, H], also
     that of down; else they have three dimensions. `call`: None if the arguments tell."""
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv._native import ffi, lib
 from ktconv.native.arrays import (
@@ -24,8 +24,7 @@ from ktconv.native.rules import Choice, choice_of
 from ktconv.native.source import Matrix
 
 
-@dataclass(slots=True)
-class Audit:
+class Audit(Struct):
     """Findings of `audit` in some rows: sums over all elements, and maxima of what each scale is
     for: a row, or a group of its columns."""
 

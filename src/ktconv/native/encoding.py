@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv._native import ffi, lib
 from ktconv.native.arrays import Array, byte_pointer, check, expect_bytes
@@ -20,8 +20,7 @@ ENCODINGS = _names("kt_encode_kind", "KT_ENCODE_")
 _SCALES: dict[int, type[np.generic]] = {4: np.float32, 2: np.uint16, 1: np.uint8, 0: np.uint8}
 
 
-@dataclass(frozen=True, slots=True)
-class Encoding:
+class Encoding(Struct, frozen=True):
     """A kind of ENCODINGS, the columns that share a scale (0: all of a row) and, of integers,
     whether weights and scales are binary16, and scales searched; see kt_encoding."""
 

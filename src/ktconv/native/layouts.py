@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv._native import ffi, lib
 from ktconv.native.arrays import Array, expect_rows
@@ -40,22 +40,13 @@ class Traits(NamedTuple):
     scale_units: int
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(Struct, frozen=True, cache_hash=True, dict=True):
     """A format, the columns that share a scale (0: all of a row), and the dtype of scales; see
     kt_layout."""
 
     format: str
     group: int = 0
     scale_dtype: str = "f32"
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        """Kept: sizes of tensors are looked up under layouts, several for each matrix."""
-        return hash((self.format, self.group, self.scale_dtype))
 
     def c(self) -> Any:
         """struct kt_layout; the same one at every call, not to be changed."""

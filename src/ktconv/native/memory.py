@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv._native import ffi, lib
 from ktconv.native.arrays import Array, address_of, check
@@ -65,8 +65,7 @@ def _pointer(ranges: Ranges) -> tuple[Any, Array]:
     return ffi.cast("kt_range *", ffi.from_buffer(table)), table
 
 
-@dataclass(frozen=True, slots=True)
-class Gathered:
+class Gathered(Struct, frozen=True):
     """Result of `gather_pages`, in pages; see kt_gathered."""
 
     pages: int = 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv._native import ffi, lib
 from ktconv.native.adapters import ChosenAdapters
@@ -45,8 +45,7 @@ _VALUES = {  # uint16 are the bits of bf16
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Activation:
+class Activation(Struct, frozen=True):
     """Function between the gate and up products and the down one; see kt_activation.
 
     `function` is one of GATE_FUNCTIONS.
@@ -68,8 +67,7 @@ class Activation:
         return 2 + self.gated
 
 
-@dataclass(frozen=True, slots=True)
-class PackedMatrix:
+class PackedMatrix(Struct, frozen=True):
     """One packed matrix of one expert: codes (uint8), scales (bytes or None), bias (float32)."""
 
     codes: Array

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv._native import ffi, lib
 from ktconv.native.arrays import Array, check, expect_rows
@@ -21,8 +21,7 @@ SCORINGS = {
 MAX_ROUTED: int = lib.KT_MAX_ROUTED  # logits of a token
 
 
-@dataclass(frozen=True, slots=True)
-class Router:
+class Router(Struct, frozen=True):
     """The fields of kt_router; `scoring` is one of SCORINGS, `jitter` None where there is none."""
 
     scoring: str

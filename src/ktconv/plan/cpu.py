@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ktconv.errors import UsageError
 from ktconv.formats import (
@@ -23,8 +24,7 @@ from ktconv.system.machine import numa_nodes
 DEFAULT = "int4"
 
 
-@dataclass(frozen=True, slots=True)
-class PackedSide:
+class PackedSide(Struct, frozen=True):
     """Bytes by NUMA part."""
 
     method: str

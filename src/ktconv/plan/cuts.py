@@ -7,8 +7,9 @@ tensors of a weight are cut with it, unless they say nothing about the dimension
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ktconv.plan.placement.parallel import Grain
 from ktconv.plan.placement.slices import Kind, Shard, tp_slice

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv.errors import UsageError
 from ktconv.plan.sizes import Model
@@ -16,8 +16,7 @@ from ktconv.system.arrays import F64
 from ktconv.system.units import counted, format_ranges
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(Struct, frozen=True):
     """Choices of each expert by layer, [E]; where nothing was counted, all experts are equal."""
 
     layers: Mapping[int, F64]

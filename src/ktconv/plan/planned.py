@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv.plan.cpu import PackedSide
 from ktconv.plan.load import Load
@@ -14,8 +14,7 @@ from ktconv.plan.request import PlanRequest
 from ktconv.plan.sizes import Model
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(Struct, frozen=True):
     """Who holds what."""
 
     request: PlanRequest

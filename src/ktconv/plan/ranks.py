@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv.errors import UsageError
 from ktconv.plan.load import Load
@@ -20,8 +20,7 @@ Ids = Mapping[int, Sequence[int]]  # experts by layer, ascending
 Sizes = Mapping[int, Mapping[int, int]]  # bytes by layer and expert
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPlacement:
+class LayerPlacement(Struct, frozen=True):
     """The experts of a layer that are on GPUs, by the rank that holds them."""
 
     layer: Layer

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Literal
+
+from msgspec import Struct
 
 from ktconv.errors import UsageError
 from ktconv.source.model_source import ModelSource
@@ -15,8 +16,7 @@ PlacementName = Literal["linear", "round_robin", "balanced"]
 _HOT = re.compile(r"([0-9]{1,9})|([0-9]{1,3}(?:\.[0-9]{1,9})?)%")
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
+class PlanRequest(Struct, frozen=True):
     """The options of `ktconv plan`."""
 
     model: ModelSource | str  # a checkpoint, or an output of quantize-cpu
@@ -49,8 +49,7 @@ class PlanRequest:
         return self.hot is not None or self.gpu_memory is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Hot:
+class Hot(Struct, frozen=True):
     """Number of experts that run on GPUs, or their share of those that there are."""
 
     number: int | None

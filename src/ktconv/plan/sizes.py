@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+
+from msgspec import Struct
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import is_backward
@@ -27,8 +28,7 @@ from ktconv.writer.journal import Journal
 from ktconv.writer.manifest import read_manifest
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(Struct, frozen=True):
     """The routed experts of a layer."""
 
     index: int
@@ -56,8 +56,7 @@ def distinct(layer: MoELayer) -> Sequence[int]:
     return [0] if len(layer.encodings) == 1 else range(len(layer.experts))
 
 
-@dataclass(frozen=True)
-class Model:
+class Model(Struct, frozen=True, dict=True):
     """A checkpoint, or experts that are packed for CPUs."""
 
     path: str

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 
 from ktconv.errors import UsageError
 from ktconv.families.family import RouterSpec
@@ -29,8 +29,7 @@ ENGINES = ("ktconv",)  # which take a number of experts for each layer
 _RECORD = "record scores on a longer text: ktconv stats MODEL --text FILE --max-tokens N --scores"
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """Number of experts that stay, and what they are chosen by. One of `keep`, `ratio` and
     `target_size` says how many."""
 
@@ -43,8 +42,7 @@ class Choice:
     allow_few_tokens: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class LayerChoice:
+class LayerChoice(Struct, frozen=True):
     """The experts of a layer that stay, and the scores of all."""
 
     layer: int
@@ -78,8 +76,7 @@ def _share(values: F64, ids: Sequence[int]) -> float:
     return float(f"{values[list(ids)].sum() / total:.6g}") if total else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(Struct, frozen=True):
     """The experts that stay, and what is to be said of them."""
 
     pruning: Pruning

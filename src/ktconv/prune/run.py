@@ -6,7 +6,9 @@ The steps are those of every conversion (`ktconv.conversion`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+
+from msgspec import field
+from msgspec.structs import replace
 
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import LayerUnit, plan_checkpoint
@@ -31,16 +33,14 @@ from ktconv.system import machine
 from ktconv.targets.pruned import Options, Plan, PrunedTarget, card
 
 
-@dataclass(frozen=True)
-class Request(BaseRequest):
+class Request(BaseRequest, frozen=True):
     """The request: which experts stay. Either `model.prune` or `choice` says it."""
 
     options: Options = field(default_factory=Options)
     choice: Choice = field(default_factory=Choice)
 
 
-@dataclass(frozen=True)
-class Preflight(AnyPreflight[PrunedTarget]):
+class Preflight(AnyPreflight[PrunedTarget], frozen=True):
     """A planned pruning; what `--dry-run` prints."""
 
     request: Request

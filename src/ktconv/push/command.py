@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ktconv import __version__
 from ktconv.errors import UsageError
@@ -19,8 +20,7 @@ from ktconv.writer.manifest import MANIFEST
 _NAMED = 10  # files that are not sent
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """The request of `push`: what to push, and where to."""
 
     output: Path
@@ -31,8 +31,7 @@ class Request:
     message: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Pushed:
+class Pushed(Struct, frozen=True):
     """Result of a push: what was sent; without `sent`: what would be."""
 
     request: Request

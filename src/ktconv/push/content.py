@@ -6,9 +6,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ktconv.errors import OutputError
 from ktconv.formats import parse_kt_path
@@ -39,8 +40,7 @@ _MOST_THREADS = 8  # a disk has no more to give
 Progression = Callable[[dict[str, int]], AbstractContextManager[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(Struct, frozen=True):
     """The files of an output that are sent, relative to it, with their sizes in bytes."""
 
     output: Path

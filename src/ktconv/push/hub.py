@@ -11,8 +11,9 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ktconv import __version__
 from ktconv.errors import KtconvError, ResourceError, UsageError
@@ -30,8 +31,7 @@ _AGAIN = "run the same command again: what the hub has already is not sent again
 _LOGIN = "log in with a token that may write: hf auth login"
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
+class Sent(Struct, frozen=True):
     """State of the hub after sending."""
 
     commit: str

@@ -6,8 +6,10 @@ packed.tree.parts, packed.options.method, packed.weights.map(tensor)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from ktconv.errors import CheckpointError
 from ktconv.formats import TensorId, is_backward, parse_tensor_name
@@ -30,8 +32,7 @@ from ktconv.writer.manifest import Manifest
 _VERIFY = "run ktconv verify for a full list of faults, then convert the model again"
 
 
-@dataclass(frozen=True, slots=True)
-class CompleteWeights:
+class CompleteWeights(Struct, frozen=True):
     """Packed weights, their dimensions and how they were made."""
 
     weights: PackedWeights
@@ -122,7 +123,7 @@ def _layer(weights: PackedWeights, index: int) -> TreeLayer:
     geometry = weights.geometry(index)
     found = weights.of_layer(index)
     layer = TreeLayer(
-        **{one.name: getattr(geometry, one.name) for one in fields(geometry)},
+        **asdict(geometry),
         index=index,
         backward=any(is_backward(tensor.proj) for tensor in found),
         files=len(found),

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import Copy, LayerContent, Unit, lay_out
@@ -56,8 +57,7 @@ BUFFERS = BufferSizes()
 MOST_THREADS = 8  # copying is bound by the disk
 
 
-@dataclass(frozen=True)
-class Preflight(AnyPreflight[KTransformersTarget]):
+class Preflight(AnyPreflight[KTransformersTarget], frozen=True):
     """A planned job with what it will need here, and what its bytes come from."""
 
     origin: Record  # for run.json and manifest: {"merged_from": {...}}
@@ -72,8 +72,7 @@ class Preflight(AnyPreflight[KTransformersTarget]):
         return sum(known) if known else super().zero_scales()
 
 
-@dataclass(frozen=True)
-class CheckedCopy(CopyTask):
+class CheckedCopy(CopyTask, frozen=True):
     """One other tensor, copied unchanged, with the checksum that its manifest records."""
 
     known: Mapping[str, Record]

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import LayerUnit, lay_out
@@ -48,8 +50,7 @@ from ktconv.targets.packed.target import Options, Plan, make_plan, target_for
 from ktconv.writer.manifest import Manifest
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """The request of `merge`: what to merge and how."""
 
     layers_dir: Path  # with `_layer_*` folders, ours or another converter's
@@ -70,8 +71,7 @@ class Request:
         return source_or_none(self.source)
 
 
-@dataclass(frozen=True, slots=True)
-class _Input:
+class _Input(Struct, frozen=True):
     """Everything that a merge reads."""
 
     request: Request
@@ -81,8 +81,7 @@ class _Input:
     options: Options
 
 
-@dataclass(frozen=True)
-class Preflight(derived.Preflight):
+class Preflight(derived.Preflight, frozen=True):
     """A planned merge with what it will need here; what `--dry-run` prints."""
 
     inputs: _Input

@@ -8,10 +8,10 @@ one scale, and columns can only join a part with the same scales.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.conversion.records import is_lost
@@ -34,8 +34,7 @@ from ktconv.writer.staging import Staging
 MATRIX_COPIES = 4  # of all codes of a matrix that a task has in memory at most
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(Struct, frozen=True):
     """Range that a new part takes of an old one, along the axis that is cut."""
 
     part: int
@@ -94,16 +93,14 @@ def lost_share(records: Sequence[Record], codes: I8) -> Record:
     return {"zero_share": four_digits(float(np.mean(codes == 0)))} if lost else {}
 
 
-@dataclass(frozen=True, slots=True)
-class OldPart:
+class OldPart(Struct, frozen=True):
     """Codes [rows, cols] and scales [rows, 1], or [rows, groups], of a part that was read."""
 
     codes: I8
     scale: Array
 
 
-@dataclass(frozen=True, slots=True)
-class RecutTask:
+class RecutTask(Struct, frozen=True):
     """Reads all parts of a matrix, writes all new ones."""
 
     packed: CompleteWeights

@@ -13,10 +13,11 @@ stay with them, so all matrices are exact.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ktconv.conversion.pipeline import Observer, Task
 from ktconv.conversion.plan import LayerUnit
@@ -45,8 +46,7 @@ from ktconv.targets.packed.weights import name_of
 from ktconv.writer.journal import Record
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """The request of `reshard`: what to cut again, and into how many parts."""
 
     packed: Path  # an OUTPUT of quantize-cpu or merge; shards are written in any case
@@ -65,8 +65,7 @@ class Request:
         return source_or_none(self.source)
 
 
-@dataclass(frozen=True)
-class Preflight(derived.Preflight):
+class Preflight(derived.Preflight, frozen=True):
     """A planned resharding; what `--dry-run` prints."""
 
     packed: CompleteWeights

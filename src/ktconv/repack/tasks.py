@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv.conversion.tasks import Advance, pieces_of, write_tensor
 from ktconv.errors import CheckpointError, VerificationError
@@ -26,8 +26,7 @@ from ktconv.writer.journal import Record
 from ktconv.writer.staging import Staging
 
 
-@dataclass(frozen=True, slots=True)
-class MergeTask:
+class MergeTask(Struct, frozen=True):
     """Copies some `.kt` files into the shards, a few MiB at a time."""
 
     root: Path

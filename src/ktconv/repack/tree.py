@@ -14,8 +14,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from ktconv.errors import CheckpointError
 from ktconv.formats import (
@@ -42,8 +43,7 @@ _LEFT_OVER = "remove files of other conversions, or convert again into an empty 
 _INCOMPLETE = "convert again into an empty directory: the layer folders are incomplete"
 
 
-@dataclass(frozen=True, slots=True)
-class KtEntry:
+class KtEntry(Struct, frozen=True):
     """One `.kt` file."""
 
     name: str  # below the root, with /
@@ -53,8 +53,7 @@ class KtEntry:
     mtime_ns: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class TreeLayer(Geometry):
+class TreeLayer(Geometry, frozen=True, kw_only=True):
     """One layer folder that is complete and consistent in itself."""
 
     format: Format
@@ -77,8 +76,7 @@ class TreeLayer(Geometry):
         return {"files": self.files, "bytes": self.total_bytes, "listing_sha256": self.sha256}
 
 
-@dataclass(frozen=True, slots=True)
-class Tree:
+class Tree(Struct, frozen=True):
     """All layer folders of a directory. They are of one format and one number of parts."""
 
     root: Path

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ktconv.errors import CheckpointError, KtconvError, UsageError
 from ktconv.families import table
@@ -35,16 +37,14 @@ _QUANTIZE_HINT = f"Copy what {_QUANTIZE_CONFIG} has to {CONFIG_NAME}, as quantiz
 MAX_SIZE = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(Struct, frozen=True):
     """A value of config.json together with the key that gave it, for messages."""
 
     key: str
     value: int
 
 
-@dataclass(frozen=True, slots=True)
-class ListSetting:
+class ListSetting(Struct, frozen=True):
     """A list of config.json with one value for each layer, or for text and for vision."""
 
     key: str
@@ -73,8 +73,7 @@ class ListSetting:
         return self.of_towers and value in (*self.values, sum(self.values))
 
 
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
+class ModelConfig(Struct, frozen=True):
     """The part of config.json that the experts are checked against; None: not given."""
 
     model_types: frozenset[str]
@@ -132,8 +131,7 @@ class ModelConfig:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigFile:
+class ConfigFile(Struct, frozen=True):
     """config.json as it is, and what identifies its state."""
 
     content: Mapping[str, Any]

@@ -7,7 +7,8 @@ largest number alone; a router with a row for each expert says that a layer with
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ktconv.errors import CheckpointError
 from ktconv.families.names import router_tensors
@@ -20,8 +21,7 @@ _FLOATS = ("BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2")
 CONTRADICTION = "Check that config.json and the weights belong to one checkpoint."
 
 
-@dataclass(frozen=True, slots=True)
-class RouterRows:
+class RouterRows(Struct, frozen=True):
     """The rows of a layer's router; `experts`: how many of them are experts with weights, None
     where the family may have rows for something else."""
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class Element:
+class Element(Struct, frozen=True):
     """A stored unit: `unit_bytes` bytes with `unit_rows` x `unit_cols` adjacent numbers of a
     matrix [out, in], and how many `items` of the tensor's dtype those bytes are."""
 

@@ -29,8 +29,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import product
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ktconv.errors import CheckpointError, UnknownNamesError
 from ktconv.families import table
@@ -51,8 +53,7 @@ _DAMAGED = "The checkpoint is damaged or incomplete; download it again."
 _COMPANIONS = ("scale", "packed", "zero_point", "g_idx", "shape", "global_scale")
 
 
-@dataclass(frozen=True, slots=True)
-class FusedLayout:
+class FusedLayout(Struct, frozen=True):
     """Sizes and layout of a layer's two or three fused tensors."""
 
     gate: str  # the name of the tensor that it is in

@@ -10,8 +10,10 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ktconv.errors import CheckpointError
 from ktconv.source.adapter.beside import is_adapter_file
@@ -29,8 +31,7 @@ _LONGEST_NAME = 255  # bytes of a name, in every file system of Linux
 _HINT = "Download the checkpoint again, or repair the index by hand."
 
 
-@dataclass(frozen=True, slots=True)
-class Index:
+class Index(Struct, frozen=True):
     """An index as it was read."""
 
     path: Path
@@ -173,8 +174,7 @@ def _missing_tensors(index: Index, headers: Sequence[Header]) -> CheckpointError
 # ---- shards that are not there -------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Substitute:
+class Substitute(Struct, frozen=True):
     """Files that have what an index names in files that are not there."""
 
     files: Sequence[str]  # to read, in order

@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
+
+from msgspec import Struct, field
 
 from ktconv.errors import CheckpointError, PackedExpertsError, UnknownNamesError
 from ktconv.families import table
@@ -35,8 +36,7 @@ _MTP = re.compile("mtp|nextn|next_token|extra|predict|draft|speculat")
 _LIKE_EXPERTS = re.compile("expert|moe")
 
 
-@dataclass(frozen=True, slots=True)
-class _Weight:
+class _Weight(Struct, frozen=True):
     """Tensors that can be one projection of all experts."""
 
     base: NamePattern  # without the encoding's ending
@@ -54,8 +54,7 @@ class _Weight:
         return all(dtype in _PLAIN for dtype in self.stored.dtypes)
 
 
-@dataclass(frozen=True, slots=True)
-class Guess:
+class Guess(Struct, frozen=True):
     """Guess at the names of a checkpoint."""
 
     patterns: Sequence[NamePattern]
@@ -64,8 +63,7 @@ class Guess:
     map: str | None  # TOML; None: nothing looks like experts
 
 
-@dataclass(slots=True)
-class _Table:
+class _Table(Struct):
     """A table of the map in the making."""
 
     lines: dict[str, str] = field(default_factory=dict)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from ktconv.errors import CheckpointError
 from ktconv.families.family import USUAL
@@ -32,8 +33,7 @@ _HINT = "Correct the map; `ktconv inspect MODEL --explain` prints one to start f
 _NAMES = 3  # that an error shows
 
 
-@dataclass(frozen=True)
-class Mapped:
+class Mapped(Struct, frozen=True):
     """A map and what it found in a checkpoint."""
 
     naming: NamingMap
@@ -97,8 +97,7 @@ def recorded_map(naming: NamingMap | None) -> Mapped | None:
     return None if naming is None else Mapped(naming, {}, {})
 
 
-@dataclass(frozen=True, slots=True)
-class _Match:
+class _Match(Struct, frozen=True):
     table: ExpertNames
     key: str
     pattern: Pattern

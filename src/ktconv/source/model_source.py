@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ktconv.errors import UsageError
 from ktconv.source.adapter.choices import absolute, choices_of
@@ -18,8 +20,7 @@ if TYPE_CHECKING:
     from ktconv.source.types import Checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSource:
+class ModelSource(Struct, frozen=True):
     """A model, and the options about reading it. Nothing is opened before `place` or
     `source.open_checkpoint` is called; plain values only, for other processes."""
 
@@ -121,7 +122,7 @@ class ModelSource:
 
 def own_options() -> list[str]:
     """Names of the options that decide how a source is read; others say where it is."""
-    return [one.name for one in fields(ModelSource) if one.name not in ("model", "cache")]
+    return [name for name in ModelSource.__struct_fields__ if name not in ("model", "cache")]
 
 
 def source_or_none(model: ModelSource | str | None) -> ModelSource | None:

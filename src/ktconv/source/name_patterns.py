@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+
+from msgspec import Struct
 
 from ktconv.source.encodings.parts import part_of
 from ktconv.source.types import TensorRef
@@ -18,8 +19,7 @@ _MATRIX_WORD = re.compile(r"(?:^|[._/-])(?:w|fc|v|wi|lin|linear|proj|mat|ff|dens
 _MARK = "{}"
 
 
-@dataclass(frozen=True)
-class NamePattern:
+class NamePattern(Struct, frozen=True, dict=True):
     """Tensors whose names are equal up to numbers that vary."""
 
     text: str  # decoder.h.{}.moe.w_gate.{}.weight

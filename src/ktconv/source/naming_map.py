@@ -16,11 +16,12 @@ import difflib
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
+
+from msgspec import Struct, field
 
 from ktconv.errors import UsageError
 from ktconv.families import table
@@ -35,10 +36,10 @@ PLACEHOLDERS = ("layer", "expert")
 PROJECTION_KEYS = ("gate", "up", "down", "gate_up")
 # The keys of [others], by the fields of names.RouterTensors and names.SharedExpert.
 ROUTER_KEYS: Mapping[str, str] = {
-    one.name: {"weight": "router", "correction": "correction"}.get(one.name, f"router_{one.name}")
-    for one in fields(RouterTensors)
+    name: {"weight": "router", "correction": "correction"}.get(name, f"router_{name}")
+    for name in RouterTensors.__struct_fields__
 }
-SHARED_KEYS: Mapping[str, str] = {one.name: f"shared_{one.name}" for one in fields(SharedExpert)}
+SHARED_KEYS: Mapping[str, str] = {name: f"shared_{name}" for name in SharedExpert.__struct_fields__}
 OTHER_KEYS = (*ROUTER_KEYS.values(), "norm", *SHARED_KEYS.values())
 _EXPERT_KEYS = (
     *PROJECTION_KEYS, "order", "stored", "encoding", "layers", "layer_offset", "expert_offset",
@@ -51,8 +52,7 @@ _NUMBER = "[0-9]{1,6}"
 _HINT = "see docs/maps.md; `ktconv inspect MODEL --explain` prints a map to start from"
 
 
-@dataclass(frozen=True, slots=True)
-class Pattern:
+class Pattern(Struct, frozen=True):
     """The name of a tensor with {layer} and perhaps {expert}; without the .weight at its end."""
 
     text: str
@@ -68,8 +68,7 @@ class Pattern:
         return self.text.replace("{layer}", str(layer)).replace("{expert}", str(expert))
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertNames:
+class ExpertNames(Struct, frozen=True):
     """The table [experts], or [mtp], whose layers are those for multi-token prediction."""
 
     in_mtp: bool
@@ -96,8 +95,7 @@ class ExpertNames:
         return _OTHERS[self.table]
 
 
-@dataclass(frozen=True)
-class NamingMap:
+class NamingMap(Struct, frozen=True, dict=True):
     """A checked map."""
 
     content: str  # of the file

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Set
-from dataclasses import replace
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from ktconv.errors import CheckpointError
 from ktconv.source.encodings import ENCODINGS, stored_matrix

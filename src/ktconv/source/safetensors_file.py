@@ -13,10 +13,11 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from ktconv.errors import CheckpointError
 from ktconv.source.strict_json import parse_object
@@ -52,8 +53,7 @@ class Unused(NamedTuple):
 NONE = Unused(0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(Struct, frozen=True):
     """The header of one safetensors or GGUF file, and what identifies the file's state."""
 
     file: Path

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from ktconv.errors import CheckpointError, ResourceError
 from ktconv.source.absent import absence
@@ -36,8 +37,7 @@ _NUMBERED = re.compile(r"^(.*-)(\d+)(-of-)(\d+)(\.safetensors)$")
 _SHARD_HINT = "Download the missing files; incomplete checkpoints are not converted."
 
 
-@dataclass(frozen=True, slots=True)
-class ShardSelection:
+class ShardSelection(Struct, frozen=True):
     """The files to open, before any of them is opened."""
 
     files: Sequence[Path]  # in name order
@@ -81,8 +81,7 @@ def _select_without_index(directory: Path, names: Sequence[str]) -> ShardSelecti
     return ShardSelection([directory / name for name in chosen], None, notes)
 
 
-@dataclass(frozen=True, slots=True)
-class Shards:
+class Shards(Struct, frozen=True):
     """The selected files, by their headers."""
 
     headers: Sequence[Header]  # with the tensors that belong to the checkpoint

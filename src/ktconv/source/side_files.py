@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ktconv.errors import CheckpointError
 from ktconv.source.adapter.beside import is_adapter_file
@@ -119,8 +120,7 @@ def _is_record(name: str, about: object) -> bool:
     return inside and isinstance(about, dict) and {"bytes", "sha256"} <= about.keys()
 
 
-@dataclass(frozen=True, slots=True)
-class Flaw:
+class Flaw(Struct, frozen=True):
     """A side file of an output that is not as the manifest records it."""
 
     check: str  # missing file, changed file, damaged file or unexpected file

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from ktconv.errors import CheckpointError
 from ktconv.source.hub_cache import HUB_ID, cached_place
@@ -43,8 +44,7 @@ _ITEM = re.compile(r"[ \t]*-[ \t]+(?P<value>.*)")
 NOT_STRINGS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 
 
-@dataclass(frozen=True, slots=True)
-class SourceCard:
+class SourceCard(Struct, frozen=True):
     """Facts of a source; empty where nothing is known."""
 
     name: str | None = None  # org/name of the source itself

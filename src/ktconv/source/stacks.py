@@ -6,7 +6,8 @@ A stack is everything under one `...layers.{L}.{block}.experts`: the experts of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from ktconv.families import table
 from ktconv.families.names import (
@@ -23,8 +24,7 @@ from ktconv.source.types import TensorRef
 MAP_HINT = "`ktconv inspect MODEL --explain` prints a map for other names (docs/maps.md)"
 
 
-@dataclass(slots=True)
-class Stack:
+class Stack(Struct):
     """The expert tensors of one layer, keyed by what follows `source` and a dot."""
 
     path: ExpertsPath
@@ -39,8 +39,7 @@ class Stack:
         return self.path.source
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(Struct, frozen=True):
     """The tensors of a checkpoint, parted into experts and the rest."""
 
     stacks: Sequence[Stack]

@@ -8,9 +8,11 @@ are the text model's, the others the vision model's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families import table
@@ -22,8 +24,7 @@ MODALITIES = ("text", "vision")
 _SHARED = ("experts", "intermediate size", "top_k", "first MoE layer", "last MoE layer")
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenTower:
+class ChosenTower(Struct, frozen=True):
     """The tower that is converted of a model with several."""
 
     name: str

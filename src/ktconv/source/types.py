@@ -6,9 +6,10 @@ Objects have the positions of bytes, never the bytes themselves.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
 
 from ktconv.families.family import PLAIN, ExpertActivation, Projection
 from ktconv.source.elements import Element
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
     from ktconv.source.settings import ModelSettings
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRef:
+class TensorRef(Struct, frozen=True):
     """One tensor of one safetensors or GGUF file."""
 
     name: str
@@ -32,8 +32,7 @@ class TensorRef:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class OuterScale:
+class OuterScale(Struct, frozen=True):
     """The second level of scales: one float32 for all of a matrix's block scales, which are
     multiplied with it, or divided by it."""
 
@@ -42,8 +41,7 @@ class OuterScale:
     divides: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class BlockGrid:
+class BlockGrid(Struct, frozen=True):
     """Scales or zero points of a matrix: one per `block_rows` x `block_cols`.
 
     A block can be the whole tensor, a row, or a group of a row's columns.
@@ -67,16 +65,14 @@ class BlockGrid:
     any_sign: bool = False  # scales may be negative: those of integers, and factors of weights
 
 
-@dataclass(frozen=True, slots=True)
-class GroupIndex:
+class GroupIndex(Struct, frozen=True):
     """The group of each input (g_idx): I32, from element `start` of `tensor` on."""
 
     tensor: TensorRef
     start: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class DeclaredShape:
+class DeclaredShape(Struct, frozen=True):
     """Shape that a tensor (I64 or I32, from element `start` on) must say: outputs and inputs."""
 
     tensor: TensorRef
@@ -84,8 +80,7 @@ class DeclaredShape:
     shape: tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Quantization:
+class Quantization(Struct, frozen=True):
     """Rule from stored numbers to weights: (number - zero point) * scale, each the one of the
     element's block, or of its row's block and its column's group."""
 
@@ -95,8 +90,7 @@ class Quantization:
     declared: DeclaredShape | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertMatrix:
+class ExpertMatrix(Struct, frozen=True):
     """One projection of one expert as a strided [rows, cols] view (PyTorch [out, in]).
 
     The unit with element (n, k) is `start + n // unit_rows * row_stride + k // unit_cols *
@@ -134,8 +128,7 @@ class ExpertMatrix:
         return self.tensor.offset + self.start * size, (last + 1) * size
 
 
-@dataclass(frozen=True, slots=True)
-class MoELayer:
+class MoELayer(Struct, frozen=True):
     """The routed experts of one layer."""
 
     index: int  # L of blk.{L}; MTP layers follow num_hidden_layers
@@ -173,8 +166,7 @@ class MoELayer:
         return list(known.values())
 
 
-@dataclass(frozen=True, slots=True)
-class SourceFile:
+class SourceFile(Struct, frozen=True):
     """The state of one input file when its checkpoint was opened."""
 
     name: str  # as valid Unicode, see text.path_text
@@ -184,8 +176,7 @@ class SourceFile:
     etag: str | None = None  # of a remote file, in place of the time
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Checkpoint(Struct, frozen=True):
     """An opened checkpoint: its config, tensors and MoE layers."""
 
     path: Path  # its directory, or the first of its GGUF files

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from ktconv.source.elements import Element
 from ktconv.source.types import ExpertMatrix, Quantization, TensorRef
 
 
-@dataclass(frozen=True, slots=True)
-class StoredView:
+class StoredView(Struct, frozen=True):
     """A [rows, cols] (PyTorch [out, in]) matrix within a tensor of [experts,] stored_rows x
     stored_cols elements, where it starts at (row, col) of its expert's part and has every `step`-th
     output from there on.

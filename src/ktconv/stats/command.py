@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from ktconv.errors import UsageError
 from ktconv.model.load import running, way_out
@@ -45,8 +46,7 @@ _OF_RECORDING = (
 SHOWN_NEVER = 5  # experts that are named in a row of the table
 
 
-@dataclass(frozen=True, slots=True)
-class StatsRequest:
+class StatsRequest(Struct, frozen=True):
     """The request of `stats`: what to count, how to choose, and what to write."""
 
     model: ModelSource | str  # a checkpoint, or what an earlier run recorded: .json or .safetensors

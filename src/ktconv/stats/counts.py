@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv.errors import UsageError
 from ktconv.system.arrays import I64
@@ -20,8 +20,7 @@ SCHEMA = 1
 NUM_LAYERS = "num_hidden_layers"  # of the model, dense layers included
 
 
-@dataclass(frozen=True, slots=True)
-class LayerCounts:
+class LayerCounts(Struct, frozen=True):
     """One layer: `counts[e]` is how many of `tokens` tokens were routed to expert e."""
 
     layer: int
@@ -90,8 +89,7 @@ class LayerCounts:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
+class Statistics(Struct, frozen=True):
     """All layers, ascending. `about` says of which model and text."""
 
     layers: Sequence[LayerCounts]

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv.errors import CheckpointError, ResourceError, UsageError
 from ktconv.stats.imatrix import Imatrix, is_imatrix
@@ -40,8 +40,7 @@ _ROWS = 4096  # tokens whose squares are in memory at a time
 _COUNTS = re.compile(r"layers\.(0|[1-9][0-9]{0,8})\.counts")
 
 
-@dataclass(frozen=True, slots=True)
-class Importance:
+class Importance(Struct, frozen=True):
     """All layers of a file, and where they come from; None: an imatrix does not tell."""
 
     layers: Mapping[int, LayerImportance]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv.errors import UsageError
 from ktconv.source import Projection
@@ -15,8 +15,7 @@ from ktconv.stats.origin import Origin, Sizes
 from ktconv.system.arrays import F32, I64
 
 
-@dataclass(frozen=True, slots=True)
-class LayerImportance:
+class LayerImportance(Struct, frozen=True):
     """Mean squares of one layer: gate_up [E, H], down [E, I], and counts [E] of tokens. Experts
     without tokens have zeros."""
 

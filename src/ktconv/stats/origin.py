@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ktconv import __version__
 from ktconv.source import Checkpoint, MoELayer
@@ -13,8 +14,7 @@ from ktconv.system.units import counted
 FORMAT_VERSION = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
+class Sizes(Struct, frozen=True):
     """The routed experts of a layer: how many, and the inputs of gate and up, and of down."""
 
     experts: int
@@ -34,8 +34,7 @@ class Sizes:
         return cls(len(layer.experts), layer.hidden_size, layer.intermediate_size)
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(Struct, frozen=True):
     """A run on a text: equal ones give equal statistics."""
 
     model: str

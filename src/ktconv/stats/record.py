@@ -6,9 +6,10 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from ktconv.errors import DiskSpaceError, UsageError
 from ktconv.model import require_packages
@@ -39,8 +40,7 @@ HessianTaps = Callable[[Mapping[int, Sizes], Origin, Path], HessianTap]
 WINDOW = 512  # tokens that the model reads at a time; each window starts anew
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(Struct, frozen=True):
     """Records to make besides counts: all chosen ids, and files. Of `layers` (None: of all); the
     model is read up to the last of them."""
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv import __version__
 from ktconv.errors import CheckpointError, UsageError
@@ -45,8 +45,7 @@ _MOST = 1 << 20  # layers, and experts of one, that a file may number
 _ORIGIN = ("model", "source_sha256", "text", "text_sha256", "run", "router")
 
 
-@dataclass(frozen=True, slots=True)
-class LayerScores:
+class LayerScores(Struct, frozen=True):
     """One layer. `measures` [E] by name; `tokens` [E], None where a ranking does not tell."""
 
     measures: Mapping[str, F64]
@@ -58,8 +57,7 @@ class LayerScores:
         return len(next(iter(self.measures.values())))
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
+class Scores(Struct, frozen=True):
     """The layers of a file. `foreign`: another tool's ranking, with one measure, "scores"."""
 
     path: Path

@@ -17,11 +17,11 @@ import stat
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.errors import ResourceError
@@ -109,8 +109,7 @@ _TRANSPARENT = ("AnonHugePages", "FilePmdMapped", "ShmemPmdMapped")
 _RESERVED = ("Private_Hugetlb", "Shared_Hugetlb")
 
 
-@dataclass(frozen=True, slots=True)
-class HugeBytes:
+class HugeBytes(Struct, frozen=True):
     """Bytes on huge pages."""
 
     transparent: int

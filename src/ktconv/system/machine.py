@@ -6,8 +6,9 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from ktconv.errors import UsageError
 from ktconv.system.units import counted, parse_ranges
@@ -60,8 +61,7 @@ def text_of(path: Path) -> str:
 # --- threads on CPUs --------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Cpu:
+class Cpu(Struct, frozen=True):
     """A logical CPU, its NUMA node by the system's number, and its core: siblings share one."""
 
     number: int
@@ -69,8 +69,7 @@ class Cpu:
     core: int
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(Struct, frozen=True):
     """Places of the threads of a pool; node indices count from 0, os_nodes names them."""
 
     threads: int

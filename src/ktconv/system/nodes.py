@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.system import machine
@@ -15,8 +16,7 @@ HUGE_PAGE = 2 << 20
 TRANSPARENT = Path("/sys/kernel/mm/transparent_hugepage")
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(Struct, frozen=True):
     """A NUMA node by the system's number; sizes are bytes."""
 
     number: int

@@ -16,8 +16,9 @@ import re
 import time
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 MAX_CHARACTERS = 200_000  # of all patterns that are more than names, with repeats written out
 # CPU time for all names together. `regex` gets what is left of it as its limit, and counts the
@@ -110,8 +111,7 @@ def _as_in_re(found: re.Match[str]) -> str:
 # ---- names -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Shape:
+class _Shape(Struct, frozen=True):
     """Patterns of one length, with a `.` that is any character in the same places."""
 
     anchored: bool  # it begins with ^

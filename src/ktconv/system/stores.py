@@ -11,14 +11,14 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
 
+from msgspec import Struct, field
 
-@dataclass(frozen=True, slots=True)
-class Span:
+
+class Span(Struct, frozen=True):
     """Bytes of a source file that will be read."""
 
     file: Path
@@ -26,15 +26,14 @@ class Span:
     nbytes: int
 
 
-@dataclass(slots=True)
-class Transfer:
+class Transfer(Struct):
     """Requests and bytes of this process over a network."""
 
     requests: int = 0  # for bytes of files; what a redirect adds is not counted
     nbytes: int = 0
     retries: int = 0
     stores: int = 0  # that are open
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, requests: int = 0, nbytes: int = 0, retries: int = 0, stores: int = 0) -> None:
         with self._lock:

@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar, TypeVar
+
+from msgspec import Struct
 
 T = TypeVar("T")
 
@@ -25,8 +26,7 @@ AGAIN_SECONDS = 60.0  # between two lines about the same
 _SLICE = 0.1  # between two looks at the pipe, of waits that cannot poll it
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(Struct, frozen=True):
     """A wait: its subject, its reason and its seconds, None if they are not known."""
 
     subject: str

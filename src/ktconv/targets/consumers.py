@@ -7,7 +7,8 @@ A step of an `ExpertActivation` that a method leaves out makes its results wrong
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+
+from msgspec import Struct, field
 
 from ktconv.families.family import PLAIN, ExpertActivation
 from ktconv.formats.specs import names_of_kt
@@ -18,8 +19,7 @@ from ktconv.system.units import listed
 ALLOW = "--allow-activation-mismatch converts it for ktconv's own runtime"
 
 
-@dataclass(frozen=True, slots=True)
-class Method:
+class Method(Struct, frozen=True):
     """A method of KTransformers. All compute SiLU of experts with a gate, of every weight on the
     output; `computes`: fields of ExpertActivation that they follow besides."""
 
@@ -59,8 +59,7 @@ def server_refuses(model_type: str) -> bool:
     return any(model_type in method.families for method in METHODS)
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
+class Engine(Struct, frozen=True):
     """An engine that serves whole models, as the source of this version has it: nothing of it was
     run on a GPU. `computes`: fields of ExpertActivation that its Marlin kernels, for `quantize-gpu
     --scheme W4A16` and `W8A16`, follow in addition to plain SiLU; of others they compute plain SiLU
@@ -174,7 +173,7 @@ def left_out(
     one = _BY_NAME.get(method, Method(method))
     types = (kind.removesuffix("_text") for kind in model_types)
     computed = next((one.families[kind] for kind in types if kind in one.families), one.computes)
-    names = (field.name for field in fields(activation))
+    names = ExpertActivation.__struct_fields__
     changed = (name for name in names if getattr(activation, name) != getattr(PLAIN, name))
     return frozenset(changed) - computed
 
@@ -191,8 +190,7 @@ def right_methods(
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Mismatch:
+class Mismatch(Struct, frozen=True):
     """Layers of a model whose experts compute something else than a method of KTransformers."""
 
     layers: Sequence[MoELayer]

@@ -13,9 +13,10 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.source import MoELayer
@@ -34,13 +35,16 @@ _FORM = 'write it like {"schema": 1, "experts": {"3": [0, 5, 17]}}'
 _NUMBER = re.compile("0|[1-9][0-9]{0,5}")
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertSet:
+class ExpertSet(Struct, frozen=True):
     """Ids of experts by layer, both ascending; a layer without any is not named."""
 
     layers: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    # How many experts the layers of the model have that these were chosen from, where it is known.
-    experts_in_layer: Mapping[int, int] = field(default_factory=dict, compare=False)
+    # How many experts the layers of the model have that these were chosen from, where it is known;
+    # equal sets need not have the same.
+    experts_in_layer: Mapping[int, int] = field(default_factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ExpertSet) and self.layers == other.layers
 
     def __bool__(self) -> bool:
         return bool(self.layers)

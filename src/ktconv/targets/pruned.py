@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from msgspec import Struct
+
 from ktconv import __version__
 from ktconv.conversion.plan import Plan as AnyPlan
-from ktconv.conversion.target import BaseOptions, Target
+from ktconv.conversion.target import Target
 from ktconv.source import MoELayer, TensorRef
 from ktconv.source.pruning.tensors import Named, expert_tensors
 from ktconv.source.pruning.view import PrunedView
@@ -25,8 +26,7 @@ FORMAT = "pruned"  # in the options of a manifest
 _TAGS = ("ktconv", "mixture-of-experts", "pruned")
 
 
-@dataclass(frozen=True, slots=True)
-class Options(BaseOptions):
+class Options(Struct, frozen=True):
     """The options that decide which bytes are written; which experts stay is the source's."""
 
     mtp: bool = True

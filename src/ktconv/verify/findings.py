@@ -6,9 +6,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 Facts = dict[str, Any]  # a section of the report
 Progression = Callable[[dict[str, int]], AbstractContextManager[Any]]  # sizes -> observer
@@ -16,8 +18,7 @@ Progression = Callable[[dict[str, int]], AbstractContextManager[Any]]  # sizes -
 LISTED_PER_CHECK = 50  # of one kind: a swapped layer has thousands
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Struct, frozen=True):
     """A failed check. `message` is a whole sentence; the other fields locate it."""
 
     level: str

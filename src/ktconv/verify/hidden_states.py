@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from threadpoolctl import threadpool_limits
 
 from ktconv.errors import CheckpointError, KtconvError
@@ -48,8 +49,7 @@ _STATES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
+class Inputs(Struct, frozen=True):
     """Arguments of a call of a layer's experts."""
 
     x: U16  # [M, H], bf16 bits

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv.source import TensorRef
 from ktconv.source.reading.buffers import Buffers
@@ -17,8 +17,7 @@ from ktconv.verify.second_reader.pruned import Origin
 from ktconv.verify.totals import ItemResult
 
 
-@dataclass(frozen=True, slots=True)
-class KeptCheck:
+class KeptCheck(Struct, frozen=True):
     """The checksum of a tensor, and its equality with what stays of the source's."""
 
     context: Context

@@ -7,7 +7,9 @@ is read. Level layers then runs without it, so that kernels are checked all the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ktconv.errors import CheckpointError
 from ktconv.families.config import (
@@ -33,8 +35,7 @@ from ktconv.source.settings import ModelSettings
 WEIGHTS = ("bias", "correction")  # which may be encoded as weights are
 
 
-@dataclass(frozen=True, slots=True)
-class Router:
+class Router(Struct, frozen=True):
     """A router that can be run. `weight` is [E, width], or [width, E] where it is `transposed`;
     `width` differs from that of the experts' inputs where those are latent. `stored`: what else
     its spec has, by the fields of `routing.Stored`."""
@@ -47,8 +48,7 @@ class Router:
     stored: Mapping[str, TensorRef]
 
 
-@dataclass(frozen=True, slots=True)
-class SharedTensors:
+class SharedTensors(Struct, frozen=True):
     """A shared expert, with a gate where experts have one; `gating` scales its output."""
 
     gate: TensorRef | None
@@ -57,8 +57,7 @@ class SharedTensors:
     gating: TensorRef | None
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(Struct, frozen=True):
     """A tensor of the checkpoint that is missing or wrong."""
 
     check: str  # router, norm or shared expert

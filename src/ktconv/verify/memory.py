@@ -7,8 +7,9 @@ a layer in memory at a time.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.conversion.records import peak_rss
@@ -35,8 +36,7 @@ _OF_ALL_TOKENS, _OF_EXPERT_TOKENS, _OF_MIDDLE = 12, 16, 24
 _WINDOW = 512  # tokens, of level model
 
 
-@dataclass(frozen=True, slots=True)
-class LayerNeed:
+class LayerNeed(Struct, frozen=True):
     """Bytes of level layers: in total, per thread that computes experts, and per expert of packed
     weights, of which `experts` could run together."""
 
@@ -50,8 +50,7 @@ class LayerNeed:
         return self.fixed + self.thread + self.expert
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(Struct, frozen=True):
     """Bytes per thread that reads weights, of level layers, of loading the source model for
     hidden states, and of what threads share; None or 0 for what is not done."""
 
@@ -61,8 +60,7 @@ class Need:
     shared: int = 0  # whatever the number of threads
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
+class Budget(Struct, frozen=True):
     """Sizes of portions, and the peak memory that they take."""
 
     threads: int

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from ktconv.source import Checkpoint, MoELayer, NamingMap, TensorRef, map_of_rec
 from ktconv.source.agreement import Dimensions
 from ktconv.source.model_source import ModelSource
 from ktconv.source.pruning.kept import Pruning, recorded_pruning
+from ktconv.system.abstract_record import AbstractRecord
 from ktconv.targets.packed.weights import PackedWeights
 from ktconv.writer.journal import Journal, Record, is_run_record
 from ktconv.writer.manifest import (
@@ -65,8 +65,7 @@ def _begun(output: Path) -> Record | None:
     return run if is_run_record(run) else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedOutput(ABC):
+class OpenedOutput(AbstractRecord, frozen=True, kw_only=True):
     """Common to all kinds of outputs. `plan` and `checkpoint` are None without a source."""
 
     packed: PackedWeights  # `packed.others` contains experts for GPUs

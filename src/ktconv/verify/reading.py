@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv.errors import CheckpointError
 from ktconv.source import TensorRef
@@ -31,8 +31,7 @@ TOLERANCE = 2e-3  # the manifest has four digits, and sums are made in another o
 COPY_BYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
+class Context(Struct, frozen=True):
     """Shared by all checks of an output."""
 
     findings: Findings
@@ -98,8 +97,7 @@ def read_into(tensor: TensorRef, target: U8, start: int) -> U8:
     return target
 
 
-@dataclass(frozen=True, slots=True)
-class CopyCheck:
+class CopyCheck(Struct, frozen=True):
     """The checksum of one tensor and its equality with the source."""
 
     context: Context

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from ktconv import native
@@ -28,8 +28,7 @@ _ROWS, _COLS = 2, 32  # of a chunk whose values are compared, along the stored r
 _STRIDE = 7919  # a prime: the places in chunks and matrices are not the same ones
 
 
-@dataclass(slots=True)
-class ReadingCheck:
+class ReadingCheck(Struct):
     """The check of one matrix; reports at most one difference of each kind."""
 
     findings: Findings
@@ -178,8 +177,7 @@ def module_check(
     return None
 
 
-@dataclass(slots=True)
-class SumsCheck:
+class SumsCheck(Struct):
     """The check of a matrix that is no expert's and that adapters are added to; reports at most
     one difference."""
 
@@ -220,8 +218,7 @@ class SumsCheck:
         )
 
 
-@dataclass(slots=True)
-class EncodedSumsCheck:
+class EncodedSumsCheck(Struct):
     """The check of FP8 codes and scales of a matrix that adapters are added to."""
 
     findings: Findings

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from ktconv.errors import UsageError
 from ktconv.source.model_source import ModelSource, source_or_none
@@ -12,16 +13,14 @@ from ktconv.source.model_source import ModelSource, source_or_none
 LEVELS = ("structure", "weights", "layers", "model")
 
 
-@dataclass(frozen=True, slots=True)
-class Thresholds:
+class Thresholds(Struct, frozen=True):
     """Limits of level model; None: the method's default."""
 
     max_ppl_increase: float | None = None  # relative: 0.02 is 2 %
     max_kl: float | None = None  # mean, in nats
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyRequest:
+class VerifyRequest(Struct, frozen=True):
     """An output and the checks to run on it. Without a source only level structure is possible."""
 
     output: Path

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
+
+from msgspec import Struct
 
 from ktconv import __version__
 from ktconv.conversion.pipeline import Observer
@@ -38,8 +39,7 @@ def unwatched(sizes: dict[str, int]) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(Struct, frozen=True):
     """All findings. `facts` is the document of `verify --json`, in which numbers that are not
     finite are strings."""
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from ktconv.conversion.records import is_lost
 from ktconv.formats import BACKWARD
@@ -17,8 +18,7 @@ WORST_KEPT = 20
 WARNED = 5  # matrices that a warning names
 
 
-@dataclass(frozen=True, slots=True)
-class ItemResult:
+class ItemResult(Struct, frozen=True):
     """The result of one check."""
 
     nbytes: int
@@ -30,8 +30,7 @@ class ItemResult:
     sums: ErrorStats | None = None
 
 
-@dataclass(slots=True)
-class Totals:
+class Totals(Struct):
     """Sums over all results; for one thread."""
 
     bytes_checked: int = 0

@@ -7,12 +7,12 @@ pass, so that the second is compared with them window by window.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import asdict
 from torch import Tensor
 
 from ktconv.errors import DiskSpaceError

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
+
+from msgspec.structs import replace
 
 from ktconv.errors import UsageError
 from ktconv.source import ModelSource, NamingMap, TensorRef

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ktconv.source.adapter.recorded import ENCODED_AGAIN, located
 from ktconv.source.model_source import ModelSource
@@ -23,8 +24,7 @@ from ktconv.writer.journal import Record, is_run_record, is_unit_record, parse_r
 _UNITS = ',\n "units":'  # behind all else
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(Struct, frozen=True):
     """A readable ktconv.json; or run.json of a conversion that is not finished, without units."""
 
     path: Path

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from ktconv.errors import DiskFullError, KtconvError, ResourceError, UsageError
 from ktconv.source.config import CONFIG_NAME
@@ -29,8 +30,7 @@ _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".kt")
 _HUB_CACHE = "models--"  # begins the names of directories of models in the cache of the hub
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenFile:
+class WrittenFile(Struct, frozen=True):
     """A file that `option` names to be written. `is_one` tells of an existing file whether it is
     `what`, as this option writes it; it may raise KtconvError, OSError or ValueError instead."""
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 ALIGNMENT = 64
 _ENTRY_OVERHEAD = 128  # JSON around a name, with room for dtype and two offsets
 _DIMENSION = 24  # one number of a shape
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(Struct, frozen=True):
     """A tensor that will be written: name, safetensors dtype, shape, bytes."""
 
     name: str
@@ -28,8 +28,7 @@ class Tensor:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(Struct, frozen=True):
     """One planned file: its header and the offset of each tensor from the file's start."""
 
     name: str

@@ -58,7 +58,7 @@ def test_families(name: str, torch: Any, tmp_path: Path) -> None:
     model = build(family).eval()  # of the same weights
     site = find_experts(model)[family.layers[-1]]
     (source,) = (layer for layer in checkpoint.layers if layer.index == site.layer)
-    layer = ExpertLayer(site.layer, on_meta(site), source)
+    layer = ExpertLayer.at(site.layer, on_meta(site), source)
     runner = SourceExperts(checkpoint, torch.bfloat16)
     # DBRX's cannot have others.
     by_ids, top_k = (

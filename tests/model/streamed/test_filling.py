@@ -82,7 +82,7 @@ def run(
     output = torch.zeros_like(rows)
     with torch.inference_mode():
         call = Call(0, 0, rows, ids, weights)
-        runner.run(ExpertLayer(0, on_meta(site), layer), [call], [output])
+        runner.run(ExpertLayer.at(0, on_meta(site), layer), [call], [output])
         there = ids >= 0
         expected = module(rows, ids.clamp(0), torch.where(there, weights, 0))
     return output, expected, read

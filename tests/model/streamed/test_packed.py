@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import pytest
 from helpers.convert import convert
 from helpers.paths import EXAMPLE
 from helpers.streamed import on_meta, routed
+from msgspec.structs import replace
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.model import replace_experts
@@ -40,7 +40,7 @@ def example(torch: Any) -> Example:
     model.set_experts_implementation("eager")
     checkpoint = open_checkpoint(EXAMPLE)
     layers = {
-        layer.index: ExpertLayer(layer.index, on_meta(find_experts(model)[layer.index]), layer)
+        layer.index: ExpertLayer.at(layer.index, on_meta(find_experts(model)[layer.index]), layer)
         for layer in checkpoint.layers
     }
     return Example(model, model.config.to_dict(), checkpoint, layers)

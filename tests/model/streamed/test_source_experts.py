@@ -53,7 +53,7 @@ class Model:
         from ktconv.model.streamed.calls import ExpertLayer
 
         outputs = [torch.zeros_like(call.rows) for call in calls]
-        layer = ExpertLayer(0, on_meta(site_of(self.module)), checkpoint.layers[0])
+        layer = ExpertLayer.at(0, on_meta(site_of(self.module)), checkpoint.layers[0])
         with torch.inference_mode():
             runner.run(layer, calls, outputs)
         return outputs

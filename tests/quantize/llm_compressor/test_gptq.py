@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from helpers.forked import forked
 from helpers.gpu import stacked
 from helpers.oneshot import oneshot_experts
 from helpers.paths import MODELS
+from msgspec.structs import replace
 
 from ktconv.conversion.pipeline import Observer
 from ktconv.errors import CheckpointError, KtconvError, ResourceError, UsageError, VerificationError
@@ -57,7 +57,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def request(model: Path, output: Path, text: object, **changes: Any) -> Request:
     """A short calibration on one thread; `changes` are fields of Request, Options, Calibration."""
-    fields = Request.__dataclass_fields__.keys() & changes.keys()
+    fields = changes.keys() & {*Request.__struct_fields__}
     of_request = {name: changes.pop(name) for name in fields}
     length = changes.pop("max_seq_len", 128)
     settings = Calibration(str(text), samples=changes.pop("samples", 4), max_seq_len=length)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from helpers.families import (
     write_checkpoint,
 )
 from helpers.importance_files import importance_of, write_importance
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ktconv.errors import CheckpointError, MemoryLimitError, OutputError, UsageError

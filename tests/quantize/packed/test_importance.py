@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from helpers.convert import convert, read_json, read_model, source_matrices
 from helpers.families import numbered, random_weights, simple_config, write_checkpoint
 from helpers.imatrix_files import tensors_of, write_imatrix
 from helpers.importance_files import importance_of, write_importance
+from msgspec.structs import replace
 
 from ktconv.errors import OutputError, SourceChangedError, UsageError
 from ktconv.formats import FORMATS, reference, split, tensor_name

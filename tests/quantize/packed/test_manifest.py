@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -345,8 +344,7 @@ def test_the_revision_of_a_record() -> None:
 
 def test_a_record_of_options_that_exclude_one_another() -> None:
     importance, calibrate = (
-        {field.name: "x" for field in fields(kind)}
-        for kind in (ImportanceRecord, CalibrationRecord)
+        dict.fromkeys(kind.__struct_fields__, "x") for kind in (ImportanceRecord, CalibrationRecord)
     )
     search, compat = (Options(scale="search").as_dict(), Options(compat=True).as_dict())
     for one in ({"importance": importance}, {"calibrate": calibrate}, {"fold": "up-down"}):

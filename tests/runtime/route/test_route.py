@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers.paths import ROOT
+from msgspec.structs import replace
 
 from ktconv.errors import UsageError
 from ktconv.families.family import RouterSpec

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+
+from msgspec.structs import asdict
 
 from ktconv.bench.peers.answers import answers
 from ktconv.bench.peers.request import Request

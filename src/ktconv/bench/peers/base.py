@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv.bench.measure import Batch
 from ktconv.bench.presets import Shape
@@ -20,8 +20,7 @@ class PeerError(Exception):
     """Reason why a peer cannot be measured here, in one sentence for people."""
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(Struct, frozen=True):
     """The layer that a peer builds. Expert e has the matrices `source(origins[e])`, each in memory
     of its own, because shared memory would stay in the cache."""
 
@@ -32,8 +31,7 @@ class Layer:
     max_tokens: int
 
 
-@dataclass(frozen=True)
-class Steps:
+class Steps(Struct, frozen=True):
     """A batch bound to a peer: one call per routing of the batch, and y after a call."""
 
     calls: Sequence[Callable[[], None]]

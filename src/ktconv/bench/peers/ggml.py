@@ -9,9 +9,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv.bench.measure import Batch
 from ktconv.bench.peers import ggml_api
@@ -25,8 +25,7 @@ _ROWS = 256  # quantized at a time by a thread
 _TENSORS = 64  # room in a context, and for two more per expert of a token
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(Struct, frozen=True):
     """gate, up and down of all experts."""
 
     context: int
@@ -35,8 +34,7 @@ class Weights:
     layout: str  # ggml's name of the buffer type
 
 
-@dataclass(frozen=True)
-class Graph:
+class Graph(Struct, frozen=True):
     """The layer for one number of tokens."""
 
     contexts: tuple[int, int]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.bench.measure import Batch
@@ -24,8 +24,7 @@ from ktconv.system.arrays import F32, Array
 Handed = tuple[Array, Array | None]  # codes and scales of a matrix, as kt-kernel takes them
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(Struct, frozen=True):
     """A class of the extension module, its settings, and the step of supported sizes."""
 
     class_name: str

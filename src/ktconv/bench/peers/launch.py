@@ -7,9 +7,10 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import asdict
 
 import ktconv
 from ktconv.bench.peers.base import PeerError

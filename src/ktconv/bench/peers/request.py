@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ktconv.bench.measure import Effort
 from ktconv.bench.presets import Shape
@@ -19,8 +20,7 @@ def facts_of(text: str) -> dict[str, Any]:
     return facts | {"shape": Shape(**facts["shape"], activation=activation)}
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(Struct, frozen=True):
     """One peer, one layer, one number of threads. Weights, tokens and routings follow from the
     seed, so that they are those of our own rows."""
 
@@ -41,8 +41,7 @@ class Request:
         return cls(**facts)
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(Struct, frozen=True):
     """Times of a peer for one number of tokens."""
 
     tokens: int

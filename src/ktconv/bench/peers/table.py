@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
+from msgspec import Struct
+
 from ktconv.bench.peers.base import Peer
 
 
-@dataclass(frozen=True)
-class Package:
+class Package(Struct, frozen=True):
     """A peer and where it comes from."""
 
     name: str
@@ -21,8 +21,7 @@ class Package:
     module: str
 
 
-@dataclass(frozen=True)
-class Spec(Package):
+class Spec(Package, frozen=True):
     """A row of PEERS. `methods` of ours read about as many bytes for the same kind of weights;
     `unit` is the kind of product that it uses."""
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
 from itertools import cycle
 
 import torch
+from msgspec import Struct
+from msgspec.structs import asdict
 from torch import Tensor
 
 from ktconv import native
@@ -37,8 +38,7 @@ from ktconv.train.step import Step
 _COPIES = 4  # of its weights that a peer has while it is made
 
 
-@dataclass(frozen=True)
-class Bout:
+class Bout(Struct, frozen=True):
     session: Session
     layers: Sequence[tuple[Layer, Experts]]  # of one shape, each with its own method
     inputs: Inputs
@@ -55,8 +55,7 @@ class Bout:
         return self.layers[0][0].shape
 
 
-@dataclass(frozen=True)
-class Entrant:
+class Entrant(Struct, frozen=True):
     """Who takes part, and what the check of its first step has found."""
 
     case: Case

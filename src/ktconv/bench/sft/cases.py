@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ktconv.bench import cases
 from ktconv.bench.cases import Layer
@@ -19,8 +20,7 @@ _SHARE_OF_MEMORY = 0.8
 _OF_LORA, _OF_WEIGHTS, _OF_TOKENS, _OF_SAVED = 24, 12, 64, 10
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(Struct, frozen=True):
     """The settings of `ktconv bench --mode sft`: layers, and the ranks of LoRA."""
 
     layers: cases.Request

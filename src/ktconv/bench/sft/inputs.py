@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from ktconv.bench.measure import Effort, make_batch
@@ -18,8 +18,7 @@ from ktconv.train.gradients import Call, from_bits, random_lora
 ROUTINGS = 8  # drawn before timing starts; steps beyond them repeat
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(Struct, frozen=True):
     """A call, and the routings that its steps take in turn: `call.ids` is the first."""
 
     call: Call

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 
 from ktconv.bench.limits import Limits
 from ktconv.bench.presets import Shape
@@ -14,8 +14,7 @@ from ktconv.bench.rows import DRIFT, SPREAD, shape_facts
 from ktconv.bench.sft.steps import Times
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(Struct, frozen=True):
     """Timing of a forward that saves, or of a backward."""
 
     median_us: float
@@ -30,8 +29,7 @@ class Timing:
         return self.p90_us > SPREAD * self.median_us
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Struct, frozen=True):
     """A row of the report; its names never change. See docs/bench-sft.schema.json.
 
     `errors`, by gradients.NAMES: relative in the 2-norm, against fp32 autograd on the same packed
@@ -63,8 +61,7 @@ class Row:
     local_share: float | None = None  # of weight pages, on the NUMA node that reads them
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(Struct, frozen=True):
     """One configuration to measure; it becomes one row."""
 
     engine: str
@@ -89,8 +86,7 @@ class Case:
         return shape.operations + lora, shape.operations + 2 * lora
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
+class Checked(Struct, frozen=True):
     """Findings of the check of one step."""
 
     errors: Mapping[str, float]

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
+from msgspec import Struct, field
 from torch import Tensor
 
 from ktconv.bench.measure import Effort
@@ -34,8 +34,7 @@ class Trained(Protocol):
         """Result and gradients of the last step."""
 
 
-@dataclass
-class Times:
+class Times(Struct):
     """Seconds of each step."""
 
     forward: list[float] = field(default_factory=list)

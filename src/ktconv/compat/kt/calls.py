@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from ktconv.compat.kt.inputs import Inputs
@@ -14,8 +14,7 @@ from ktconv.runtime import MoELayer, split_deferred
 from ktconv.runtime.staging import delivered, fetch, memory_for
 
 
-@dataclass(frozen=True, slots=True)
-class Deferred:
+class Deferred(Struct, frozen=True):
     """The sum [tokens, H] in fp32 of experts that layer `producer` has left to layer `consumer`."""
 
     producer: int
@@ -43,8 +42,7 @@ class Running(Protocol):
         """A new tensor like the input; raises what the computation raised."""
 
 
-@dataclass(slots=True)
-class FutureSum:
+class FutureSum(Struct):
     """Sum of a thread of Python."""
 
     done: Future[Tensor]
@@ -56,8 +54,7 @@ class FutureSum:
         return self.done.exception() is not None
 
 
-@dataclass(slots=True)
-class InThread:
+class InThread(Struct):
     """A call in a thread of Python, which waits for its inputs."""
 
     like: Tensor  # to whose shape, dtype and device the result goes
@@ -70,8 +67,7 @@ class InThread:
         return as_input(self.like, delivered(self.y, self.like.device))
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(Struct, frozen=True):
     """Division of a call between layers: it adds `carried`, and leaves to layer `consumer` what is
     not among each token's `keep` experts of largest weight; None: nothing."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
+from msgspec import Struct, field
 
 from ktconv.compat.kt.streams import drain, launch_task, launch_wait
 from ktconv.errors import UsageError
@@ -19,8 +19,7 @@ Task = Callable[[], None]
 _REMEMBERED = 64  # of the tasks that `sync_with_cuda_stream` may leave pending
 
 
-@dataclass
-class WorkerPoolConfig:
+class WorkerPoolConfig(Struct, dict=True):
     """Threads of each NUMA part, and the node of each; lists of one length."""
 
     subpool_count: int = 1

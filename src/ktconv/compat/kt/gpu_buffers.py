@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.errors import UsageError
@@ -28,8 +28,7 @@ from ktconv.system.units import counted
 _OWN = ("bf16", "fp8", "gint4", "mxfp4", "mxfp8", "nvfp4")
 
 
-@dataclass(frozen=True, slots=True)
-class Buffers:
+class Buffers(Struct, frozen=True):
     """Addresses of each rank's memory for one expert; those of scales are 0 where it has none."""
 
     w13: Sequence[int]
@@ -155,8 +154,7 @@ def _write_values(experts: Experts, slot: int, buffers: Buffers) -> None:
             _Target(buffers, proj, sizes).put(values, (0, 0), values.shape, (1, 1), own)
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
+class _Target(Struct, frozen=True):
     """The places of a matrix in the memory of ranks."""
 
     buffers: Buffers

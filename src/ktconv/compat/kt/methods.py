@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ktconv.errors import UsageError
 from ktconv.formats.specs import kernels_of_kt
 
 
-@dataclass(frozen=True, slots=True)
-class Method:
+class Method(Struct, frozen=True):
     """`formats`: keys of ktconv.formats.FORMATS that its weights may have; the first is the one
     that weights from tensors get. None at all: whatever a GGUF file has."""
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from msgspec import Struct, field
 from torch import Tensor
 
 from ktconv.compat.kt.cpu_infer import CPUInfer, Task
@@ -36,8 +36,7 @@ _MATRICES = ("gate", "up", "down")
 _FP8 = torch.float8_e4m3fn
 
 
-@dataclass
-class QuantConfig:
+class QuantConfig(Struct, dict=True):
     """The encoding of weights in memory."""
 
     bits: int = 0
@@ -47,8 +46,7 @@ class QuantConfig:
     quant_method: str = ""
 
 
-@dataclass
-class MOEConfig:
+class MOEConfig(Struct, dict=True):
     """Sizes of a layer and addresses of its weights: of a stack of all experts, or of each expert
     (a list in a list, as kt_kernel has it). `max_len`, `save` and other fields change nothing."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
+
+from msgspec import Struct
 
 from ktconv.compat.kt.methods import Method, method_named
 from ktconv.errors import UsageError
@@ -14,8 +15,7 @@ from ktconv.source.config import MAX_SIZE
 from ktconv.system.numbers import real, whole, wholes
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(Struct, frozen=True):
     """Settings of the weights of a layer and of the threads that compute it."""
 
     layer_idx: int

@@ -7,9 +7,10 @@ Functions that load experts return where they are: the wrapper's `load_rawint4_w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+
+from msgspec import Struct
 
 from ktconv.compat.kt.stored import StoredExperts
 from ktconv.compat.kt.variants import FACTS
@@ -28,8 +29,7 @@ KTAMXError = KTAMXNotAvailableError = KTAMXModelNotSupportedError = KTAMXConfigE
 KTArtifactError = KtconvError
 
 
-@dataclass(frozen=True)
-class Runtime:
+class Runtime(Struct, frozen=True):
     """The kernels that a method of fine-tuning uses."""
 
     cpu_variant: str
@@ -63,8 +63,7 @@ def get_mxfp4_runtime() -> Runtime:
     return Runtime(FACTS["__cpu_variant__"], "avx512-bf16-mxfp4-g32", "mxfp4-e2m1-ue8m0-g32")
 
 
-@dataclass(frozen=True)
-class CheckpointContract:
+class CheckpointContract(Struct, frozen=True):
     """Encoding of the experts that RAWINT4_SFT reads."""
 
     bits: int = 4
@@ -81,8 +80,7 @@ def get_rawint4_checkpoint_contract(model_config: Any) -> CheckpointContract:
     return CheckpointContract()
 
 
-@dataclass
-class MOEArchConfig:
+class MOEArchConfig(Struct):
     """Names and sizes of a model's experts. Loading reads them from the checkpoint instead, and
     compares the sizes."""
 

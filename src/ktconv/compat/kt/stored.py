@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class StoredExperts:
+class StoredExperts(Struct, frozen=True):
     """Layer `layer` of the checkpoint in directory `path`."""
 
     path: str

@@ -14,9 +14,9 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from ktconv import native
@@ -28,8 +28,7 @@ from ktconv.runtime.staging import pinned, tensor_at
 from ktconv.system.pool import Pool
 
 
-@dataclass(frozen=True, slots=True)
-class Staging:
+class Staging(Struct, frozen=True):
     """Pinned memory of a call; `owner` is what keeps it."""
 
     x: Tensor
@@ -124,8 +123,7 @@ class StreamSum:
         return False  # the queue tells
 
 
-@dataclass(slots=True)
-class OnStream:
+class OnStream(Struct):
     """A call that a stream makes."""
 
     like: Tensor

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from ktconv.errors import UsageError
 from ktconv.source.locate import hub_model
@@ -26,8 +27,7 @@ MAX_LINE = 64 << 10  # characters; shlex takes time that grows with their square
 OF_THE_LIST = ("--from-list", "--at-once", "--json", "--progress", "--help", "-h")
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True):
     """A line of the list."""
 
     line: int

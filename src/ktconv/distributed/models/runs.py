@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from msgspec import Struct, field
 
 from ktconv.distributed.models.listing import Entry
 from ktconv.system import children
@@ -23,8 +24,7 @@ from ktconv.system.units import format_size
 State = Literal["waiting", "running", "done", "failed"]
 
 
-@dataclass(slots=True)
-class Run:
+class Run(Struct):
     """An entry, and how far it is."""
 
     entry: Entry

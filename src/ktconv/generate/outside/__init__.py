@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Struct
 from torch import nn
 
 from ktconv import native
@@ -25,8 +25,7 @@ from ktconv.system.pool import Pool
 __all__ = ["OnKernels", "Watch", "on_kernels"]
 
 
-@dataclass(frozen=True, slots=True)
-class OnKernels:
+class OnKernels(Struct, frozen=True):
     """Numbers of a model's modules whose single tokens the kernels compute. `all_linear`: these are
     all its linear layers, so that PyTorch needs no threads of its own."""
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
 
 from ktconv import native
@@ -32,8 +32,7 @@ _FAR = (1 << 24) - 1  # a position where attention that scales queries by positi
 Watch = Callable[[float], None]  # called with the seconds that experts have taken
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
+class Known(Struct, frozen=True):
     """Modules that the kernels know."""
 
     linears: Mapping[nn.Module, native.Linear]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
 
 from ktconv import native
@@ -18,8 +18,7 @@ from ktconv.system.pool import Pool
 _CLOSE = 2**-7  # of weights in bf16
 
 
-@dataclass(frozen=True, slots=True)
-class KnownRouter:
+class KnownRouter(Struct, frozen=True):
     """A router in the terms of the C library; `rounded`: its weights are in bf16."""
 
     gate: native.Linear

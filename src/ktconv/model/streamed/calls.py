@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from msgspec import Struct
 from torch import Tensor
 
 from ktconv.model.sites import Site
@@ -14,8 +14,7 @@ from ktconv.source import MoELayer
 from ktconv.system.arrays import Array
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(Struct, frozen=True):
     """One window's tokens before the experts of a layer, of one side (0: the source, 1: the
     converted model)."""
 
@@ -26,8 +25,7 @@ class Call:
     weights: Tensor  # [M, K]
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertLayer:
+class ExpertLayer(Struct, frozen=True):
     """A layer whose experts are asked.
 
     `site` is where the model has them, on the meta device. `source` is where the checkpoint has
@@ -37,10 +35,11 @@ class ExpertLayer:
     index: int
     site: Site
     source: MoELayer
-    own: StoredExperts = field(init=False)  # of `site`, whatever is in their place later
+    own: StoredExperts  # of `site`, whatever is in their place later
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "own", self.site.stored)
+    @staticmethod
+    def at(index: int, site: Site, source: MoELayer) -> ExpertLayer:
+        return ExpertLayer(index, site, source, site.stored)
 
 
 class ExpertRunner(Protocol):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from ktconv.errors import UsageError
@@ -21,8 +21,7 @@ _LARGEST = 700.0  # whose exp is a float64
 _SUMS = 6  # of `Drift`
 
 
-@dataclass(frozen=True, slots=True)
-class Divergence:
+class Divergence(Struct, frozen=True):
     """A source model against its conversion on the same text.
 
     Perplexities are exp of the mean loss. `kl` is of the distributions of the next token, from
@@ -85,8 +84,7 @@ def _compare(source: Tensor, converted: Tensor, ids: Tensor) -> tuple[Tensor, ..
     return tuple(torch.cat(parts) for parts in zip(*rows, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class LayerDrift:
+class LayerDrift(Struct, frozen=True):
     """Distance of a layer's outputs, over all tokens.
 
     `relative_error` is ||a - b|| / ||a||, in which the few tokens with huge values that many models

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from ktconv.families.family import Projection
@@ -173,8 +173,7 @@ class SourceExperts:
         restore_joined(self._taps, state)
 
 
-@dataclass(slots=True)
-class _Slot:
+class _Slot(Struct):
     """Memory for one expert, and which it is. `apart`: side 1 has `converted`."""
 
     filler: ExpertFiller
@@ -185,8 +184,7 @@ class _Slot:
     apart: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(Struct, frozen=True):
     """Tokens of a call that chose an expert, and which of their choices it was."""
 
     call: int

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from msgspec import Struct
 
 from ktconv.families.family import Projection
 from ktconv.model.streamed.one_expert import OneExpert
@@ -146,8 +146,7 @@ class ExpertFiller:
         return _LoadedReader(self._reader, spans)
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
+class _Span(Struct, frozen=True):
     """Bytes of a file from `start` on."""
 
     file: Path

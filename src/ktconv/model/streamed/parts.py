@@ -232,7 +232,7 @@ class PartedModel:
                     "check that config.json and the weights belong together",
                 )
             _check_sizes(site, layer)
-            found[index] = ExpertLayer(index, site, layer)
+            found[index] = ExpertLayer.at(index, site, layer)
         return found
 
     def _check_complete(self, experts: Set[str]) -> None:

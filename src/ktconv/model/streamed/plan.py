@@ -16,12 +16,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from msgspec import Struct
 
 from ktconv.errors import DiskSpaceError, MemoryLimitError, MemoryShortError
 from ktconv.families.config import USUAL_TOP_K
@@ -60,8 +60,7 @@ class Speed(NamedTuple):
     experts: float
 
 
-@dataclass(frozen=True, slots=True)
-class PassPlan:
+class PassPlan(Struct, frozen=True):
     """Requirements of a pass; bytes, but for what is named otherwise."""
 
     read: int  # of the source

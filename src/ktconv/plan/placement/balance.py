@@ -10,9 +10,8 @@ through all GPUs: GPU g has physical experts g * P / G to (g + 1) * P / G - 1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 from numpy.typing import ArrayLike
 
 from ktconv.errors import UsageError
@@ -22,8 +21,7 @@ from ktconv.system.numbers import reals, whole
 from ktconv.system.units import counted
 
 
-@dataclass(frozen=True, slots=True)
-class Replicas:
+class Replicas(Struct, frozen=True):
     """Experts by place, and places by expert; without the dimension L for the load of a single
     layer."""
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.plan.placement.balance import initial_map
@@ -32,8 +33,7 @@ class Target(NamedTuple):
     shard: Shard
 
 
-@dataclass(frozen=True)
-class ExpertParams:
+class ExpertParams(Struct, frozen=True, dict=True):
     """The rows, by physical expert, and what a name belongs to."""
 
     rows: Sequence[ExpertParam]

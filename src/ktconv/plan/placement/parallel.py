@@ -8,11 +8,11 @@ gives each GPU whole experts: neighbours (linear) or every n-th (round robin).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv.errors import UsageError
 from ktconv.system.arrays import I32, I64
@@ -24,16 +24,14 @@ PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 MOST = 1 << 20  # experts of a layer, or GPUs
 
 
-@dataclass(frozen=True, slots=True)
-class Grain:
+class Grain(Struct, frozen=True):
     """Unit that a cut through the intermediate size must not divide."""
 
     size: int  # of the intermediate size
     words: str  # "the group size 128"
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
+class LayerShape(Struct, frozen=True):
     """The sizes that the distribution of a layer depends on."""
 
     experts: Sequence[int]  # ids
@@ -41,8 +39,7 @@ class LayerShape:
     grains: Sequence[Grain] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(Struct, frozen=True):
     """Whether a number of GPUs is possible."""
 
     reason: str | None  # why not; None: it is

@@ -13,9 +13,10 @@ vLLM's FusedMoE.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, TypeAlias, get_args
+
+from msgspec import Struct
 
 from ktconv.errors import UsageError
 from ktconv.plan.placement.parallel import MOST, Grain, why_not_cut
@@ -28,8 +29,7 @@ Kind = Literal["weight", "group", "block", "channel", "tensor", "g_idx"]
 Index: TypeAlias = "tuple[slice | int, ...]"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSlice:
+class TensorSlice(Struct, frozen=True):
     """`parameter[destination] = tensor[source]`, for NumPy arrays and torch tensors."""
 
     source: Index

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import field
 
 from ktconv.conversion.run import BaseRequest
 from ktconv.conversion.run import Preflight as AnyPreflight
@@ -20,8 +20,7 @@ from ktconv.targets.encoded.target import EncodedTarget, Options, Plan
 from ktconv.writer.staging import Staging
 
 
-@dataclass(frozen=True)
-class Request(BaseRequest):
+class Request(BaseRequest, frozen=True):
     """The request: what to quantize and how."""
 
     options: Options = field(default_factory=Options)
@@ -33,8 +32,7 @@ class Request(BaseRequest):
     self_test: bool = True  # gptq: the first layer is compared with rounding to nearest
 
 
-@dataclass(frozen=True)
-class Preflight(AnyPreflight[EncodedTarget]):
+class Preflight(AnyPreflight[EncodedTarget], frozen=True):
     """A planned quantization; what `--dry-run` prints."""
 
     request: Request
@@ -42,8 +40,7 @@ class Preflight(AnyPreflight[EncodedTarget]):
     buffers: BufferSizes  # of a worker
 
 
-@dataclass(frozen=True, slots=True)
-class DecodedCopy(CopyTask):
+class DecodedCopy(CopyTask, frozen=True):
     """A quantized non-expert matrix, written as bf16."""
 
     weight: OtherWeight

@@ -6,7 +6,7 @@ memory and disk; convert layer by layer; write config, index and manifest.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ktconv import native
 from ktconv.conversion.pipeline import Observer

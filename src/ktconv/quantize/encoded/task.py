@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -91,8 +90,7 @@ def _kinds(plan: Plan) -> Iterator[tuple[ExpertMatrix, Scheme]]:
                     yield matrix, scheme
 
 
-@dataclass(frozen=True)
-class EncodeTask(ExpertTask):
+class EncodeTask(ExpertTask, frozen=True, dict=True):
     """One projection of one expert."""
 
     target: EncodedTarget

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from ktconv.conversion.plan import LayerUnit
 from ktconv.formats import FORMATS
@@ -32,8 +32,7 @@ _NOT_OF_DOWN = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Struct, frozen=True):
     """One way to choose codes and scales."""
 
     method: str
@@ -49,8 +48,7 @@ class Candidate:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Errors:
+class Errors(Struct, frozen=True):
     """Errors of one cell or of several: relative RMS errors by candidate, [candidates, 2], where
     the second counts inputs by their importance. `deviation`: the standard error of these means;
     NaN where one matrix alone was sampled."""
@@ -59,8 +57,7 @@ class Errors:
     deviation: F64
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(Struct, frozen=True):
     """Predicted errors of a conversion, by candidate, layer and projection."""
 
     options: Options

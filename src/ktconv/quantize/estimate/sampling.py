@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv.conversion.plan import LayerUnit
 from ktconv.source import Checkpoint, ExpertMatrix, MoELayer, Projection, TensorRef
@@ -19,8 +19,7 @@ STEP = 32  # rows: formats quantize whole strips of so many
 PAGE_BYTES = 4096  # what a disk reads at least
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True):
     """Limits on what an estimate reads and computes.
 
     A disk that reads 100 MB/s and seeks in 10 ms needs half a minute for 512 MiB in 1500 places
@@ -34,8 +33,7 @@ class Limits:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(Struct, frozen=True):
     """Neighbouring rows of one matrix."""
 
     layer: MoELayer

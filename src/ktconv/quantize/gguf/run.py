@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from msgspec import field
+from msgspec.structs import replace
 
 from ktconv import native
 from ktconv.conversion.pipeline import OPEN_UNITS, Observer, Task
@@ -32,8 +34,7 @@ from ktconv.targets.gguf.target import GgufTarget, Options, Plan
 from ktconv.targets.second_rounding import refuse_second_rounding
 
 
-@dataclass(frozen=True)
-class Request(BaseRequest):
+class Request(BaseRequest, frozen=True):
     """The request: what to convert and how."""
 
     options: Options = field(default_factory=Options)
@@ -41,8 +42,7 @@ class Request(BaseRequest):
     beside: Path | None = None  # a GGUF model, from which everything but experts is taken
 
 
-@dataclass(frozen=True)
-class Preflight(AnyPreflight[GgufTarget]):
+class Preflight(AnyPreflight[GgufTarget], frozen=True):
     """A planned conversion; what `--dry-run` prints."""
 
     request: Request

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.conversion.tasks import Advance, Piece, four_digits, write_tensor, written
@@ -46,8 +46,7 @@ def stack_buffers(target: GgufTarget, layers: Sequence[MoELayer]) -> BufferSizes
     return BufferSizes(source, packed, cols)
 
 
-@dataclass(frozen=True)
-class StackTask:
+class StackTask(Struct, frozen=True):
     """One projection of all experts of a layer."""
 
     reader: SourceReader

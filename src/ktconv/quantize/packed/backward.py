@@ -7,7 +7,6 @@ input, and so what squared errors of that input count changes nothing in it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -69,8 +68,7 @@ def backward_notes(options: Options) -> list[str]:
     return notes
 
 
-@dataclass(frozen=True)
-class BackwardTask(PackingTask):
+class BackwardTask(PackingTask, frozen=True):
     """The transpose of one projection of one expert."""
 
     @property

@@ -7,10 +7,11 @@ is found as a row's scale is, by the search for the smallest squared error (SPEC
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ktconv import native
 from ktconv.conversion.pipeline import Task
@@ -162,8 +163,7 @@ def _sampled(rows: int) -> Sequence[range]:
 # ---- the task --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class FoldTask:
+class FoldTask(Struct, frozen=True):
     """Up and down of one expert: chooses factors, then converts both."""
 
     up: QuantizeTask

@@ -4,7 +4,6 @@ comparing."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ktconv import native
@@ -72,8 +71,7 @@ class Piece(NamedTuple):
     last: bool  # of its part
 
 
-@dataclass(frozen=True)
-class PackingTask(ExpertTask):
+class PackingTask(ExpertTask, frozen=True):
     """Packs a matrix of one expert, a few rows at a time."""
 
     options: Options

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec import field
+from msgspec.structs import replace
 
 from ktconv import native
 from ktconv.conversion.pipeline import OPEN_UNITS, Observer, Task
@@ -54,8 +56,7 @@ from collections.abc import Iterable
 from ktconv.source import BlockGrid, ExpertMatrix, MoELayer
 
 
-@dataclass(frozen=True)
-class Request(BaseRequest):
+class Request(BaseRequest, frozen=True):
     """The request: what to convert and how. `options.numa` of 0 means one part per NUMA node."""
 
     options: Options = field(default_factory=Options)
@@ -69,8 +70,7 @@ class Request(BaseRequest):
     ways: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Preflight(AnyPreflight[KTransformersTarget]):
+class Preflight(AnyPreflight[KTransformersTarget], frozen=True):
     """A planned conversion; what `--dry-run` prints."""
 
     request: Request

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -52,8 +51,7 @@ def quantize_buffers(layers: Sequence[MoELayer], fmt: Format) -> BufferSizes:
     return BufferSizes(source, packed, cols)
 
 
-@dataclass(frozen=True)
-class QuantizeTask(PackingTask):
+class QuantizeTask(PackingTask, frozen=True, dict=True):
     """One projection of one expert: decode, quantize, pack, write, read back, compare."""
 
     importance: F32 | None = None  # [cols] of the matrix: what squared errors count

@@ -10,11 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from msgspec import Struct
 
 from ktconv.conversion.pipeline import Task
 from ktconv.quantize.ways import WAYS
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
     from ktconv.quantize.packed.run import QuantizeCpu, Request
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(Struct, frozen=True):
     """A request for a conversion with its opened checkpoint, before it is planned."""
 
     request: Request
@@ -45,8 +45,7 @@ class Asked:
         return [one for one in self.checkpoint.layers if self.options.mtp or not one.is_mtp]
 
 
-@dataclass(frozen=True, slots=True)
-class Expert:
+class Expert(Struct, frozen=True):
     """An expert whose matrices become tasks."""
 
     reader: SourceReader
@@ -60,8 +59,7 @@ class Expert:
 LAYERS_KEPT = 2  # with weights in memory, while verify reads an output
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorWeights:
+class ErrorWeights(Struct, frozen=True):
     """Weights of squared errors: [inputs] of each matrix, None if all count the same; and the bytes
     of memory that they take."""
 
@@ -69,8 +67,7 @@ class ErrorWeights:
     memory: int
 
 
-@dataclass(frozen=True, slots=True)
-class Converted:
+class Converted(Struct, frozen=True):
     """An output whose matrices are to be proven, with its source."""
 
     directory: Path

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from msgspec import Struct
 
 T = TypeVar("T", bound=Hashable)
 C = TypeVar("C", bound=Hashable)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice(Generic[C]):
+class Choice(Struct, Generic[C], frozen=True):
     what: C
     nbytes: int
     error: float

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.conversion.pipeline import Observer
@@ -29,8 +29,7 @@ DIGITS = 6  # of errors, so that the choice does not depend on the order of sums
 NO_DEADLINE = 1e9  # seconds: the same rows on every machine
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(Struct, frozen=True):
     """Relative squared errors: by method and cell the sum of squared errors over that of squared
     weights, both counted by importance where it was given."""
 

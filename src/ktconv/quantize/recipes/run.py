@@ -9,10 +9,12 @@ and wish give the same recipe.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import LayerUnit, plan_checkpoint
@@ -33,8 +35,7 @@ Item = tuple[int, tuple[Projection, ...]]  # a layer's projections that have one
 _WHOLE = Method("bf16", 0)  # which every model can have
 
 
-@dataclass(frozen=True)
-class Fitted:
+class Fitted(Struct, frozen=True):
     """Result of a choice, and how its error compares."""
 
     recipe: Recipe

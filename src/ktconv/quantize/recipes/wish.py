@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ktconv.errors import UsageError
 from ktconv.formats.dialects import translated
@@ -23,8 +24,7 @@ _PARTS: dict[str, tuple[tuple[Projection, ...], ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
+class Wish(Struct, frozen=True):
     """`nbytes`: of the whole output; `bits`: per weight of the experts, with scales. One of them is
     None."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import erf, sqrt
 from typing import NoReturn
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.errors import UsageError
@@ -31,8 +31,7 @@ TOKENS_AT_ONCE = 512  # of an expert in float32: what one token more takes is no
 _KEPT = 4  # experts whose quantized matrices are kept as numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Quantized:
+class Quantized(Struct, frozen=True):
     """A matrix [N, K] as plain codes and scales (kt_pack's), and the values that they mean."""
 
     codes: Array
@@ -40,8 +39,7 @@ class Quantized:
     values: F32
 
 
-@dataclass(frozen=True, slots=True)
-class OutputNorm:
+class OutputNorm(Struct, frozen=True):
     """An RMS norm of each expert's output, before the router's weight."""
 
     weight: F32  # [H]; outputs are multiplied by 1 + weight before they are normalised

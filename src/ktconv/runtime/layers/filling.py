@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ktconv import native
 from ktconv.formats import PROJECTIONS, Format, Projection, split
@@ -31,8 +33,7 @@ class Wanted(NamedTuple):
 Packer = Callable[[Wanted], F32 | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(Struct, frozen=True):
     """Shape of a layer in kernel order."""
 
     format: Format

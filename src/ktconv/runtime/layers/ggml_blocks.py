@@ -6,9 +6,8 @@ others in the high ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 
 from ktconv.source.elements import BLOCKS, Element
 from ktconv.system.arrays import F32, U8
@@ -16,8 +15,7 @@ from ktconv.system.arrays import F32, U8
 COLS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class CodedBlock:
+class CodedBlock(Struct, frozen=True):
     """A type of ggml: the bytes of a block's scale, which come first."""
 
     element: Element

@@ -9,7 +9,6 @@ Codes and scales are only put into the kernels' order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -239,8 +238,7 @@ def _place(
 _E4M3 = E4M3FN_VALUES[:127]  # those that are not negative
 
 
-@dataclass(frozen=True, slots=True)
-class InnerScaleReader(PlainReader):
+class InnerScaleReader(PlainReader, frozen=True):
     """A row's scale is the second level, which all of a matrix share: where the source divides by
     it, the reciprocal, rounded to float32."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ktconv import native
 from ktconv.errors import CheckpointError
@@ -41,8 +41,7 @@ class NotExactError(CheckpointError):
     """A format does not hold the numbers of a matrix, whose encoding it may hold."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlainReader:
+class PlainReader(Struct, frozen=True):
     """Plain codes and scales for `format`, of parts of a matrix.
 
     `scales`: what `source.load_scales` returned. Both methods raise NotExactError for a number that

@@ -7,10 +7,10 @@ For encodings that no kernel has. A matrix at a time is decoded, by each thread.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv.runtime.layers.experts import Experts
 from ktconv.runtime.layers.filling import Bind
@@ -72,8 +72,7 @@ def requantized_experts(
     return made
 
 
-@dataclass(frozen=True, slots=True)
-class _Decoded:
+class _Decoded(Struct, frozen=True):
     """A matrix of a checkpoint that becomes an array of float32 where NumPy wants one."""
 
     reader: SourceReader

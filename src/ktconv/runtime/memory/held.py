@@ -9,13 +9,13 @@ import mmap
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.errors import ResourceError
@@ -112,8 +112,7 @@ class Mapped:
             pages.madvise(mmap.MADV_DONTNEED)
 
 
-@dataclass
-class Copied:
+class Copied(Struct):
     """Tensors in memory of our own, a block for each part."""
 
     kind: str

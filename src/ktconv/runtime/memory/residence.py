@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.runtime.memory.needs import readers
@@ -14,8 +14,7 @@ from ktconv.system.units import counted, format_size
 _MOST_NODES = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Residence:
+class Residence(Struct, frozen=True):
     """Memory of a layer's weights."""
 
     kind: str  # "map", "copy" or "shared"

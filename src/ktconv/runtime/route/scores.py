@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+
+from msgspec import Struct
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.family import GroupScore, RouterSpec, Scoring
@@ -58,8 +59,7 @@ def by_spec(
     return kind.of_numpy(weights), kind.of_numpy(ids)
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredRouter:
+class ScoredRouter(Struct, frozen=True):
     """A router with scores of one kind: `softmax`, `sigmoid` and `sqrtsoftplus` here."""
 
     scoring: Scoring

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ktconv.source.config import ModelConfig
 from ktconv.source.elements import Element
@@ -26,8 +27,7 @@ SHAPE = "shape"  # of the weight, as numbers
 BIAS = "bias"  # the name of a tensor that a weight of any encoding may have beside it
 
 
-@dataclass(frozen=True, slots=True)
-class Companion:
+class Companion(Struct, frozen=True):
     """A tensor next to the primary one: what it is for, the names that it may have (one of them at
     a time), and its dtypes."""
 
@@ -37,8 +37,7 @@ class Companion:
     optional: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Encoding:
+class Encoding(Struct, frozen=True):
     """An encoding: a way to store the numbers of an expert weight.
 
     A weight can have this encoding if its tensor `primary` has one of `dtypes`, the tensors next

@@ -9,8 +9,9 @@ NVFP4's second scale divides where compressed-tensors writes it, and multiplies 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
+
+from msgspec.structs import replace
 
 from ktconv.errors import CheckpointError
 from ktconv.source.config import ModelConfig

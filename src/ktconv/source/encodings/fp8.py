@@ -8,7 +8,7 @@ grid of blocks, 128 x 128 if config.json says no other size.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ktconv.errors import CheckpointError
 from ktconv.source.config import ModelConfig

@@ -6,7 +6,7 @@ number: a factor of each expert, or of the weight (NVFP4 has its second level of
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ktconv.source.config import ModelConfig
 from ktconv.source.elements import BLOCKS, GRID_BLOCKS, Element

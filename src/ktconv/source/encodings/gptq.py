@@ -11,7 +11,7 @@ quantized the inputs in another order. KTransformers' export of AWQ turns the co
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ktconv.errors import CheckpointError
 from ktconv.source import elements

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from ktconv.errors import CheckpointError
 from ktconv.source.types import BlockGrid, GroupIndex, OuterScale
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
 _HINT = "The checkpoint is damaged, or was written by a faulty quantizer; download it again."
 
 
-@dataclass(frozen=True, slots=True)
-class Number:
+class Number(Struct, frozen=True):
     """Storage of the numbers of a grid: in words of `nbytes`; `words` of them, one below the other,
     have `rows` numbers, one below the other.
 

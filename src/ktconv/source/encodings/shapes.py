@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ktconv.errors import CheckpointError
 from ktconv.source.config import ModelConfig

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+from msgspec import Struct, field
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
+
+class Architecture(Struct, frozen=True):
     """`config`: settings that the files do not have, or need not. `refused`: why experts cannot be
     read."""
 
     model_type: str
-    _: KW_ONLY
     config: Mapping[str, Any] = field(default_factory=dict)
     refused: str | None = None
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ktconv.families.family import NUMBERED_W, USUAL, Matrices
 
@@ -33,16 +34,14 @@ _NORMS_OF_HEADS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.
 _QWEN = _LAYER | {"ffn_gate_inp": "mlp.gate"}
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertNames:
+class ExpertNames(Struct, frozen=True):
     """`prefix`.EXPERT.`matrices` are the names of the experts' modules."""
 
     prefix: str
     matrices: Matrices
 
 
-@dataclass(frozen=True, slots=True)
-class HubNames:
+class HubNames(Struct, frozen=True):
     """Names of one architecture; those within a layer are behind blk.L. and model.layers.L."""
 
     layer: Mapping[str, str]  # modules, or whole names of tensors that are none of a module

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class GgmlType:
+class GgmlType(Struct, frozen=True):
     """A row is cut into blocks of `elements`, stored in `nbytes` each."""
 
     name: str

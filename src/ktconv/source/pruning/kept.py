@@ -13,10 +13,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.source.strict_json import parse_object
@@ -30,8 +31,7 @@ _FORM = f"give a file that {WRITE} made, or the ktconv.json of a pruned output"
 _LARGEST = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(Struct, frozen=True):
     """A layer of `experts` experts, of which those with these ids stay."""
 
     experts: int
@@ -43,8 +43,7 @@ class Kept:
         return sorted(set(range(self.experts)) - set(self.ids))
 
 
-@dataclass(frozen=True)
-class Pruning:
+class Pruning(Struct, frozen=True, dict=True):
     """The experts that stay, by layer, and layers that are left out."""
 
     layers: Mapping[int, Kept]

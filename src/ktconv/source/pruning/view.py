@@ -11,8 +11,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from fnmatch import fnmatchcase
+
+from msgspec.structs import replace
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.config import Config

@@ -6,7 +6,7 @@ layer or the model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.source.reading.reader import BOUNCE_BYTES
@@ -17,8 +17,7 @@ _LINE = 64  # bytes; each buffer begins a cache line
 COPY_BYTES = 4 << 20  # twice in the buffer: as read, and as read back
 
 
-@dataclass(frozen=True, slots=True)
-class BufferSizes:
+class BufferSizes(Struct, frozen=True):
     """Bytes that a worker needs in addition to those for copying."""
 
     source: int = 0

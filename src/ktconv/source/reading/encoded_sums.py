@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from ktconv.formats.decode import E8M0_VALUES, bf16_to_f32
@@ -26,8 +26,7 @@ from ktconv.system.arrays import F32, U8
 _DTYPES = {"F32": "F32", "BF16": "BF16", "F16": "F16", "E8M0": "U8"}
 
 
-@dataclass(slots=True)
-class EncodedSums:
+class EncodedSums(Struct):
     """The codes and scales of a matrix with sums."""
 
     scale: TensorRef  # of the source

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.errors import CheckpointError, ResourceError
@@ -39,8 +39,7 @@ _LEAST_E4M3 = 2.0**-9  # above zero: what second scales are beside
 ROWS_STEP = 128  # chunks are whole row blocks of every format
 
 
-@dataclass(frozen=True, slots=True)
-class Scales:
+class Scales(Struct, frozen=True):
     """Arrays that `ExpertMatrix.quantization` names; grids start at element (0, 0)'s block."""
 
     scale: F32  # both levels
@@ -49,8 +48,7 @@ class Scales:
     row_scale: F32 | None = None  # [rows]: weights are integers times these
 
 
-@dataclass(frozen=True, slots=True)
-class Factors:
+class Factors(Struct, frozen=True):
     """Factors of the rows and columns of a whole matrix; None: ones."""
 
     rows: F32 | None = None
@@ -134,8 +132,7 @@ def _part(tensor: TensorRef, offset: int, nbytes: int) -> Span:
     return Span(tensor.file, tensor.offset + offset, nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixReader:
+class MatrixReader(Struct, frozen=True):
     """Reads one matrix; `round_to_bf16` rounds values first, as the reference converter does."""
 
     reader: SourceReader

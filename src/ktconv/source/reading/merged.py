@@ -15,12 +15,12 @@ import math
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from ktconv import native
@@ -50,8 +50,7 @@ class Part(Protocol):
         """The matrices, as `ktconv.source.adapter.files.LowRank`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
+class _Made(Struct, frozen=True):
     """A matrix of a made file."""
 
     tensor: TensorRef  # there
@@ -61,8 +60,7 @@ class _Made:
     scales: bool = False  # the tensor has the scales of these
 
 
-@dataclass(slots=True)
-class _Tensors:
+class _Tensors(Struct):
     """The matrices of a made file, in order."""
 
     path: Path  # of the source

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.errors import ResourceError, SourceChangedError
@@ -26,8 +26,7 @@ MAPPED_ALIGNMENT = 8  # of bytes in a file: elements of every dtype are aligned 
 KEPT_FILES = 32  # per unit of commit, of which few are under way
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
+class Runs(Struct, frozen=True):
     """`count` runs of `length` bytes, `stride` bytes apart, from `start` on of a tensor."""
 
     start: int

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ktconv.source.reading.made import MadeFile, MadeFiles
 from ktconv.source.reading.reader import SourceReader
@@ -22,8 +23,7 @@ from ktconv.system.opened import Opened, advise
 from ktconv.system.stores import MadePath, Span
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
+class _Cut(Struct, frozen=True):
     """A tensor of a made file."""
 
     tensor: TensorRef  # there
@@ -53,8 +53,7 @@ class _Cut:
             done += size
 
 
-@dataclass(slots=True)
-class _Tensors:
+class _Tensors(Struct):
     """The tensors of a made file, in order."""
 
     path: Path  # of the source

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv.system.arrays import F32
 
@@ -13,8 +13,7 @@ PIECE_BYTES = 8 << 20  # of values: what a piece of a large matrix aims at
 _ROWS_STEP = 128  # rows of a piece, but of the last: whole row blocks of every packed format
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Struct, frozen=True):
     """The values [rows, cols] of a part of a matrix."""
 
     rows: slice
@@ -22,8 +21,7 @@ class Piece:
     values: F32
 
 
-@dataclass(frozen=True, slots=True)
-class Streamed:
+class Streamed(Struct, frozen=True):
     """A matrix [rows, cols]; `pieces()` covers it once, each time it is called. `bias` [rows] is
     added to products."""
 

@@ -8,9 +8,9 @@ for each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from ktconv import native
 from ktconv.formats import Slice

@@ -12,7 +12,8 @@ from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 PIECE_BYTES = 16 << 20  # of one request: a pause of 50 ms between costs little at 1 GB/s
 GAP_BYTES = 64 << 10  # between two spans, fetched with them: less than another request costs
@@ -22,8 +23,7 @@ THREADS = 8
 Fetch = Callable[[str, int, int], bytes | bytearray]  # file, start, stop
 
 
-@dataclass(slots=True, eq=False)
-class _Piece:
+class _Piece(Struct, eq=False):
     """Bytes [start, stop) of a file: to be fetched, being fetched, or there."""
 
     name: str

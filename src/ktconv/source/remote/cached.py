@@ -13,8 +13,9 @@ import os
 import threading
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from ktconv.errors import KtconvError, UsageError
 from ktconv.source.remote.store import RemoteFile, Store
@@ -24,8 +25,7 @@ from ktconv.system.files import opened_fd, read_exactly, translated, write_all
 _FLAGS = os.O_WRONLY | os.O_CREAT
 
 
-@dataclass(slots=True)
-class _Kept:
+class _Kept(Struct):
     """One file of the source: its files here, and the ranges [start, stop) that are there."""
 
     data: Path

@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 from urllib.parse import quote, urlsplit
+
+from msgspec.structs import replace
 
 from ktconv import __version__
 from ktconv.errors import (

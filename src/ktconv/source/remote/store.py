@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+
+from msgspec import Struct
 
 from ktconv.errors import CheckpointError, KtconvError
 from ktconv.source.remote.urls import Url
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
+class RemoteFile(Struct, frozen=True):
     """A file as its server describes it."""
 
     name: str  # relative to the directory, with slashes

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
+
+from msgspec import Struct
 
 from ktconv.errors import UsageError
 
@@ -26,8 +27,7 @@ _OWN_REF = re.compile(r"refs/(?:pr|convert)/[^/:\s]+")
 _GGUF = ".gguf"
 
 
-@dataclass(frozen=True, slots=True)
-class Url:
+class Url(Struct, frozen=True):
     """A directory that is read over a network."""
 
     scheme: str

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from ktconv.conversion.plan import Copy, LayerUnit
 from ktconv.errors import CheckpointError
@@ -51,8 +52,7 @@ def _classes(families: Families) -> Sequence[tuple[str, re.Pattern[str]]]:
     return [(name, re.compile(pattern)) for name, pattern in patterns.items()]
 
 
-@dataclass(slots=True)
-class ClassCount:
+class ClassCount(Struct):
     """Modules of one class; a weight with its scales and bias is one module."""
 
     name: str

@@ -8,7 +8,8 @@ stay, so that both read the output.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ktconv.families.family import NUMBERED_W, USUAL, Matrices
 from ktconv.source import MoELayer, Projection
@@ -18,8 +19,7 @@ _USUAL_WORDS, _NUMBERED_WORDS = "(?:gate|up|down)_proj", "w[123]"
 _MODEL = r"(?:model\.language_model|language_model\.model|model)\."
 
 
-@dataclass(frozen=True, slots=True)
-class Naming:
+class Naming(Struct, frozen=True):
     """`accepted`: a pattern of module names whose group 1 is the layer's number, "" for any name;
     `container` and `words`: what modules of other models are called."""
 

@@ -7,11 +7,11 @@ and transformers were run, those of SGLang and sglang-kt were seen in their own 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Reader:
+class Reader(Struct, frozen=True, eq=False):
     """An engine, the version that was tried, and what it does with formats that it does not read:
     a predicate, by format. `types`: model types that it reads a format of all the same."""
 

@@ -19,10 +19,12 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, get_args
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ktconv.errors import UsageError
 from ktconv.formats.dialects import translated
@@ -40,8 +42,7 @@ _RULE_KEYS = ("layers", "projections", "experts", "method", "group_size")
 _HINT = "see docs/recipes.md"
 
 
-@dataclass(frozen=True, slots=True)
-class Method:
+class Method(Struct, frozen=True):
     """A format by name, with the group size where it has several."""
 
     name: str
@@ -63,8 +64,7 @@ class Method:
             yield f"group_size = {self.group_size}"
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(Struct, frozen=True):
     """Matrices, and their method."""
 
     method: Method
@@ -92,8 +92,7 @@ class Rule:
         yield from self.method.lines()
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(Struct, frozen=True, dict=True):
     """The method of every matrix. Hashable; `scheme` is fast."""
 
     method: Method
@@ -335,8 +334,7 @@ def _why_not(name: str) -> str:
 # ---- what a recipe makes of a model ------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(Struct, frozen=True):
     """The matrices with one method."""
 
     method: Method

@@ -7,10 +7,11 @@ modules are called (`naming`), and what config.json says (`sections`).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec import Struct
 
 from ktconv.errors import UsageError
 from ktconv.formats.specs import CHANNEL as CHANNEL
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
 Command = Literal["quantize-cpu", "quantize-gpu"]
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(Struct, frozen=True):
     """One format. `groups`: columns that can share a scale, the default first; (0,): no scales."""
 
     name: str  # of --scheme of quantize-gpu or --method of quantize-cpu
@@ -115,8 +115,7 @@ def group_size_of(name: str) -> int:
     return Scheme(name).row.groups[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Scheme:
+class Scheme(Struct, frozen=True):
     """A format with its group size."""
 
     name: str = "W4A16"

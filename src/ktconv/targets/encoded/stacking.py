@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ktconv.families import table
 from ktconv.families.family import USUAL
@@ -27,8 +29,7 @@ _WEIGHT = "weight"
 _FLAT_ENDINGS = ("packed", "scale", "global_scale", "shape")
 
 
-@dataclass(frozen=True, slots=True)
-class Stacking:
+class Stacking(Struct, frozen=True):
     """A way to spell stacked tensors."""
 
     name: str  # of --expert-layout

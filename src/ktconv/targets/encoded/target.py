@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from msgspec import Struct, field
+from msgspec.structs import asdict, replace
+
 from ktconv import __version__
 from ktconv.conversion.plan import Plan as AnyPlan
-from ktconv.conversion.target import BaseOptions, Target
+from ktconv.conversion.target import Target
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.family import USUAL
 from ktconv.source import Checkpoint, ExpertMatrix, MoELayer, Projection, TensorRef
@@ -48,8 +50,7 @@ RENAMED = "ignored_by_transformers"  # key in the manifest
 Chosen = tuple[MoELayer, Sequence[int]]  # a layer, and ids of its experts
 
 
-@dataclass(frozen=True, slots=True)
-class Calibration:
+class Calibration(Struct, frozen=True):
     """Text that GPTQ sees, and how much of it."""
 
     dataset: str  # FILE.jsonl, FILE.txt, or NAME[:CONFIG] of a dataset
@@ -59,8 +60,7 @@ class Calibration:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Options(BaseOptions):
+class Options(Struct, frozen=True):
     """The options that decide which bytes are written; a resumed run must have the same."""
 
     method: str = "rtn"  # or "gptq"
@@ -81,12 +81,13 @@ class Options(BaseOptions):
 
     def as_dict(self) -> dict[str, object]:
         """Only what the method has."""
-        sets = {
+        nested = {
             "experts": self.experts.as_record(),
             "exclude_experts": self.exclude_experts.as_record(),
+            "calibration": asdict(self.calibration) if self.calibration else None,
             "recipe": self.recipe.split("\n") if self.recipe else None,
         }
-        record = {"format": SCHEMES[self.scheme].layout.name} | asdict(self) | sets
+        record = {"format": SCHEMES[self.scheme].layout.name} | asdict(self) | nested
         return {
             name: value
             for name, value in record.items()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ktconv.errors import CheckpointError
 from ktconv.source import Checkpoint, MoELayer, open_checkpoint, source_identity
@@ -18,8 +19,7 @@ _NO_MTP = "leave its layers for multi-token prediction out as well: --no-mtp"
 _OTHER = "give a GGUF file of the same model, as convert_hf_to_gguf of llama.cpp makes it"
 
 
-@dataclass(frozen=True, slots=True)
-class Beside:
+class Beside(Struct, frozen=True):
     """An opened GGUF model, and its key-value pairs as they are stored."""
 
     checkpoint: Checkpoint

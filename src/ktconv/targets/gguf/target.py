@@ -8,13 +8,14 @@ experts have biases. Each layer is a part of the split model.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from msgspec import Struct, field
+
 from ktconv import native
 from ktconv.conversion.plan import Plan as AnyPlan
-from ktconv.conversion.target import BaseOptions, Target
+from ktconv.conversion.target import Target
 from ktconv.errors import UsageError
 from ktconv.formats.gguf import GGUF_FORMATS, BlockFormat
 from ktconv.source import Checkpoint, ExpertMatrix, MoELayer, Projection, TensorRef
@@ -36,8 +37,7 @@ _SMALL = ", ".join(
 _QUANTIZATION_VERSION = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Options(BaseOptions):
+class Options(Struct, frozen=True):
     """The options that decide which bytes are written; a resumed run must have the same."""
 
     method: str = "gguf-q4_k"  # of GGUF_FORMATS

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
+
+from msgspec import Struct
 
 from ktconv.errors import CheckpointError
 from ktconv.source import Projection, TensorRef
@@ -16,8 +17,7 @@ from ktconv.targets.packed.weights import PackedWeights
 _EXPERTS = re.compile(r"blk\.([0-9]+)\.ffn_(gate|up|down)_exps\.(weight|bias)")
 
 
-@dataclass(frozen=True, slots=True)
-class GgufWeights:
+class GgufWeights(Struct, frozen=True):
     """Tensors of experts by layer and projection, others by name, and the files they are in."""
 
     files: PackedWeights  # `files.others` has all tensors

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.formats import KINDS, Format, TensorId, cut_by_rows, scales, tensor_name
@@ -27,8 +27,7 @@ BINARY32_SLACK = 2.0**-15  # of a step: what comparing in binary32 can add to an
 NAMED_PER_CALL = 3  # elements outside the bound that are named
 
 
-@dataclass(slots=True)
-class ErrorStats:
+class ErrorStats(Struct):
     """Errors of any number of elements."""
 
     squared_source: float = 0.0
@@ -60,8 +59,7 @@ class ErrorStats:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Violation:
+class Violation(Struct, frozen=True):
     """A failed check. row and column are those of the whole matrix."""
 
     check: str  # element, error, level, scale or source
@@ -74,8 +72,7 @@ class Violation:
     steps: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(Struct, frozen=True):
     """Packed rows of a matrix [rows, cols]."""
 
     weight: U8

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import cache
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ktconv import native
 
@@ -13,8 +15,7 @@ CODES, ROW_ERROR_BOUND = "codes", "row_error_bound"
 COMPENSATED = "gptq"  # such codes
 
 
-@dataclass(frozen=True)
-class Proof:
+class Proof(Struct, frozen=True):
     """Conditions of one packed matrix.
 
     `choice` made its scales, and its codes unless `row_error` is given. The importance in it can be

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.formats import Format, reference
@@ -16,8 +16,7 @@ from ktconv.targets.packed.proof import Proof
 SMALLEST_SCALE, _LARGEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 
 
-@dataclass(frozen=True, slots=True)
-class Allowed:
+class Allowed(Struct, frozen=True):
     """Allowed scales, from `least` to `most`, [rows, 1] or [rows, groups]; both are the same where
     a rule gives one scale. `kept`: the number of rows whose integers are kept, with the scale of
     their source."""

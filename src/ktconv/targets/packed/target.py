@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
+
+from msgspec import Struct, field
+from msgspec.structs import asdict, force_setattr, replace
 
 from ktconv import __version__
 from ktconv.conversion.plan import Plan as AnyPlan
 from ktconv.conversion.plan import plan_checkpoint
-from ktconv.conversion.target import BaseOptions, Target
+from ktconv.conversion.target import Target
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import (
     FORMATS,
@@ -44,8 +46,7 @@ ScaleRule = Literal["amax", "search"]
 SEARCH_REVISIONS = (1, 2)
 
 
-@dataclass(frozen=True, slots=True)
-class ImportanceRecord:
+class ImportanceRecord(Struct, frozen=True):
     """Origin of the weights of squared errors: a file, or the model's own weights."""
 
     file: str  # its name, without directories; empty without a file, as its checksum is
@@ -60,8 +61,7 @@ class ImportanceRecord:
 BY_WEIGHTS = ImportanceRecord("", "", "weights")  # `--importance weights`
 
 
-@dataclass(frozen=True, slots=True)
-class CalibrationRecord:
+class CalibrationRecord(Struct, frozen=True):
     """Inputs that codes were calibrated on."""
 
     name: str  # of the directory or the text that was given
@@ -71,8 +71,7 @@ class CalibrationRecord:
     run: str  # identifies the files' state, tokens, dtype and versions, see stats.origin
 
 
-@dataclass(frozen=True, slots=True)
-class Options(BaseOptions):
+class Options(Struct, frozen=True):
     """The options that decide which bytes are written; a resumed run must have the same."""
 
     method: str = "int4"  # or int8
@@ -99,7 +98,7 @@ class Options(BaseOptions):
 
     def __post_init__(self) -> None:
         if not self.scale:
-            object.__setattr__(self, "scale", "amax" if self.compat else "search")
+            force_setattr(self, "scale", "amax" if self.compat else "search")
         if self.compat and self.scale != "amax":
             raise UsageError(
                 "--compat writes the reference converter's bytes, whose scales are those of "
@@ -107,7 +106,7 @@ class Options(BaseOptions):
                 "omit --compat or --scale",
             )
         searched = (self.search or SEARCH_REVISIONS[-1]) if self.scale == "search" else 0
-        object.__setattr__(self, "search", searched)
+        force_setattr(self, "search", searched)
         if self.save_backward and self.fold:
             raise UsageError(
                 "--save-backward cannot be combined with --fold: an adapter that is trained on "
@@ -128,6 +127,7 @@ class Options(BaseOptions):
         """Names and values, as the manifest records them."""
         record = asdict(self) | {EXCLUDED: self.exclude_experts.as_record()}
         record["importance"] = self.importance.as_dict() if self.importance else None
+        record["calibrate"] = asdict(self.calibrate) if self.calibrate else None
         for name in (
             EXCLUDED,
             "requantize",
@@ -192,7 +192,7 @@ R = TypeVar("R", ImportanceRecord, CalibrationRecord)
 
 def _record(kind: type[R], record: Mapping[str, Any]) -> R | None:
     """A record of strings; None for anything else."""
-    names = {one.name for one in fields(kind)}
+    names = set(kind.__struct_fields__)
     if record.keys() != names or not all(type(value) is str for value in record.values()):
         return None
     return kind(**record)

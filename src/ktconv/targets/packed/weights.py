@@ -14,11 +14,11 @@ import re
 import stat
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 
 from ktconv.errors import CheckpointError, KtconvError, ResourceError
 from ktconv.formats import (
@@ -52,8 +52,7 @@ from ktconv.writer.metadata import read_index
 _LAYER_FOLDER = re.compile(r"_layer_[0-9]+")
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
+class Geometry(Struct, frozen=True):
     """Geometry of one layer, as the sizes of most of its tensors say."""
 
     experts: int  # that its router chooses from
@@ -98,8 +97,7 @@ class Geometry:
                         yield TensorId(layer, proj, expert, part, kind)
 
 
-@dataclass(slots=True)
-class PackedWeights:
+class PackedWeights(Struct):
     """The packed tensors of a directory, and what is wrong with its files."""
 
     directory: Path
@@ -192,8 +190,7 @@ def may_hold_packed(directory: Path) -> bool:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
+class Recorded(Struct, frozen=True):
     """Facts in the manifest of packed weights that their sizes do not show."""
 
     left_out: ExpertSet  # experts that quantize-cpu left out on request

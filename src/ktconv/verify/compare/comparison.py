@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from ktconv.system.units import counted
 
@@ -17,8 +19,7 @@ NAMED = 8  # places in one sentence
 LISTED = 50  # sentences of one kind
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Struct, frozen=True):
     """The result. `differences` and `notes` are whole sentences about A and B."""
 
     a: Mapping[str, Any]  # path, layout, method, numa, layers

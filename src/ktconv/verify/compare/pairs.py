@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ktconv.formats import Matrix
 from ktconv.source import TensorRef
 from ktconv.source.reading.buffers import Buffers
 from ktconv.source.reading.reader import Span
+from ktconv.system.abstract_record import AbstractRecord
 from ktconv.system.arrays import F32, U8, Bools
 from ktconv.verify.compare.comparison import finite
 from ktconv.verify.compare.sides import Piece, Side, Values
@@ -27,8 +28,7 @@ _CHUNK_ARRAYS = 64  # bytes of memory per element of a chunk
 CHUNK_BYTES = 8 << 20  # of a non-expert tensor, at a time
 
 
-@dataclass(slots=True)
-class DifferenceStats:
+class DifferenceStats(Struct):
     """Differences of any number of elements."""
 
     squared_a: float = 0.0
@@ -71,8 +71,7 @@ class DifferenceStats:
 _UNKNOWN = DifferenceStats(*(math.nan,) * 5, rounded_steps=math.nan)
 
 
-@dataclass(frozen=True, slots=True)
-class TaskResult:
+class TaskResult(Struct, frozen=True):
     """The comparison of a matrix or a tensor."""
 
     task: Task
@@ -86,10 +85,9 @@ class TaskResult:
     offset: int = 0  # of the first byte that differs, of a tensor
 
 
-class _Pair(ABC):
+class _Pair(AbstractRecord, frozen=True):
     """Something of both sides, which are on this machine."""
 
-    __slots__ = ()
     a: Any
     b: Any
 
@@ -109,15 +107,14 @@ class _Pair(ABC):
     def _compare(self) -> TaskResult: ...
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixTask(_Pair):
+class MatrixTask(_Pair, frozen=True):
     """All parts of one projection of one expert on both sides."""
 
+    a: Side
+    b: Side
     layer: int
     expert: int
     proj: Matrix
-    a: Side
-    b: Side
 
     @property
     def unit(self) -> str:
@@ -205,8 +202,7 @@ def _product(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
     return float(np.einsum("ij,ij->", a, b))
 
 
-@dataclass(frozen=True, slots=True)
-class TensorTask(_Pair):
+class TensorTask(_Pair, frozen=True):
     """One non-expert tensor of both sides, of the same type."""
 
     a: TensorRef

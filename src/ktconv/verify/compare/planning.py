@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from ktconv.errors import CheckpointError
 from ktconv.formats import is_backward
@@ -23,8 +24,7 @@ from ktconv.verify.side_content import content_differences
 from ktconv.writer.journal import Journal
 
 
-@dataclass(slots=True)
-class Plan:
+class Plan(Struct):
     """Differences that are known already, and what is to be read."""
 
     a: Input
@@ -71,11 +71,11 @@ def _plan_layer(plan: Plan, layer: int, rng: random.Random) -> list[str]:
     chosen = set(rng.sample(experts, max(1, round(len(experts) * plan.sample)))) if experts else {}
     faults = []
     for expert, proj in _in_order(both):
-        pair = [side.side(layer, expert, proj) for side in (plan.a, plan.b)]
-        if fault := _one_sided(plan, layer, *pair):
+        a, b = (side.side(layer, expert, proj) for side in (plan.a, plan.b))
+        if fault := _one_sided(plan, layer, a, b):
             faults.append(f"{matrix_words(layer, expert, proj)} cannot be compared: {fault}.")
         elif expert in chosen:
-            plan.tasks.append(MatrixTask(layer, expert, proj, *pair))
+            plan.tasks.append(MatrixTask(a, b, layer, expert, proj))
     return faults
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.errors import UsageError
@@ -101,8 +101,7 @@ class Input:
                     yield f"{place.nbytes} bytes of {name}, not {stored[2]}"
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(Struct, frozen=True):
     """All parts of one matrix of one directory."""
 
     pieces: Mapping[Piece, TensorRef]
@@ -132,8 +131,7 @@ class Side:
         return Values(joined, step, fmt.traits.max_level)
 
 
-@dataclass(frozen=True, slots=True)
-class Values:
+class Values(Struct, frozen=True):
     """A matrix as codes [rows, cols] and steps [rows, n], one for cols / n columns each."""
 
     codes: I8

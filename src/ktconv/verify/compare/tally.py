@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from ktconv.formats import Matrix, cut_by_rows
 from ktconv.system.units import counted, format_ranges
@@ -19,8 +20,7 @@ from ktconv.verify.compare.sides import ORDER
 WORST_KEPT = 20  # matrices
 
 
-@dataclass(slots=True)
-class _Layer:
+class _Layer(Struct):
     """Differences of one layer."""
 
     matrices: int = 0

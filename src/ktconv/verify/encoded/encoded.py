@@ -4,9 +4,9 @@ those whose codes are the source's: checksums, every scale and every code."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 
 import numpy as np
+from msgspec.structs import asdict
 
 from ktconv import native
 from ktconv.formats.decode import f32_to_bf16
@@ -37,8 +37,7 @@ NAMED = 3  # wrong codes and scales of some rows
 _SLOP = 1e-6  # relative, of values whose second scale is a reciprocal
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedCheck(ModuleCheck):
+class EncodedCheck(ModuleCheck, frozen=True):
     """The tensors of one projection of one expert in a format that the C library encodes."""
 
     scheme: Scheme

@@ -3,14 +3,14 @@ for the comparison with the source, which differs by format."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from ktconv.source import ExpertMatrix, MoELayer
 from ktconv.source.reading.buffers import Buffers
 from ktconv.source.reading.matrices import spans_of
 from ktconv.source.reading.reader import Span
+from ktconv.system.abstract_record import AbstractRecord
 from ktconv.targets.packed.matrix_check import ErrorStats
 from ktconv.verify.encoded.biases import compare_bias
 from ktconv.verify.encoded.output import Module
@@ -21,8 +21,7 @@ from ktconv.verify.totals import ItemResult
 Streams = Mapping[str, TensorStream]  # by part of the layout
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleCheck(ABC):
+class ModuleCheck(AbstractRecord, frozen=True):
     """The tensors of one projection of one expert, against their source if it is given."""
 
     context: Context

@@ -7,17 +7,15 @@ equally near, the one whose place is even is chosen. Weights are divided by thei
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 
 from ktconv.system.arrays import F32, U8, Array, Bools
 from ktconv.targets.packed.matrix_check import ErrorStats, sum_of_squares
 from ktconv.verify.second_reader.numbers import E4M3
 
 
-@dataclass(frozen=True, slots=True)
-class Levels:
+class Levels(Struct, frozen=True):
     """The magnitudes of a format, ascending, and the exponent of the largest."""
 
     values: F32
@@ -68,8 +66,7 @@ def expected_scales(kind: str, largest: F32, tensor_scale: float) -> Array:
     return found.astype(np.uint8)
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
+class Compared(Struct, frozen=True):
     """Result of comparing some rows."""
 
     sums: ErrorStats

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+
+from msgspec import Struct
 
 from ktconv.conversion.plan import plan_checkpoint
 from ktconv.errors import CheckpointError, KtconvError, UsageError
@@ -57,8 +58,7 @@ _TAKING_LARGEST = ("", "minmax", "memoryless_minmax", "static_minmax")
 _BLK = re.compile(r"(blk\.[0-9]+)\.ffn_(gate|up|down)_exps\.([0-9]+)")  # of KTransformers' AWQ
 
 
-@dataclass(frozen=True, slots=True)
-class Module:
+class Module(Struct, frozen=True):
     """A packed module and its tensors by the last component of their names."""
 
     name: str
@@ -83,8 +83,7 @@ class Module:
         return {"layer": self.layer, "expert": self.where.expert, "projection": self.where.proj}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncodedOutput(OpenedOutput):
+class EncodedOutput(OpenedOutput, frozen=True, kw_only=True):
     quantization: Quantization
     why_not: str | None  # the fault of config.json, if `quantization` is the manifest's
     modules: Mapping[str, Module]

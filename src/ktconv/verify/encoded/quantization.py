@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ktconv.errors import CheckpointError
 from ktconv.system.text import first_few
@@ -36,8 +37,7 @@ _EMPTY: tuple[object, ...] = (None, {}, [], False)
 _HINT = "ktconv verifies W4A16 and W8A16 in the pack-quantized format"
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(Struct, frozen=True):
     """Modules that are quantized in the same way."""
 
     name: str
@@ -70,8 +70,7 @@ class Group:
         return f"W{self.bits}A16"
 
 
-@dataclass(frozen=True, slots=True)
-class Quantization:
+class Quantization(Struct, frozen=True):
     """All groups, and the modules that none of them applies to."""
 
     groups: Sequence[Group]

@@ -25,9 +25,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from ktconv import native
@@ -50,8 +50,7 @@ UNIT = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-24}  # what rounding adds
 SMALLEST_NORMAL = {"BF16": 2.0**-126, "F16": 2.0**-14, "F32": 2.0**-126}
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
+class Rules(Struct, frozen=True):
     """Checks that are possible for a matrix, by how it was made."""
 
     elements: bool  # every level is its weight's, rounded to nearest
@@ -69,8 +68,7 @@ def bound_steps(group: Group, dtype: str = "BF16") -> float:
     return max(0.5 + (group.max_level + 1) / 2 * unit, half * (1 + unit) - group.max_level)
 
 
-@dataclass(slots=True)
-class RoundingCheck:
+class RoundingCheck(Struct):
     """Checks one matrix, whose rows may come in pieces."""
 
     group: Group

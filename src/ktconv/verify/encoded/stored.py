@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.quantize.encoded.stored import stored_matrix
@@ -21,8 +21,7 @@ from ktconv.verify.reading import read_tensor
 _PIECE = 1 << 20  # weights at a time
 
 
-@dataclass(frozen=True, slots=True)
-class StoredParts:
+class StoredParts(Struct, frozen=True):
     """Scales of a whole matrix, and where its codes are."""
 
     scheme: Scheme

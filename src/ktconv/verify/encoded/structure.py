@@ -4,8 +4,9 @@ everything else is as in the source."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ktconv.source import ExpertMatrix, TensorRef
 from ktconv.source.config import CONFIG_NAME

@@ -4,10 +4,10 @@ some experts. `verify/packed/unrecorded.py` does the same for KTransformers' fil
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.quantize.encoded.stored import stored_matrix
@@ -27,8 +27,7 @@ _MATRICES = 9  # that are looked at; they decide together, as some can be damage
 _CODES, _SCALES = 0.9, 0.5  # shares that a rule explains; GPTQ moves far more codes
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(Struct, frozen=True):
     """`scheme`: with the search or without; `kept`: codes and scales are the source's."""
 
     scheme: Scheme
@@ -39,8 +38,7 @@ class Rule:
         return "search" if self.scheme.search else "rtn"
 
 
-@dataclass(slots=True)
-class _Tally:
+class _Tally(Struct):
     """Numbers of codes and scales that a rule explains, and of all."""
 
     codes: int = 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from math import prod
+
+from msgspec.structs import replace
 
 from ktconv.errors import UsageError
 from ktconv.source import ExpertMatrix, TensorRef

@@ -4,10 +4,11 @@ copies, and every expert's matrix, unpacked without compressed-tensors, against 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from ktconv import native
 from ktconv.formats.decode import f32_to_bf16
@@ -35,8 +36,7 @@ LEVEL = "weights"
 WHOLE = 32  # rows, columns and groups that the C library compares are multiples of this
 
 
-@dataclass(frozen=True, slots=True)
-class IntegerCheck(ModuleCheck):
+class IntegerCheck(ModuleCheck, frozen=True):
     """The three tensors of one projection of one expert in pack-quantized integers."""
 
     group: Group
@@ -128,8 +128,7 @@ def reading_of(
     return reading
 
 
-@dataclass(frozen=True, slots=True)
-class DecodedCheck:
+class DecodedCheck(Struct, frozen=True):
     """A non-expert matrix that is block-quantized in the source and bf16 in the output."""
 
     context: Context

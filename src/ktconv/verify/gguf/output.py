@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ from ktconv.writer.journal import Journal
 from ktconv.writer.manifest import MANIFEST, read_manifest, read_run
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GgufOutput(OpenedOutput):
+class GgufOutput(OpenedOutput, frozen=True, kw_only=True):
     method: str
     experts: Mapping[tuple[int, Projection], TensorRef]
     biases: Mapping[tuple[int, Projection], TensorRef]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.quantize.gguf.task import biases_of, compared, stack_buffers, stats_of
@@ -46,8 +46,7 @@ class GgufStructureCheck(StructureCheck):
         return max((one for one in counts if type(one) is int), default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksCheck:
+class BlocksCheck(Struct, frozen=True):
     """The blocks of a matrix against their source."""
 
     context: Context
@@ -104,8 +103,7 @@ class BlocksCheck:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class BiasesCheck:
+class BiasesCheck(Struct, frozen=True):
     """The biases of a projection against their source."""
 
     context: Context

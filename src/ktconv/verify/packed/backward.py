@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ktconv.formats import (
     KINDS,
@@ -29,8 +28,7 @@ from ktconv.verify.runner import Advance
 from ktconv.verify.totals import ItemResult
 
 
-@dataclass(frozen=True, slots=True)
-class BackwardCheck(ExpertCheck):
+class BackwardCheck(ExpertCheck, frozen=True):
     """All parts of the transpose of one projection of one expert."""
 
     options: Options  # how it was quantized

@@ -7,10 +7,11 @@ source's, which shows what quantization does to training.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ktconv import native
 from ktconv.bench.limits import level_kept
@@ -48,8 +49,7 @@ _OF_EXPERT_TOKENS, _OF_ALL_TOKENS = 40, 16
 Errors = dict[str, float]  # by gradients.NAMES
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
+class Weights(Struct, frozen=True):
     """Weights of a layer. `packed`: experts of these numbers, in their order; `source`: one
     expert's."""
 

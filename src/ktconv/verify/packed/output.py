@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.formats import is_backward, output_formats
@@ -25,8 +26,7 @@ from ktconv.writer.manifest import MANIFEST, Manifest, read_manifest
 _HINT = "give an OUTPUT of ktconv quantize-cpu or quantize-gpu"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedOutput(OpenedOutput):
+class PackedOutput(OpenedOutput, frozen=True, kw_only=True):
     options: Options
     contradiction: str | None  # between manifest and tensors; then `options` are the tensors'
     backward: Options | None  # how matrices of backward passes were quantized; None: without them

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
 
 import numpy as np
+from msgspec.structs import asdict, replace
 
 from ktconv import native
 from ktconv.formats import FORMATS, Projection, TensorId, kinds_of, packed_shape
@@ -14,6 +14,7 @@ from ktconv.source import MoELayer
 from ktconv.source.reading.buffers import Buffers
 from ktconv.source.reading.matrices import source_bytes, spans_of
 from ktconv.source.reading.reader import Span
+from ktconv.system.abstract_record import AbstractRecord
 from ktconv.system.arrays import F32, F64
 from ktconv.targets.packed.matrix_check import (
     ErrorStats,
@@ -35,8 +36,7 @@ from ktconv.writer.manifest import MANIFEST
 LEVEL = "weights"
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertCheck(ABC):
+class ExpertCheck(AbstractRecord, frozen=True):
     """All parts of a matrix of one expert, packed from one projection of the source."""
 
     context: Context

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ktconv import native
 from ktconv.errors import UsageError
@@ -26,8 +27,7 @@ from ktconv.writer.journal import Record
 from ktconv.writer.manifest import MANIFEST
 
 
-@dataclass(frozen=True)
-class Proofs:
+class Proofs(Struct, frozen=True):
     """Proofs of an output. `unproven`: sentences on what is not proven, and which option proves
     it."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.formats import Format, Projection, TensorId, scales, split
@@ -78,8 +78,7 @@ def _first_scales(
     return scales.values(fmt, ordered)[:ROWS_STEP]
 
 
-@dataclass(frozen=True, slots=True)
-class _FirstRows:
+class _FirstRows(Struct, frozen=True):
     """The source of the first rows of a matrix."""
 
     expert: Mapping[Projection, ExpertMatrix]

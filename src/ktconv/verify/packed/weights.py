@@ -6,9 +6,9 @@ Unpacking is the audit's (native/src/audit), which shares no code with the packe
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from ktconv.formats import TensorId, kinds_of
 from ktconv.formats.folding import FoldError
@@ -32,8 +32,7 @@ from ktconv.verify.totals import ItemResult
 from ktconv.writer.manifest import MANIFEST
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertMatrixCheck(ExpertCheck):
+class ExpertMatrixCheck(ExpertCheck, frozen=True):
     """All parts of one projection of one expert."""
 
     proofs: Proofs

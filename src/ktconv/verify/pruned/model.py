@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
+
+from msgspec.structs import asdict
 
 from ktconv.model.load import check_language_model, context_length, load_tokenizer, way_out
 from ktconv.model.text import read_text

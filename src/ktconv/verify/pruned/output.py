@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from ktconv.conversion.plan import plan_checkpoint
 from ktconv.errors import KtconvError
@@ -19,8 +20,7 @@ from ktconv.verify.output import NO_LIMIT, OpenedOutput
 from ktconv.writer.manifest import read_manifest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrunedOutput(OpenedOutput):
+class PrunedOutput(OpenedOutput, frozen=True, kw_only=True):
     layers: Sequence[MoELayer]  # by its own tensors; none where these cannot be read
 
     @property

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ktconv.source import TensorRef
 from ktconv.source.reading.buffers import BufferSizes

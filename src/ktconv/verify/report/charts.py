@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 _HUGE = 1e30  # larger values are drawn as infinities
 _TINY = 1e-30
@@ -16,8 +17,7 @@ def drawable(value: float | None) -> bool:
     return value is not None and abs(value) < _HUGE
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
+class Scale(Struct, frozen=True):
     """An axis from low to high; both are exponents of ten on a logarithmic scale."""
 
     low: float
@@ -82,8 +82,7 @@ def _round_steps(low: float, high: float, about: int) -> list[float]:
 # --- errors over layers -----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
+class Series(Struct, frozen=True):
     """A line with a value for each layer, None where nothing was measured."""
 
     name: str

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ktconv.verify.report.charts import Scale, marker, points
 
@@ -13,8 +14,7 @@ LEFT, RIGHT, TOP, BOTTOM = 86, 160, 16, 46  # names stand to the right of their 
 _ROOM = 15.0  # between names, one above the other
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(Struct, frozen=True):
     """`style`: points of equal ones belong together."""
 
     name: str

@@ -10,11 +10,11 @@ import json
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ktconv.families import table
@@ -33,8 +33,7 @@ _WITHIN = ("fc1", "fc2", "input_linear", "output_linear")  # modules of one para
 _ROUNDED = 2.0**-20  # of the sum of all products' magnitudes, and of float32's own rounding
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(Struct, frozen=True):
     """B [outputs, rank] and A [rank, inputs], and their factor."""
 
     b: F64
@@ -42,8 +41,7 @@ class Pair:
     scale: float
 
 
-@dataclass(frozen=True, slots=True)
-class Adapted:
+class Adapted(Struct, frozen=True):
     """A weight of the source with what adapters add to it, in the interface of `Weight`."""
 
     weight: Weight

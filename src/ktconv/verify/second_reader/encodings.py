@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv.source import TensorRef
 from ktconv.system.arrays import F32, I64, Array
@@ -24,8 +24,7 @@ _USUAL_BLOCK = (128, 128)
 _TRUE_ZEROS = ("gptq_v2", "auto_round", "auto_round:gptqmodel")
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Struct, frozen=True):
     """Place of a weight [rows, cols] in a stored matrix of `outs` x `ins` numbers: its row n is
     output first + step * n. `experts`: the leading axis of the tensors, which the stored matrix is
     number `expert` of; None: they have none. `transposed`: stored [in, out]."""
@@ -41,8 +40,7 @@ class Place:
     transposed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(Struct, frozen=True):
     """The tensors of one weight, by what follows its name, and its place in them."""
 
     parts: Mapping[str, TensorRef]
@@ -82,8 +80,7 @@ class Source:
         return np.frombuffer(data, kind).reshape(len(height), len(width))
 
 
-@dataclass(frozen=True, slots=True)
-class Units:
+class Units(Struct, frozen=True):
     """Storage of a weight's codes: `items` items have the numbers of `outs` outputs by `ins`
     inputs. `decode`: [..., items] to [..., outs * ins]."""
 
@@ -93,8 +90,7 @@ class Units:
     items: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Weight:
+class Weight(Struct, frozen=True):
     """(code - zero) * scale. Element (n, k) has the scale and the zero point of
     [row_of[n], col_of[k]]; `scale` None: the codes are the values."""
 
@@ -382,8 +378,7 @@ def _reordered(source: Source) -> Weight | None:
 # ---- which one a weight has ---------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Struct, frozen=True):
     """An encoding: the name and dtypes of its primary tensor, the tensors that tell it from others,
     and a function that gives the weight, or None where it is none."""
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+
+from msgspec import Struct
 
 from ktconv.errors import UsageError
 from ktconv.source.model_source import ModelSource
@@ -14,8 +15,7 @@ from ktconv.source.model_source import ModelSource
 LEVELS = ("weights", "layers", "model")
 
 
-@dataclass(frozen=True, slots=True)
-class CompareRequest:
+class CompareRequest(Struct, frozen=True):
     """Outputs and the model that they were converted from. Each is verified to `level`, and its
     experts are measured at these `tokens`."""
 

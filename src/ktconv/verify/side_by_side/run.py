@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ktconv import __version__
 from ktconv.errors import UsageError
@@ -39,8 +40,7 @@ MEASURES = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(Struct, frozen=True):
     """One conversion, or the model itself."""
 
     name: str
@@ -67,8 +67,7 @@ class Row:
         }
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(Struct, frozen=True):
     """The model first, then its conversions as they were given."""
 
     level: str

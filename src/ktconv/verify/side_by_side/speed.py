@@ -7,11 +7,11 @@ counted as often as there are such layers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.bench.cases import Layer, Request, prepare
@@ -24,8 +24,7 @@ from ktconv.targets.encoded.recipe import parse_recipe
 from ktconv.writer.manifest import Manifest, read_manifest
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
+class Speed(Struct, frozen=True):
     """`tokens_per_s` by tokens of a step; empty, with the reason, where our kernels cannot."""
 
     tokens_per_s: Mapping[int, float]

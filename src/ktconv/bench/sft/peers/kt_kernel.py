@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from ktconv import native
@@ -28,8 +28,7 @@ _PROJECTIONS = ("gate", "up", "down")
 _CHUNK = 32  # its buffers are for a multiple of so many tokens
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(Struct, frozen=True):
     """A class of the extension module, and the step of supported sizes."""
 
     class_name: str

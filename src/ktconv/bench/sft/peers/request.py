@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from ktconv.bench.peers.request import facts_of
 from ktconv.bench.presets import Shape
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(Struct, frozen=True):
     """One peer and one call. Weights, LoRA matrices, tokens and routings follow from the seed, so
     that they are those of our own rows."""
 
@@ -27,8 +26,7 @@ class Request:
         return cls(**facts_of(text))
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(Struct, frozen=True):
     """The first answer: the peer has been checked, and is warm."""
 
     errors: dict[str, float]  # by gradients.NAMES, against fp32 on the peer's own weights

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 
@@ -16,8 +15,7 @@ from ktconv.train.gradients import Call
 Make = Callable[[Sequence[GatedMatrices], Call, int], Trained]  # of experts, a call and threads
 
 
-@dataclass(frozen=True)
-class Spec(Package):
+class Spec(Package, frozen=True):
     """A row of PEERS. `method` of ours has the same weights; it is compared with `methods`.
 
     `waiting`: threads besides those that compute which wait without sleeping, so that they need

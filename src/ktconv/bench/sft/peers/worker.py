@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
 from itertools import cycle
 from typing import Any
 
 import torch
+from msgspec.structs import asdict
 
 from ktconv.bench.limits import settle
 from ktconv.bench.peers.base import PeerError, is_plain

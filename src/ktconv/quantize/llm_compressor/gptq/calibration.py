@@ -15,9 +15,10 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.model import load
@@ -30,8 +31,7 @@ _COPY = "copy tokenizer.json and tokenizer_config.json of this model next to its
 _RECORDS = 'each record needs "text" (a string) or "messages" (a list with role and content)'
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
+class Samples(Struct, frozen=True):
     """Token ids, a list per sample, and where they come from (JSON-ready, for the manifest)."""
 
     ids: Sequence[Sequence[int]]
@@ -131,8 +131,7 @@ def _from_text(settings: Calibration, tokenizer: Any) -> tuple[list[list[int]], 
 # ---- records ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Records:
+class _Records(Struct, frozen=True):
     """Records that can be drawn in any order."""
 
     count: int

@@ -7,10 +7,10 @@ counts of the router alone show how well the text represents an expert.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv.system.arrays import I64
 from ktconv.system.text import first_few
@@ -19,8 +19,7 @@ from ktconv.system.text import first_few
 SELDOM = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class LayerCoverage:
+class LayerCoverage(Struct, frozen=True):
     """One layer. `routed[e]` is the number of tokens that the router sent to expert e, `top_k`
     the experts per token. `fell_back` names matrices ("12.up") that were rounded to the nearest
     level because GPTQ could not be computed for them."""
@@ -60,17 +59,12 @@ class LayerCoverage:
         )
 
 
-@dataclass(slots=True)
 class Counter:
     """Adds up what routers chose, batch by batch, of one layer."""
 
-    experts: int
-    top_k: int = 0
-    tokens: int = 0
-    routed: I64 = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.routed = np.zeros(self.experts, np.int64)
+    def __init__(self, experts: int) -> None:
+        self.tokens = self.top_k = 0
+        self.routed: I64 = np.zeros(experts, np.int64)
 
     def add(self, chosen: I64) -> None:
         """`chosen` [M, K]: the experts of M tokens, -1 for none. Rows without any do not count:
@@ -78,7 +72,7 @@ class Counter:
         there = chosen >= 0
         self.tokens += int(there.any(axis=1).sum())
         self.top_k = chosen.shape[1]
-        self.routed += np.bincount(chosen[there], minlength=self.experts)
+        self.routed += np.bincount(chosen[there], minlength=self.routed.size)
 
     def result(self, fell_back: Iterable[str]) -> LayerCoverage:
         return LayerCoverage(self.tokens, self.top_k, self.routed.tolist(), sorted(fell_back))

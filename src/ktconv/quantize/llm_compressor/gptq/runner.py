@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv.quantize.llm_compressor.library import quiet  # before what it silences
 
@@ -41,8 +41,7 @@ MOST_AT_ONCE = 15
 OF_LIBRARIES = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedMatrix:
+class QuantizedMatrix(Struct, frozen=True):
     """One projection of one expert in packed form (`rounding.Rounded`), and as the source has
     it."""
 

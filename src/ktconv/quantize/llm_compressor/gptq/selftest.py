@@ -7,9 +7,10 @@ rounded to nearest with the same scales. Better to fail after one layer than aft
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 from ktconv.errors import VerificationError
@@ -23,8 +24,7 @@ SAMPLES, TOKENS = 2, 512
 TOLERANCE = 1.05
 
 
-@dataclass(frozen=True, slots=True)
-class SelfTest:
+class SelfTest(Struct, frozen=True):
     """Relative RMS errors of a layer's outputs: with GPTQ, and rounded to nearest."""
 
     layer: int

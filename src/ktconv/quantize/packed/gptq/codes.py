@@ -9,10 +9,10 @@ once for each of MULTIPLES of its searched scales, and the result with the small
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import Struct
 
 from ktconv import native
 from ktconv.formats.search import MULTIPLES
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 LEAST_DAMPING, MORE_DAMPING = 0.03, 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class Factor:
+class Factor(Struct, frozen=True):
     """Factor that follows from H [K, K]: `order` in which columns are rounded, and U, float32 [K,
     K], upper triangular, with H^-1 = U^T U, H in that order and damped."""
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ktconv import native
 from ktconv.conversion.tasks import Advance
@@ -46,8 +47,7 @@ def _memory(layer: MoELayer) -> int:
     return 4 * 5 * largest**2 + (4 + 4 + 3 + 1) * hidden * inner
 
 
-@dataclass(frozen=True)
-class CompensatedExpert:
+class CompensatedExpert(Struct, frozen=True):
     """A `Task`: all projections of one expert. gate and up have the same inputs, and so one
     factor."""
 
@@ -95,8 +95,7 @@ class CompensatedExpert:
         yield ["down"]
 
 
-@dataclass(frozen=True)
-class CalibratedMatrix(QuantizeTask):
+class CalibratedMatrix(QuantizeTask, frozen=True):
     """One projection: with codes int8 [N, K] and scales [N, groups of columns] that are given, or
     those of the search."""
 

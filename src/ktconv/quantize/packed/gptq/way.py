@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import asdict
 
 from ktconv.conversion.pipeline import Task
 from ktconv.errors import UsageError

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ktconv import native
 from ktconv.conversion.tasks import Advance
@@ -43,8 +44,7 @@ _TOGETHER = 8  # threads that add up squares at a time, each with buffers of its
 _KEPT = 64  # experts whose weights of down are kept
 
 
-@dataclass(frozen=True, slots=True)
-class NormWeights:
+class NormWeights(Struct, frozen=True):
     """Weights of one layer that follow from its norm alone."""
 
     gate_up: F32 | None  # [H]; None: all errors count the same
@@ -135,8 +135,7 @@ def _notes(without: list[int]) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class WeighedTask:
+class WeighedTask(Struct, frozen=True):
     """Converts down, alone or folded with up, with weights that its worker computes."""
 
     task: QuantizeTask | FoldTask

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from ktconv.writer.shards import Tensor
 
@@ -13,8 +14,7 @@ if TYPE_CHECKING:
     from ktconv.system.arrays import U8, Array
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
+class Sizes(Struct, frozen=True):
     """Sizes of kt_encode's result for a matrix [rows, cols]; without scales `scale_shape` is (0,
     0)."""
 
