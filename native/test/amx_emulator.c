@@ -8,13 +8,14 @@
  *
  * A handler of SIGILL that performs LDTILECFG, STTILECFG, TILERELEASE, TILEZERO, TILELOADD(T1),
  * TILESTORED, TDPBSSD/SUD/USD/UUD and TDPBF16PS as the Intel SDM (volume 2, the pages of these
- * instructions) says, for the thread that executed them, and counts them.
+ * instructions) says, for the thread that executed them, and counts them. An instruction that was
+ * performed once is a breakpoint in this process's memory, and goes to a handler of SIGTRAP.
  *
- *   cc -std=c11 -O2 -shared -fPIC native/test/amx_emulator.c -o amx_emulator.so -lm
+ *   cc -std=c11 -O2 -shared -fPIC native/test/amx_emulator.c -o amx_emulator.so
  *
- * kt_amx_emulator_step() makes a thread stop behind every instruction from its first product on, so
- * that those between two products are counted: a CPU switches AMX off where nothing is multiplied
- * for some hundred nanoseconds, which no counter of AMX instructions shows.
+ * kt_amx_emulator_step() makes a thread stop behind every instruction from its first product on, up
+ * to a limit, so that those between two products are counted: a CPU switches AMX off where nothing
+ * is multiplied for some hundred nanoseconds, which no counter of AMX instructions shows.
  *
  * Load it into a process (it installs itself), or LD_PRELOAD it: then it also grants the
  * tile state that a process asks the kernel for, and with KT_AMX_EMULATOR_REPORT=FILE it
@@ -29,7 +30,7 @@
 #include <cpuid.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <math.h>
+#include <immintrin.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -37,10 +38,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <ucontext.h>
 #include <unistd.h>
-#include <xmmintrin.h>
 
 enum { TILES = 8, ROWS = 16, ROW_SIZE = 64, THREADS = 512, TRAP_FLAG = 0x100 };
 
@@ -61,17 +62,13 @@ void kt_amx_emulator_counts(uint64_t out[COUNTERS]) {
   for (int i = 0; i < COUNTERS; i++) out[i] = atomic_load(&counters[i]);
 }
 
-/* Between two products of a thread: how many other instructions at most, and how often more than
- * `gap_limit`, which is 0 where no thread stops behind instructions. AMX's own do not count. */
-static atomic_ullong gap_limit, longest_gap, long_gaps;
+/* How often more than `gap_limit` other instructions are between two products of a thread; 0 where
+ * no thread stops behind instructions. AMX's own do not count. */
+static atomic_ullong gap_limit, long_gaps;
 
-void kt_amx_emulator_gaps(uint64_t out[2]) {
-  out[0] = atomic_load(&longest_gap);
-  out[1] = atomic_load(&long_gaps);
-}
+uint64_t kt_amx_emulator_gaps(void) { return atomic_load(&long_gaps); }
 
 void kt_amx_emulator_reset(void) {
-  atomic_store(&longest_gap, 0);
   atomic_store(&long_gaps, 0);
   for (int i = 0; i < COUNTERS; i++) atomic_store(&counters[i], 0);
   atomic_fetch_add(&resets, 1);
@@ -90,7 +87,7 @@ typedef struct tile {
 typedef struct state {
   atomic_int thread; /* 0: free */
   int palette, start_row, resets;
-  int64_t since; /* instructions since the last product */
+  uint64_t since; /* instructions since the last product; ends behind gap_limit */
   tile tiles[TILES];
 } state;
 
@@ -166,8 +163,10 @@ static state *own_state(void) {
 /* ---- Decoding: VEX.128.pp.0F38.W0 opcode ModRM [SIB] [displacement] ---------- */
 
 enum { PREFIX_NONE = 0, PREFIX_66 = 1, PREFIX_F3 = 2, PREFIX_F2 = 3 };
+enum { VEX3 = 0xc4, BREAKPOINT = 0xcc }; /* the first byte, and what mark() makes of it */
 
 typedef struct instruction {
+  uint8_t *start;
   int prefix, opcode, mod, reg, rm, vvvv;
   int length;
   uint8_t *address; /* of memory operands; for tile loads and stores: of row 0 */
@@ -213,8 +212,10 @@ static const uint8_t *decode_address(instruction *in, const ucontext_t *context,
 
 /* 0 unless it has the form of an AMX instruction. */
 static int decode(instruction *in, const ucontext_t *context) {
-  const uint8_t *const start = (const uint8_t *)context->uc_mcontext.gregs[REG_RIP];
-  if (start[0] != 0xc4 || (start[1] & 0x1f) != 2) return 0; /* three-byte VEX, map 0F38 */
+  uint8_t *const start = (uint8_t *)context->uc_mcontext.gregs[REG_RIP];
+  if (start[0] != VEX3 && start[0] != BREAKPOINT) return 0;
+  if ((start[1] & 0x1f) != 2) return 0; /* map 0F38 */
+  in->start = start;
   const int x = !(start[1] & 0x40), b = !(start[1] & 0x20), w = start[2] >> 7;
   if (w || start[2] & 4 || !(start[1] & 0x80)) return 0; /* W0, L0; VEX.R would be tile 8 */
   in->prefix = start[2] & 3;
@@ -350,66 +351,71 @@ static void clear_rest(tile *c) {
   }
 }
 
-static int byte_value(uint8_t byte, int is_signed) { return is_signed ? (int8_t)byte : byte; }
+/* Every CPU that is emulated has these (helpers/amx.py); columns that are not there are 0. */
+#define VECTORS __attribute__((target("avx512f,avx512bw")))
 
-/* Whole rows of 16 columns, so that compilers use vectors; columns that are not there are 0. */
-static void int8_product(tile *c, const tile *a, const tile *b, int a_signed, int b_signed) {
-  enum { COLUMNS = ROW_SIZE / 4 };
-  int32_t wide[ROW_SIZE][COLUMNS]; /* b, transposed within groups of 4 bytes */
-  for (int k = 0; k < a->colsb; k++)
-    for (int n = 0; n < COLUMNS; n++)
-      wide[k][n] = byte_value(b->data[k / 4][4 * n + k % 4], b_signed);
+/* Of 32 words the lower bytes, or the upper ones, as 16-bit numbers. */
+VECTORS static __m512i lower_bytes(__m512i words, int is_signed) {
+  const __m512i up = _mm512_slli_epi16(words, 8);
+  return is_signed ? _mm512_srai_epi16(up, 8) : _mm512_srli_epi16(up, 8);
+}
+
+VECTORS static __m512i upper_bytes(__m512i words, int is_signed) {
+  return is_signed ? _mm512_srai_epi16(words, 8) : _mm512_srli_epi16(words, 8);
+}
+
+VECTORS static void int8_product(tile *c, const tile *a, const tile *b, int a_signed,
+                                 int b_signed) {
   for (int m = 0; m < c->rows; m++) {
-    uint32_t sums[COLUMNS];
-    memcpy(sums, c->data[m], sizeof sums);
-    for (int k = 0; k < a->colsb; k++) {
-      const int32_t left = byte_value(a->data[m][k], a_signed);
-      for (int n = 0; n < COLUMNS; n++) sums[n] += (uint32_t)(left * wide[k][n]);
+    __m512i sums = _mm512_loadu_si512(c->data[m]);
+    for (int k = 0; k < a->colsb / 4; k++) {
+      const __m512i left = _mm512_set1_epi32(read_int32(a->data[m] + 4 * k));
+      const __m512i right = _mm512_loadu_si512(b->data[k]);
+      sums = _mm512_add_epi32(
+          sums, _mm512_madd_epi16(lower_bytes(left, a_signed), lower_bytes(right, b_signed)));
+      sums = _mm512_add_epi32(
+          sums, _mm512_madd_epi16(upper_bytes(left, a_signed), upper_bytes(right, b_signed)));
     }
-    memcpy(c->data[m], sums, sizeof sums);
+    _mm512_storeu_si512(c->data[m], sums);
   }
   clear_rest(c);
 }
 
-static float bf16_at(const uint8_t *row, int i) {
-  uint16_t half;
-  memcpy(&half, row + 2 * i, sizeof half);
-  const uint32_t bits = (uint32_t)half << 16;
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
+/* Of 16 pairs of bf16 the first numbers, or the second ones. */
+VECTORS static __m512 first_of(__m512i pairs) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+}
+
+VECTORS static __m512 second_of(__m512i pairs) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_srli_epi32(pairs, 16), 16));
 }
 
 /* Even and odd columns in two sums of fused operations from 0, added together and then to c.
  * MXCSR: to nearest even, denormals are zero and flushed to zero, whatever the thread's. */
-__attribute__((target("fma"))) static void bf16_product(tile *c, const tile *a, const tile *b) {
+VECTORS static void bf16_product(tile *c, const tile *a, const tile *b) {
   const unsigned before = _mm_getcsr();
   _mm_setcsr(0x9fc0);
-  for (int m = 0; m < c->rows; m++)
-    for (int n = 0; n < c->colsb / 4; n++) {
-      float even = 0.0f, odd = 0.0f, sum;
-      for (int k = 0; k < a->colsb / 4; k++) {
-        even = __builtin_fmaf(bf16_at(a->data[m], 2 * k), bf16_at(b->data[k], 2 * n), even);
-        odd = __builtin_fmaf(bf16_at(a->data[m], 2 * k + 1), bf16_at(b->data[k], 2 * n + 1), odd);
-      }
-      memcpy(&sum, c->data[m] + 4 * n, sizeof sum);
-      sum += even + odd;
-      memcpy(c->data[m] + 4 * n, &sum, sizeof sum);
+  for (int m = 0; m < c->rows; m++) {
+    __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
+    for (int k = 0; k < a->colsb / 4; k++) {
+      const __m512i left = _mm512_set1_epi32(read_int32(a->data[m] + 4 * k));
+      const __m512i right = _mm512_loadu_si512(b->data[k]);
+      even = _mm512_fmadd_ps(first_of(left), first_of(right), even);
+      odd = _mm512_fmadd_ps(second_of(left), second_of(right), odd);
     }
+    const __m512 sum = _mm512_loadu_ps(c->data[m]);
+    _mm512_storeu_ps(c->data[m], _mm512_add_ps(sum, _mm512_add_ps(even, odd)));
+  }
   _mm_setcsr(before);
   clear_rest(c);
 }
 
 static void end_gap(state *s, ucontext_t *context) {
-  const uint64_t limit = atomic_load(&gap_limit), gap = (uint64_t)s->since;
-  greg_t *const flags = &context->uc_mcontext.gregs[REG_EFL];
-  if (limit && *flags & TRAP_FLAG) {
-    uint64_t longest = atomic_load(&longest_gap);
-    while (gap > longest && !atomic_compare_exchange_weak(&longest_gap, &longest, gap)) continue;
-    if (gap > limit) atomic_fetch_add(&long_gaps, 1);
-  }
+  const uint64_t limit = atomic_load(&gap_limit);
+  if (!limit) return;
+  if (s->since > limit) atomic_fetch_add(&long_gaps, 1);
   s->since = 0;
-  if (limit) *flags |= TRAP_FLAG;
+  context->uc_mcontext.gregs[REG_EFL] |= TRAP_FLAG;
 }
 
 static void product(state *s, const instruction *in) {
@@ -489,44 +495,76 @@ static void pass_on(int number, siginfo_t *info, void *context) {
   atomic_flag_clear(&passing);
 }
 
-static void on_illegal(int number, siginfo_t *info, void *opaque) {
-  ucontext_t *const context = opaque;
-  const int kept = errno;
+/* From now on a breakpoint is there: virtual machines leave it to the kernel, and take eight times
+ * as long for an illegal instruction (12 us instead of 1.5). A thread finds one byte or the other.
+ * Where the page cannot be written, the instruction stays. */
+static void mark(uint8_t *start) {
+  enum { PAGE = 4096 };
+  void *const page = (void *)((uintptr_t)start & -(uintptr_t)PAGE);
+  if (*start == VEX3 && mprotect(page, PAGE, PROT_READ | PROT_WRITE | PROT_EXEC) == 0)
+    *(volatile uint8_t *)start = BREAKPOINT;
+}
+
+/* Of tiles' data: the others are the CPU's own where it has AMX. */
+static int is_of_data(const instruction *in) {
+  return in->opcode != 0x49 || (in->mod == 3 && in->prefix == PREFIX_F2);
+}
+
+/* Performs the instruction, and those that follow: a signal takes longer than any of them. 0 if it
+ * is none. */
+static int perform_some(ucontext_t *context) {
   instruction in;
   state *const s = decode(&in, context) ? own_state() : NULL;
   if (s) take_config(s, context);
-  if (s && perform(s, &in)) {
+  if (!s || !perform(s, &in)) return 0;
+  mark(in.start);
+  do {
     if (in.opcode == 0x5c || in.opcode == 0x5e) end_gap(s, context);
-    give_config(s, context);
     context->uc_mcontext.gregs[REG_RIP] += in.length;
-  } else
-    pass_on(number, info, opaque);
+  } while (decode(&in, context) && is_of_data(&in) && perform(s, &in));
+  give_config(s, context);
+  return 1;
+}
+
+static void on_illegal(int number, siginfo_t *info, void *context) {
+  const int kept = errno;
+  if (!perform_some(context)) pass_on(number, info, context);
   errno = kept;
 }
 
-/* Takes SIGILL, unless it has it already. */
+/* A breakpoint, or the end of an instruction in a thread that stops behind each. Breakpoints of
+ * others end the process, as without us. */
+static void on_trap(int number, siginfo_t *info, void *opaque) {
+  enum { BREAKPOINT_TRAP = 3 };
+  ucontext_t *const context = opaque;
+  greg_t *const registers = context->uc_mcontext.gregs;
+  const int kept = errno;
+  (void)info;
+  if (registers[REG_TRAPNO] != BREAKPOINT_TRAP) {
+    const uint64_t limit = atomic_load(&gap_limit);
+    if (!limit || ++own_state()->since > limit) registers[REG_EFL] &= ~(greg_t)TRAP_FLAG;
+  } else {
+    registers[REG_RIP]--; /* it is behind the byte */
+    if (!perform_some(context)) signal(number, SIG_DFL);
+  }
+  errno = kept;
+}
+
+/* Takes SIGILL and SIGTRAP, unless it has them already. */
 void kt_amx_emulator_install(void) {
   struct sigaction ours = {.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER}, now;
-  ours.sa_sigaction = on_illegal;
   sigemptyset(&ours.sa_mask);
+  ours.sa_sigaction = on_trap;
+  sigaction(SIGTRAP, &ours, NULL);
+  ours.sa_sigaction = on_illegal;
   sigaction(SIGILL, NULL, &now);
   if (now.sa_flags & SA_SIGINFO && now.sa_sigaction == on_illegal) return;
   sigaction(SIGILL, &ours, &before);
 }
 
-static void on_step(int number, siginfo_t *info, void *opaque) {
-  ucontext_t *const context = opaque;
-  (void)number, (void)info;
-  own_state()->since++;
-  if (!atomic_load(&gap_limit)) context->uc_mcontext.gregs[REG_EFL] &= ~(greg_t)TRAP_FLAG;
-}
-
-/* 0: no more. Takes SIGTRAP. */
+/* While no other thread uses tiles. 0: no more. */
 void kt_amx_emulator_step(uint64_t limit) {
-  struct sigaction ours = {.sa_flags = SA_SIGINFO | SA_ONSTACK};
-  ours.sa_sigaction = on_step;
-  sigemptyset(&ours.sa_mask);
-  sigaction(SIGTRAP, &ours, NULL);
+  for (int i = 0; i < THREADS; i++) states[i].since = 0;
   atomic_store(&gap_limit, limit);
 }
 

@@ -58,3 +58,5 @@ AMX void kt_test_addresses(const uint8_t *from, uint8_t *to) {
 }
 
 void kt_test_undefined(void) { __asm__ volatile("ud2"); }
+
+void kt_test_breakpoint(void) { __asm__ volatile("int3"); }

@@ -62,6 +62,7 @@ class Emulator:
     def __init__(self, library: Path) -> None:
         self.path = library
         self._lib = ctypes.CDLL(str(library))
+        self._lib.kt_amx_emulator_gaps.restype = ctypes.c_uint64
 
     def install(self) -> None:
         """Takes SIGILL again, in case somebody else did: pytest's faulthandler does."""
@@ -77,19 +78,18 @@ class Emulator:
 
     @contextmanager
     def stepping(self, limit: int) -> Iterator[None]:
-        """While open, instructions between products are counted (see `gaps`), slowly."""
+        """While open, instructions between products are counted up to the limit,
+        slowly (see `long_gaps`)."""
         self._lib.kt_amx_emulator_step(ctypes.c_uint64(limit))
         try:
             yield
         finally:
             self._lib.kt_amx_emulator_step(ctypes.c_uint64(0))
 
-    def gaps(self) -> tuple[int, int]:
-        """Instructions other than AMX's between two products of a thread: at most how many, and
-        how often more than the limit."""
-        out = (ctypes.c_uint64 * 2)()
-        self._lib.kt_amx_emulator_gaps(out)
-        return out[0], out[1]
+    def long_gaps(self) -> int:
+        """How often more instructions than the limit, other than AMX's, were between two products
+        of a thread."""
+        return int(self._lib.kt_amx_emulator_gaps())
 
     def environment(self, report: Path) -> dict[str, str]:
         """For a program that is to run under the emulator and leave its counters in `report`."""

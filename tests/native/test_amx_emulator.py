@@ -170,6 +170,17 @@ def test_address_forms(one: ctypes.CDLL) -> None:
     assert not target[3072:].any()
 
 
+def test_what_was_performed_is_a_breakpoint(one: ctypes.CDLL, emulator: amx.Emulator) -> None:
+    """Which virtual machines raise in an eighth of the time."""
+    code = ctypes.cast(one.kt_test_product, ctypes.c_void_p)
+    rng = np.random.default_rng(2)
+    a, b = (rng.integers(0, 256, (16, 64), np.uint8) for _ in range(2))
+    zeros = np.zeros((16, 64), np.uint8)
+    first, second = (multiply(one, "ssd", a, b, zeros) for _ in range(2))
+    assert np.array_equal(first, second) and first.any()
+    assert b"\xcc\xe2" in ctypes.string_at(code, 64)
+
+
 def test_configuration_is_kept_and_released(one: ctypes.CDLL) -> None:
     wanted = config({0: (16, 64), 5: (3, 20)})
     one.kt_test_load_config(pointer(wanted))
@@ -295,6 +306,7 @@ FAULTS = {
         signal.SIGILL,
     ),
     "no instruction": ("lib.kt_test_undefined()", signal.SIGILL),
+    "a breakpoint of others": ("lib.kt_test_breakpoint()", signal.SIGTRAP),
 }
 
 
