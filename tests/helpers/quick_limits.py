@@ -1,5 +1,5 @@
-"""Limits of the machine measured in milliseconds, in a server of disk_calls that imports this:
-tests that run `bench` there judge no figures."""
+"""Limits of the machine measured in milliseconds, in a process that imports this: tests that run
+`bench` there judge no figures."""
 
 from functools import partial
 
