@@ -31,18 +31,19 @@ INLINE float per_step(const float_kind n, int32_t here) {
 }
 
 /* Adds `span` columns (LANES or twice as many) that share a scale, by `power` one that is a power
- * of two, of which a product with the reciprocal is the quotient; bits of their largest magnitude.
+ * of two, of which a product with the reciprocal is the quotient; their largest magnitude.
  * A level may have its own, with the same sums. */
 #ifndef KT_ENCODED_OWN_FLOATS
 typedef row_sums float_sums;
+typedef int32_t float_most;
 
 INLINE void begin_floats(float_sums *sum) { *sum = (float_sums){{0}, {0}, {0}, {0}, {0}, {0}}; }
 
 INLINE void end_floats(const float_sums *sum, row_sums *row) { *row = *sum; }
 
-INLINE int32_t compare_floats(const float_kind n, const float *restrict w,
-                              const uint8_t *restrict codes, float divisor, const int power,
-                              const int span, float_sums *restrict sum) {
+INLINE float_most compare_floats(const float_kind n, const float *restrict w,
+                                 const uint8_t *restrict codes, float divisor, const int power,
+                                 const int span, float_sums *restrict sum) {
   float error[PIECE], value[PIECE], steps[PIECE], q[PIECE];
   int32_t place[PIECE], sign[PIECE];
   int32_t zero[PIECE], other[PIECE], most = 0;
@@ -76,6 +77,25 @@ INLINE int32_t compare_floats(const float_kind n, const float *restrict w,
       sum->others[i] += other[side + i];
     }
   return most;
+}
+
+/* What a level knows of codes, where one is `known` steps off already. */
+typedef float float_bounds;
+
+INLINE float_bounds float_bounds_of(float known) { return known; }
+
+/* compare_floats */
+INLINE float_most compare_group(const float_kind n, const float *w, const uint8_t *codes,
+                                float divisor, const int power, const int span,
+                                const float_bounds *bounds, float_sums *sum) {
+  (void)bounds;
+  return compare_floats(n, w, codes, divisor, power, span, sum);
+}
+
+INLINE int32_t bits_of_most(float_most most) { return most; }
+
+INLINE void bits_of_all(const float_most *most, int64_t groups, int32_t *bits) {
+  for (int64_t g = 0; g < groups; g++) bits[g] = most[g];
 }
 #endif
 
@@ -177,22 +197,25 @@ static __attribute__((noinline)) void float_values(const kt_encoded_job *job, co
 /* Adds columns of a row that begin with group `at`, whose groups have `fixed` columns. */
 INLINE void compare_groups(const kt_encoded_job *job, const float_kind n, const int kind,
                            const int64_t fixed, int64_t at, const float *w, const uint8_t *codes,
-                           int64_t cols, float_sums *sum, kt_encoded_audit *found) {
+                           int64_t cols, float known, float_sums *sum, kt_encoded_audit *found) {
   float divisor[KT_AUDIT_SUMMED / LANES];
-  int32_t most[KT_AUDIT_SUMMED / LANES];
+  float_most most[KT_AUDIT_SUMMED / LANES];
+  int32_t bits[KT_AUDIT_SUMMED / LANES];
   const int64_t groups = cols / fixed;
+  const float_bounds bounds = float_bounds_of(known);
   for (int64_t g = 0; g < groups; g++) divisor[g] = divisor_of(job, kind, at + g);
   for (int64_t g = 0; g < groups; g++)
-    most[g] = compare_floats(n, w + g * fixed, codes + g * fixed, divisor[g],
-                             kind != KT_ENCODE_NVFP4, (int)fixed, sum);
-  finish_groups(job, kind, at, groups, most, found);
+    most[g] = compare_group(n, w + g * fixed, codes + g * fixed, divisor[g],
+                            kind != KT_ENCODE_NVFP4, (int)fixed, &bounds, sum);
+  bits_of_all(most, groups, bits);
+  finish_groups(job, kind, at, groups, bits, found);
 }
 
 /* Adds columns of a row that share a scale. */
 INLINE void compare_columns(const float_kind n, const float *w, const uint8_t *codes, int64_t cols,
                             float divisor, group_state *group, float_sums *sum) {
   for (int64_t c = 0; c < cols; c += PIECE) {
-    const int32_t most = compare_floats(n, w + c, codes + c, divisor, 0, PIECE, sum);
+    const int32_t most = bits_of_most(compare_floats(n, w + c, codes + c, divisor, 0, PIECE, sum));
     group->most = most > group->most ? most : group->most;
   }
 }
@@ -205,7 +228,7 @@ INLINE void audit_floats(const kt_encoded_job *job, const float_kind n, const in
   const int64_t at_once = across ? 2 * KT_AUDIT_ROWS : 1, high = tall ? TALL : at_once;
   const int64_t block = across ? KT_AUDIT_GATHERED : KT_AUDIT_SUMMED;
   group_state of_row[2 * KT_AUDIT_ROWS] = {{0}}, of_block[KT_AUDIT_SUMMED / TALL] = {{0}};
-  sums all = {{0}, {0}, {0}, {0}, 0, 0};
+  sums all = {{0}, {0}, {0}, 0, 0, 0};
   for (int64_t first = 0; first < m->rows; first += high)
     for (int64_t col = 0, width; col < m->cols; col += width) {
       const int64_t end = least(first + high, m->rows);
@@ -223,8 +246,8 @@ INLINE void audit_floats(const kt_encoded_job *job, const float_kind n, const in
           begin_floats(&running);
           const int64_t line = (tall ? (row + r) / TALL : row + r) * job->groups;
           if (fixed) {
-            compare_groups(job, n, kind, fixed, line + col / fixed, w, codes, width, &running,
-                           found);
+            compare_groups(job, n, kind, fixed, line + col / fixed, w, codes, width, all.known,
+                           &running, found);
           } else if (tall) {
             for (int64_t c = 0; c < width; c += TALL)
               compare_columns(n, w + c, codes + c, least(TALL, width - c),
@@ -250,7 +273,7 @@ INLINE void audit_floats(const kt_encoded_job *job, const float_kind n, const in
         finish_floats(job, kind, first / TALL * job->groups + (col + c) / TALL, of_block + c / TALL,
                       found);
     }
-  found->max_steps = (double)largest(all.most_steps);
+  found->max_steps = (double)all.known;
   found->squared_source += total(all.source);
   found->squared_error += total(all.error);
   found->squared_value += total(all.value);
@@ -265,7 +288,7 @@ static __attribute__((noinline)) void audit_bf16(const kt_encoded_job *job,
   const int across = is_across(m);
   const int64_t at_once = across ? 2 * KT_AUDIT_ROWS : 1;
   const int64_t block = across ? KT_AUDIT_GATHERED : KT_AUDIT_SUMMED;
-  sums all = {{0}, {0}, {0}, {0}, 0, 0};
+  sums all = {{0}, {0}, {0}, 0, 0, 0};
   for (int64_t row = 0; row < m->rows; row += at_once)
     for (int64_t col = 0, width; col < m->cols; col += width) {
       uint8_t room[ROOM_BYTES];

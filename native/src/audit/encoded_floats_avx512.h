@@ -6,8 +6,11 @@
 #ifndef KT_AUDIT_ENCODED_FLOATS_AVX512_H
 #define KT_AUDIT_ENCODED_FLOATS_AVX512_H
 
+#include "../simd/constants_avx512.h"
 #include "../simd/unroll.h"
 #include "encoded_sums.h"
+
+#include <math.h>
 
 #define KT_ENCODED_OWN_FLOATS
 
@@ -15,6 +18,8 @@ typedef struct float_sums {
   __m512 source, error, value, most_steps;
   __m512i zeros, others;
 } float_sums;
+
+typedef __m512i float_most; /* lanes, of bits */
 
 INLINE void begin_floats(float_sums *sum) {
   const __m512 none = _mm512_setzero_ps();
@@ -122,13 +127,109 @@ INLINE __m512i compare_16(const float_kind n, const float *from, const uint8_t *
   return magnitude;
 }
 
-INLINE int32_t compare_floats(const float_kind n, const float *w, const uint8_t *codes,
-                              float divisor, const int power, const int span, float_sums *sum) {
+INLINE float_most compare_floats(const float_kind n, const float *w, const uint8_t *codes,
+                                 float divisor, const int power, const int span, float_sums *sum) {
   const __m512 by = _mm512_set1_ps(divisor), inverse = _mm512_set1_ps(1.0f / divisor);
   __m512i most = compare_16(n, w, codes, by, inverse, power, sum);
   if (span == PIECE)
     most = _mm512_max_epi32(most, compare_16(n, w + LANES, codes + LANES, by, inverse, power, sum));
-  return _mm512_reduce_max_epi32(most);
+  return most;
+}
+
+/* By code of E2M1 (8 magnitudes, then their negatives): what it stands for, and the interval of
+ * quotients that have it for certain and are less than `known` steps off. */
+typedef struct float_bounds {
+  __m512 level, first, last;
+  __m512i magnitude, one; /* constants */
+} float_bounds;
+
+INLINE __m512 twice_ps(float a, float b, float c, float d, float e, float f, float g, float h) {
+  return _mm512_setr_ps(a, b, c, d, e, f, g, h, a, b, c, d, e, f, g, h);
+}
+
+INLINE float_bounds float_bounds_of(float known) {
+  const __m512 level = twice_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
+  const __m512 step = twice_ps(0.5f, 0.5f, 0.5f, 0.5f, 1.0f, 1.0f, 2.0f, 2.0f);
+  const __m512 first = twice_ps(0.0f, ABOVE(0.25f), ABOVE(0.75f), ABOVE(1.25f), ABOVE(1.75f),
+                                ABOVE(2.5f), ABOVE(3.5f), ABOVE(5.0f));
+  const __m512 last = twice_ps(BELOW(0.25f), BELOW(0.75f), BELOW(1.25f), BELOW(1.75f), BELOW(2.5f),
+                               BELOW(3.5f), BELOW(5.0f), INFINITY);
+  const __m512 reach = _mm512_mul_ps(step, _mm512_set1_ps(certain_steps(known)));
+  const __m512 from = _mm512_max_ps(first, _mm512_sub_ps(level, reach));
+  const __m512 until = _mm512_min_ps(last, _mm512_add_ps(level, reach));
+  const __m512 minus = _mm512_set1_ps(-0.0f);
+  const __mmask16 negative = 0xff00;
+  return (float_bounds){_mm512_mask_xor_ps(level, negative, level, minus),
+                        _mm512_mask_xor_ps(from, negative, until, minus),
+                        _mm512_mask_xor_ps(until, negative, from, minus), kt_in_register(7),
+                        kt_in_register(1)};
+}
+
+/* Adds 16 columns of E2M1, `within` only if all weights are in their intervals; magnitudes. */
+INLINE __m512i add_certain(const float *from, const uint8_t *codes, float_bounds at,
+                           __mmask16 *within, float_sums *sum) {
+  const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)codes));
+  const __m512 w = _mm512_loadu_ps(from), value = _mm512_permutexvar_ps(code, at.level);
+  const __m512 error = _mm512_sub_ps(w, value);
+  const __m512 first = _mm512_permutexvar_ps(code, at.first);
+  const __m512 last = _mm512_permutexvar_ps(code, at.last);
+  *within = _mm512_mask_cmp_ps_mask(*within, w, first, _CMP_GE_OQ);
+  *within = _mm512_mask_cmp_ps_mask(*within, w, last, _CMP_LE_OQ);
+  const __mmask16 zero = _mm512_testn_epi32_mask(code, at.magnitude);
+  sum->zeros = _mm512_mask_add_epi32(sum->zeros, zero, sum->zeros, at.one);
+  sum->source = _mm512_add_ps(sum->source, _mm512_mul_ps(w, w));
+  sum->error = _mm512_add_ps(sum->error, _mm512_mul_ps(error, error));
+  sum->value = _mm512_add_ps(sum->value, _mm512_mul_ps(value, value));
+  return _mm512_and_si512(_mm512_castps_si512(w), _mm512_set1_epi32(0x7fffffff));
+}
+
+/* A division takes as long as the rest. Products with powers of two are exact, and often the middle
+ * between two codes: there is no interval for these. */
+INLINE float_most compare_group(const float_kind n, const float *w, const uint8_t *codes,
+                                float divisor, const int power, const int span,
+                                const float_bounds *bounds, float_sums *sum) {
+  if (n.sign == 3 && !power && divisor >= 0x1p-100f && divisor <= 0x1p100f) { /* normal products */
+    const __m512 by = _mm512_set1_ps(divisor);
+    float_bounds at = *bounds;
+    at.level = _mm512_mul_ps(at.level, by);
+    at.first = _mm512_mul_ps(at.first, by);
+    at.last = _mm512_mul_ps(at.last, by);
+    float_sums more = *sum;
+    __mmask16 within = 0xffff;
+    __m512i most = add_certain(w, codes, at, &within, &more);
+    if (span == PIECE)
+      most = _mm512_max_epi32(most, add_certain(w + LANES, codes + LANES, at, &within, &more));
+    if (__builtin_expect(within == 0xffff, 1)) {
+      *sum = more;
+      return most;
+    }
+  }
+  return compare_floats(n, w, codes, divisor, power, span, sum);
+}
+
+INLINE int32_t bits_of_most(float_most most) { return _mm512_reduce_max_epi32(most); }
+
+/* The largest lanes of 16 vectors, by pairs: each step leaves half of the lanes. */
+INLINE __m512i largest_lanes(const __m512i *of) {
+  __m512i four[4], two[2];
+  for (int i = 0; i < 4; i++) {
+    const __m512i a = of[4 * i], b = of[4 * i + 1], c = of[4 * i + 2], d = of[4 * i + 3];
+    const __m512i ab = _mm512_max_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    const __m512i cd = _mm512_max_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+    four[i] = _mm512_max_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+  }
+  for (int i = 0; i < 2; i++) {
+    const __m512i a = four[2 * i], b = four[2 * i + 1];
+    two[i] = _mm512_max_epi32(_mm512_shuffle_i64x2(a, b, 0x88), _mm512_shuffle_i64x2(a, b, 0xdd));
+  }
+  return _mm512_max_epi32(_mm512_shuffle_i64x2(two[0], two[1], 0x88),
+                          _mm512_shuffle_i64x2(two[0], two[1], 0xdd));
+}
+
+INLINE void bits_of_all(const float_most *most, int64_t groups, int32_t *bits) {
+  int64_t g = 0;
+  for (; g + LANES <= groups; g += LANES) _mm512_storeu_si512(bits + g, largest_lanes(most + g));
+  for (; g < groups; g++) bits[g] = bits_of_most(most[g]);
 }
 
 #endif

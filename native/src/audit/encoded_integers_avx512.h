@@ -1,8 +1,10 @@
 /* encoded_integers_avx512.h - runs of integer codes with AVX-512, 16 columns in a vector: what
  * compare_piece (encoded_loop.h) does, operation by operation, so that all bits are the same.
  *
- * A division takes as long as the rest. (One core of an Emerald Rapids, INT4 in groups of 128: 3.7
- * GB/s of bf16 source, 1.9 as the compiler vectorizes it, which stores and adds up each piece.)
+ * A division takes as long as the rest, so that INT4 is compared without: each code has an interval
+ * of weights whose code it is for certain, and which are no more steps off it than another weight
+ * is. Where one of a run is not in its interval, as where a code changes, the run is compared again
+ * with divisions.
  *
  * Include after KT_TARGET_BEGIN(AVX512). */
 #ifndef KT_AUDIT_ENCODED_INTEGERS_AVX512_H
@@ -10,6 +12,8 @@
 
 #include "../simd/unroll.h"
 #include "encoded_sums.h"
+
+#include <math.h>
 
 #define KT_ENCODED_OWN_RUN
 
@@ -69,9 +73,89 @@ INLINE void compare_vector(const float *from, __m512i code, __m512 scale, __m512
   sum->value = _mm512_add_ps(sum->value, _mm512_mul_ps(value, value));
 }
 
+/* The number between two codes from which on a quotient has the upper one: the middle, which a
+ * quotient on its other side, half a unit of the narrowed numbers there away, becomes by narrowing.
+ * The even code has the middle. `u`: the unit of the narrowed numbers from 1/2 on. */
+#define EDGES(E, u)                                                                                \
+  E(-7.5f + 4 * (u)), E(-6.5f - 4 * (u)), E(-5.5f + 4 * (u)), E(-4.5f - 4 * (u)),                  \
+      E(-3.5f + 2 * (u)), E(-2.5f - 2 * (u)), E(-1.5f + (u)), E(-0.5f - (u) / 2),                  \
+      E(0.5f + (u) / 2), E(1.5f - (u)), E(2.5f + 2 * (u)), E(3.5f - 2 * (u)), E(4.5f + 4 * (u)),   \
+      E(5.5f - 4 * (u)), E(6.5f + 4 * (u))
+#define INTERVALS(u)                                                                               \
+  {                                                                                                \
+    {-INFINITY, EDGES(ABOVE, u)}, { EDGES(BELOW, u), INFINITY }                                    \
+  }
+
+/* [search, binary16 or bf16][first, last][code]: quotients. */
+static const float int4_intervals[3][2][LANES] = {INTERVALS(0.0f), INTERVALS(0x1p-11f),
+                                                  INTERVALS(0x1p-8f)};
+#undef INTERVALS
+#undef EDGES
+
+/* Weights that codes stand for, and the intervals around them: all of these are no more than
+ * `known` steps off. */
+typedef struct int4_weights {
+  __m512 value, first, last;
+} int4_weights;
+
+INLINE int4_weights int4_weights_of(__m512 scale, float known, const int half, const int search) {
+  const float (*const interval)[LANES] = int4_intervals[search ? 0 : half ? 1 : 2];
+  const __m512 level = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+  const __m512 reach = _mm512_set1_ps(certain_steps(known));
+  const __m512 first = _mm512_max_ps(_mm512_loadu_ps(interval[0]), _mm512_sub_ps(level, reach));
+  const __m512 last = _mm512_min_ps(_mm512_loadu_ps(interval[1]), _mm512_add_ps(level, reach));
+  return (int4_weights){_mm512_mul_ps(level, scale), _mm512_mul_ps(first, scale),
+                        _mm512_mul_ps(last, scale)};
+}
+
+/* 16 codes of 4 bits, each with others above it. */
+INLINE __m512i nibbles_of(const uint8_t *stored_codes) {
+  const __m512i words =
+      _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i *)(const void *)stored_codes));
+  const __m512i word = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+  const __m512i shift = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+  return _mm512_srlv_epi32(_mm512_permutexvar_epi32(word, words), shift);
+}
+
+/* Adds a run of INT4 that is what it should be: 1, or 0 where a weight is not in its interval. */
+INLINE int is_certain_run(const float *w, const uint8_t *stored_codes, int64_t count, run_terms run,
+                          float known, const int half, const int search, group_state *group,
+                          row_sums *row, sums *all) {
+  if (!(run.scale >= 0x1p-100f && run.scale <= 0x1p100f)) return 0; /* products are normal */
+  const int4_weights at = int4_weights_of(_mm512_set1_ps(run.scale), known, half, search);
+  __m512 source = _mm512_loadu_ps(row->source), error = _mm512_loadu_ps(row->error),
+         value = _mm512_loadu_ps(row->value);
+  __m512i most = _mm512_set1_epi32(group->most);
+  __mmask16 within = 0xffff;
+  int64_t zeros = 0;
+  for (int64_t c = 0; c < count; c += LANES) {
+    const __m512i code = nibbles_of(stored_codes + c / 2);
+    const __m512 x = _mm512_loadu_ps(w + c), here = _mm512_permutexvar_ps(code, at.value);
+    const __m512 off = _mm512_sub_ps(x, here);
+    within = _mm512_mask_cmp_ps_mask(within, x, _mm512_permutexvar_ps(code, at.first), _CMP_GE_OQ);
+    within = _mm512_mask_cmp_ps_mask(within, x, _mm512_permutexvar_ps(code, at.last), _CMP_LE_OQ);
+    const __m512i bits = _mm512_castps_si512(x), here_bits = _mm512_castps_si512(here);
+    most = _mm512_max_epi32(most, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
+    zeros += __builtin_popcount(_mm512_testn_epi32_mask(here_bits, here_bits));
+    source = _mm512_add_ps(source, _mm512_mul_ps(x, x));
+    error = _mm512_add_ps(error, _mm512_mul_ps(off, off));
+    value = _mm512_add_ps(value, _mm512_mul_ps(here, here));
+  }
+  if (within != 0xffff) return 0;
+  _mm512_storeu_ps(row->source, source);
+  _mm512_storeu_ps(row->error, error);
+  _mm512_storeu_ps(row->value, value);
+  group->most = _mm512_reduce_max_epi32(most);
+  all->zeros += zeros;
+  return 1;
+}
+
 INLINE void compare_run(const float *w, const uint8_t *stored_codes, int64_t count, run_terms run,
                         const int bits, const int half, const int search, group_state *group,
                         row_sums *row, sums *all) {
+  if (bits == 4 &&
+      is_certain_run(w, stored_codes, count, run, all->known, half, search, group, row, all))
+    return;
   const __m512 scale = _mm512_set1_ps(run.scale), precise = _mm512_set1_ps(run.precise);
   vector_sums sum = {_mm512_loadu_ps(row->source),
                      _mm512_loadu_ps(row->error),

@@ -120,8 +120,9 @@ INLINE void add_sums(const row_sums *sum, sums *all) {
 }
 
 INLINE void add_steps(const row_sums *sum, sums *all) {
-  for (int i = 0; i < LANES; i++)
-    all->most_steps[i] = larger(sum->most_steps[i], all->most_steps[i]);
+  int32_t more = 0;
+  for (int i = 0; i < LANES; i++) more |= sum->most_steps[i] > all->known;
+  if (more) all->known = largest(sum->most_steps);
 }
 
 /* Whether binary32 has the squares of these columns: weights of more than 2^40 or less than 2^-40,
@@ -190,7 +191,7 @@ INLINE void audit_codes(const kt_encoded_job *job, const int bits, const int hal
   const int64_t block = across ? KT_AUDIT_GATHERED : KT_AUDIT_SUMMED;
   const float smallest = half ? 0x1p-14f : 0x1p-126f; /* of scales that are precise enough */
   group_state groups[2 * KT_AUDIT_ROWS] = {{0}};
-  sums all = {{0}, {0}, {0}, {0}, 0, 0};
+  sums all = {{0}, {0}, {0}, 0, 0, 0};
   for (int64_t row = 0; row < m->rows; row += at_once)
     for (int64_t col = 0, width; col < m->cols; col += width) {
       uint8_t room[ROOM_BYTES];
@@ -224,7 +225,7 @@ INLINE void audit_codes(const kt_encoded_job *job, const int bits, const int hal
         add_steps(&sum, &all);
       }
     }
-  found->max_steps = (double)largest(all.most_steps);
+  found->max_steps = (double)all.known;
   found->squared_source += total(all.source);
   found->squared_error += total(all.error);
   found->squared_value += total(all.value);

@@ -32,13 +32,22 @@ typedef struct row_sums {
 /* Sums over everything, in lanes that are added up at the end. */
 typedef struct sums {
   _Alignas(64) double source[LANES], error[LANES], value[LANES];
-  float most_steps[LANES];
   int64_t zeros, others; /* codes that are 0, and those that are not the rule's */
+  float known;           /* the most steps that a code is off, so far */
 } sums;
 
 /* What all columns of a run have in common. */
 typedef struct run_terms {
   float scale, precise; /* precise: whether steps count, 1 or 0 */
 } run_terms;
+
+/* Levels that compare 4-bit codes without a quotient have intervals of weights instead, smaller by
+ * SLACK: more than what rounding adds. */
+#define SLACK 0x1p-20f
+#define ABOVE(x) ((x) + ((x) < 0 ? -(x) : (x)) * SLACK)
+#define BELOW(x) ((x) - ((x) < 0 ? -(x) : (x)) * SLACK)
+
+/* Steps of certainly less than `known`, also after rounding; quotients are 8 more at most. */
+INLINE float certain_steps(float known) { return known - (known + 8.0f) * SLACK; }
 
 #endif
