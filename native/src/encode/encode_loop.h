@@ -111,7 +111,8 @@ INLINE uint32_t largest_bits(const float *x, int64_t count) {
   return (uint32_t)most;
 }
 
-/* A level may have codes of the first columns by itself, with the same bits; how many. */
+/* A level may have codes of the first columns, and largest magnitudes of the first groups, by
+ * itself, with the same bits; how many. */
 #ifndef KT_ENCODE_OWN_CODES
 INLINE int64_t own_int_codes(const float *x, int64_t count, float divisor, int32_t top,
                              int32_t bias, const int half, uint8_t *codes) {
@@ -127,6 +128,11 @@ INLINE int64_t own_e2m1_codes(const float *x, int64_t count, float divisor, cons
 
 INLINE int64_t own_nibbles(const uint8_t *codes, int64_t cols, uint8_t *bytes) {
   (void)codes, (void)cols, (void)bytes;
+  return 0;
+}
+
+INLINE int64_t own_largest(const float *x, int64_t groups, int64_t group, float *most) {
+  (void)x, (void)groups, (void)group, (void)most;
   return 0;
 }
 #endif
@@ -343,9 +349,10 @@ INLINE uint32_t row_scales(const kt_encode_job *job, int64_t n, const float *x, 
   uint32_t *restrict const stored = (uint32_t *)(void *)(divisor + 2 * stride);
   const float tensor_scale = job->tensor_scale;
   uint32_t largest = 0;
+  for (int64_t g = own_largest(x, groups, group, most); g < groups; g++)
+    most[g] = kt_float(largest_bits(x + g * group, group));
   for (int64_t g = 0; g < groups; g++) {
-    const uint32_t bits = largest_bits(x + g * group, group);
-    most[g] = kt_float(bits);
+    const uint32_t bits = kt_bits(most[g]);
     largest = bits > largest ? bits : largest;
   }
   for (int64_t g = 0; g < groups; g++) {
@@ -434,8 +441,31 @@ static __attribute__((noinline)) kt_status plain_rows(const kt_encode_job *job) 
   return KT_OK;
 }
 
+/* Bits of the largest magnitude of a row of bf16 as it is stored. */
+INLINE uint32_t largest_stored(const uint8_t *stored, int64_t cols) {
+  int16_t most = 0;
+  for (int64_t k = 0; k < cols; k++) {
+    uint16_t bits;
+    memcpy(&bits, stored + 2 * k, sizeof bits);
+    const int16_t magnitude = (int16_t)(bits & 0x7fff);
+    most = magnitude > most ? magnitude : most;
+  }
+  return (uint32_t)most << 16;
+}
+
 static __attribute__((noinline)) kt_status largest_of_all(const kt_encode_job *job) {
+  const kt_matrix *const m = job->source;
   uint32_t most = 0;
+  if (m->dtype == KT_BF16 && m->col_stride == 1 && !m->block_scale && !m->row_factor &&
+      !m->col_factor) {
+    for (int64_t n = 0; n < m->rows; n++) {
+      const uint8_t *const row = (const uint8_t *)m->data + 2 * n * m->row_stride;
+      const uint32_t here = largest_stored(row, m->cols);
+      most = here > most ? here : most;
+    }
+    *job->largest = kt_float(most);
+    return most < KT_NONFINITE_BITS ? KT_OK : KT_ERR_NONFINITE;
+  }
   for (int64_t n = 0, count; n < job->source->rows; n += count) {
     count = decode_some(job, n, job->source->rows);
     for (int64_t r = 0; r < count; r++) {
