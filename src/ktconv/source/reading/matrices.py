@@ -444,6 +444,7 @@ class MatrixReader(Struct, frozen=True):
             row_stride, col_stride = 1, rows // unit.unit_rows
         scale, groups = matrix.scale, scales.group_of_col if scales else None
         own = self.factors or _ONES
+        is_bf16 = unit.name == "BF16" and scale is None  # rounding would leave it as it is
         return native.Matrix(
             data,
             unit.name,
@@ -461,7 +462,7 @@ class MatrixReader(Struct, frozen=True):
             row_scale=self._kept(scales, chunk),
             row_factor=None if own.rows is None else own.rows[chunk.start : chunk.stop],
             col_factor=None if own.cols is None else own.cols[first_col : first_col + cols],
-            round_to_bf16=self.round_to_bf16,
+            round_to_bf16=self.round_to_bf16 and not is_bf16,
         )
 
 
