@@ -1,4 +1,8 @@
-"""One Ray cluster for all tests here: starting a node takes seconds."""
+"""One Ray cluster for all tests here: starting a node takes seconds.
+
+It ends with them, since its processes take CPU for as long as they live. Fixtures of scope package
+would live as long as the whole run: this is no package, which would hide one named `distributed`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +25,10 @@ LAYERS = 4
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20, "memory": 2 << 30}
 
 
-@pytest.fixture(scope="package")
-def nodes() -> Iterator[Any]:
-    """A cluster of a head, which converts nothing, and two nodes of one CPU."""
-    pytest.importorskip("ray")
+@contextmanager
+def started() -> Iterator[tuple[Any, Cluster]]:
+    """A cluster of a head, which converts nothing, and two nodes of one CPU: what Ray has started,
+    and this process connected to it."""
     paths = [str(Path(ktconv.__file__).parents[1]), str(Path(ray_jobs.__file__).parents[1])]
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # names of sockets have 107 bytes at most
     changed = {
@@ -41,6 +46,7 @@ def nodes() -> Iterator[Any]:
         initialize_head=True,
         head_node_args={
             **NODE, "num_cpus": 0, "include_dashboard": False,
+            "include_log_monitor": False, "no_monitor": True,  # these look around all the time
             # A killed node is known to be dead after seconds, not after half a minute.
             "_system_config": {"health_check_period_ms": 500, "health_check_failure_threshold": 5},
         },
@@ -48,7 +54,8 @@ def nodes() -> Iterator[Any]:
     try:
         for _ in range(2):
             cluster.add_node(**NODE)
-        yield cluster
+        with connected(cluster.address) as found:
+            yield cluster, found
     finally:
         cluster.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
@@ -59,19 +66,55 @@ def nodes() -> Iterator[Any]:
                 os.environ[name] = value
 
 
-@pytest.fixture(scope="package")
-def cluster(nodes: Any) -> Iterator[Cluster]:
+class Running:
+    """The cluster, from the first test that asks for it to the last test here."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self.found: tuple[Any, Cluster] | None = None
+
+    def both(self) -> tuple[Any, Cluster]:
+        if self.found is None:
+            self.found = self._stack.enter_context(started())
+        return self.found
+
+    def end(self) -> None:
+        self.found = None
+        self._stack.close()
+
+
+running = Running()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        running.end()
+
+
+def pytest_sessionfinish() -> None:
+    running.end()  # of a run that was interrupted
+
+
+@pytest.fixture
+def nodes() -> Any:
+    """What Ray has started."""
+    pytest.importorskip("ray")
+    return running.both()[0]
+
+
+@pytest.fixture
+def cluster(nodes: Any) -> Cluster:
     """This process is connected, so commands in it are, too."""
-    with connected(nodes.address) as found:
-        yield found
+    return running.both()[1]
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("source") / "model", layers=LAYERS, experts=2)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def clean(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model, converted on one machine."""
     output = tmp_path_factory.mktemp("clean") / "output"

@@ -11,7 +11,7 @@ from helpers.convert import convert
 from helpers.hub_uploads import TOKEN, Hub, serving
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def server() -> Iterator[Hub]:
     with serving() as hub:
         yield hub
@@ -31,7 +31,7 @@ def hub(server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
     return server
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An output with three shards; nobody may change it."""
     room = tmp_path_factory.mktemp("push")
