@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ktconv.distributed.jobs import Failure, Job, Message
 from ktconv.errors import KtconvError
@@ -126,7 +127,7 @@ class _Run:
             one.attempt, one.nbytes = f"{self._name}-{self._number}", 0
             one.node = one.node_id = ""
             arguments = {**one.job.arguments, "attempt": one.attempt}
-            job = Job(**{**vars(one.job), "arguments": arguments})
+            job = replace(one.job, arguments=arguments)
             self._running[self._scheduler.submit(job, frozenset(one.avoid))] = one
 
     def _explain_silence(self) -> None:
