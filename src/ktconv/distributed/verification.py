@@ -163,7 +163,7 @@ def check(arguments: Record, reporter: Reporter) -> Record:
     verifier.findings.take()  # of an attempt that was cancelled
     checks = verifier.checks[arguments["first"] : arguments["last"]]
     found = run_checks(checks, verifier.buffer_sizes(), verifier.budget.threads, Watched(reporter))
-    items = [asdict(one) for one in found]
+    items = [asdict(one) | {"sums": one.sums and asdict(one.sums)} for one in found]
     return {"items": items, "failures": verifier.findings.take()}
 
 
