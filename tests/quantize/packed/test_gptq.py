@@ -141,18 +141,45 @@ def _range(layout: native.Layout) -> tuple[int, int]:
     return -layout.traits.max_level, layout.traits.max_level
 
 
-def test_the_factor_is_that_of_the_inverse() -> None:
-    _, hessian = case(3000)
-    factor = factor_of(hessian.copy(), 3000, np.ones(256))
-    assert sorted(factor.order) == list(range(256))
+@pytest.mark.parametrize("size", [64, 256, 300])  # blocks of columns: one, two, and a part
+def test_the_factor_is_that_of_the_inverse(size: int) -> None:
+    _, hessian = case(3000, size)
+    factor = factor_of(hessian.copy(), 3000, np.ones(size))
+    assert sorted(factor.order) == list(range(size))
     upper = factor.upper.double().numpy()
     assert np.array_equal(upper, np.triu(upper))
     inverse = np.linalg.inv(upper.T @ upper)
     diagonal = inverse.diagonal()
     assert (np.diff(diagonal) <= 1e-3 * diagonal[:-1]).all()  # largest inputs first
     expected = hessian[np.ix_(factor.order, factor.order)] / hessian.diagonal().mean()
-    off = ~np.eye(256, dtype=bool)
+    off = ~np.eye(size, dtype=bool)
     np.testing.assert_allclose(inverse[off], expected[off], atol=1e-3 * diagonal.max())
+
+
+def test_multiples_are_tried_as_long_as_errors_fall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors of four rows under each multiple; the last would be smaller beyond one that is not."""
+    losses = {
+        0.85: [9, 1, 9, 0], 0.92: [9, 2, 9, 5], 1.0: [3, 3, 3, 4], 1.08: [3, 9, 2, 5],
+        1.15: [0, 9, 1, 0],
+    }  # fmt: skip
+    tried: list[tuple[float, list[int]]] = []
+
+    def under(layout: native.Layout, rows: F32, factor: Any, scale: F32, group: Any) -> Any:
+        multiple = min(losses, key=lambda one: abs(one - float(scale[0, 0])))
+        numbers = rows[:, 0].astype(int)
+        tried.append((multiple, list(numbers)))
+        codes = np.full(rows.shape, round(100 * multiple), np.int8)
+        return codes, np.array(losses[multiple], np.float64)[numbers]
+
+    monkeypatch.setattr("ktconv.quantize.packed.gptq.codes.codes_under", under)
+    weights = np.arange(4, dtype=np.float32)[:, None] + np.zeros((1, 32), np.float32)
+    ones, group_of_col = np.ones((4, 1), np.float32), np.zeros(32, np.int32)
+    codes, scales = best_codes(native.Layout("int4"), weights, None, ones, group_of_col)  # type: ignore[arg-type]
+    np.testing.assert_allclose(scales[:, 0], [1, 0.85, 1.15, 1], rtol=1e-6)
+    assert list(codes[:, 0]) == [100, 85, 115, 100]
+    assert tried == [
+        (1.0, [0, 1, 2, 3]), (0.92, [0, 1, 2, 3]), (0.85, [1]), (1.08, [0, 2, 3]), (1.15, [2]),
+    ]  # fmt: skip
 
 
 def test_the_loss_is_the_error_of_outputs() -> None:

@@ -4,7 +4,7 @@ With H = X^T X of a matrix's inputs, the squared error of its outputs is the sum
 d H d^T, d the errors of the row's weights. Columns are rounded one after the other, those with the
 largest inputs first, and each error is compensated by the columns that follow (Frantar et al.,
 "GPTQ", https://arxiv.org/abs/2210.17323; the factor is that of their section 3.3). A row is done
-once for each of MULTIPLES of its searched scales, and the result with the smallest error stays.
+under its searched scales, then under smaller and larger multiples of them as long as errors fall.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Struct
 
 from ktconv import native
-from ktconv.formats.search import MULTIPLES
+from ktconv.formats.search import LARGER, SMALLER
 from ktconv.native import Layout
 from ktconv.system.arrays import F32, F64, I8, I32, I64
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # Added to the diagonal, in units of its mean: the layer's profile times LEAST_DAMPING, and with few
 # tokens n times up to MORE_DAMPING, by K / n: their second moments say little about other tokens.
 LEAST_DAMPING, MORE_DAMPING = 0.03, 0.25
+FACTOR_COLS = 128  # of a block of a factor
 
 
 class Factor(Struct, frozen=True):
@@ -57,13 +58,37 @@ def factor_of(hessian: F32, tokens: int, profile: F64, stretch: F32 | None = Non
         hessian *= stretch
         diagonal = diagonal * np.square(stretch.astype(np.float64))
     order: I64 = np.argsort(-diagonal, kind="stable")
-    matrix = torch.from_numpy(hessian[np.ix_(order, order)])
-    lower, failed = torch.linalg.cholesky_ex(matrix)
-    if not failed:
-        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-    if failed:
-        raise ValueError("the matrix is not positive definite")
-    return Factor(order, upper.contiguous())
+    return Factor(order, _inverse_factor(torch.from_numpy(hessian[np.ix_(order, order)])))
+
+
+def _inverse_factor(matrix: Tensor) -> Tensor:
+    """U [K, K], upper triangular, with U^T U the inverse of a symmetric matrix, which it replaces.
+
+    The matrix is R R^T with R upper triangular, a Cholesky factorisation from the last column to
+    the first; U is the inverse of R. That is half of the operations of inverting the matrix and
+    factoring the inverse. Both go by blocks of columns, so that nearly all is multiplication.
+    """
+    import torch
+
+    blocks = [slice(at, at + FACTOR_COLS) for at in range(0, len(matrix), FACTOR_COLS)]
+    inverses = []  # of the blocks of R on the diagonal, from the last one to the first
+    for block in reversed(blocks):
+        panel = matrix[: block.stop, block]
+        panel.addmm_(matrix[: block.stop, block.stop :], matrix[block, block.stop :].T, alpha=-1)
+        lower, failed = torch.linalg.cholesky_ex(panel[block.start :].flip(0, 1))
+        if failed:
+            raise ValueError("the matrix is not positive definite")
+        one = torch.eye(len(lower))
+        inverses.append(torch.linalg.solve_triangular(lower.flip(0, 1), one, upper=True))
+        above = panel[: block.start]
+        above.copy_(above @ inverses[-1].T)
+    for block, inverse in zip(blocks, reversed(inverses), strict=True):
+        panel = matrix[: block.start, block] @ -inverse
+        for row in blocks[: block.start // FACTOR_COLS]:
+            inside = slice(row.start, block.start)
+            torch.mm(matrix[row, inside], panel[row.start :], out=matrix[row, block])
+        matrix[block, block] = inverse
+    return matrix.triu_()
 
 
 def codes_under(
@@ -92,25 +117,24 @@ def codes_under(
     return np.take(codes, np.argsort(factor.order), axis=1), loss
 
 
-def multiples_of(layout: Layout, scale: F32) -> list[F32]:
-    """The scales that may be chosen instead of `scale`: MULTIPLES of it as the layout stores
-    them."""
-    return [native.stored_scale(layout, scale * np.float32(multiple)) for multiple in MULTIPLES]
-
-
 def best_codes(
     layout: Layout, weights: F32, factor: Factor, scale: F32, group_of_col: I32
 ) -> tuple[I8, F32]:
-    """Codes int8 [N, K] and scales [N, G]: for each row those of `multiples_of` with the smallest
-    error of its outputs, the first of equal ones."""
-    chosen: tuple[I8, F32] | None = None
-    for candidate in multiples_of(layout, scale):
-        codes, loss = codes_under(layout, weights, factor, candidate, group_of_col)
-        if chosen is None:
-            chosen, least = (codes, candidate), loss
-            continue
-        better = np.flatnonzero(loss < least)
-        least[better] = loss[better]
-        chosen[0][better], chosen[1][better] = codes[better], candidate[better]
-    assert chosen is not None
-    return chosen
+    """Codes int8 [N, K] and scales [N, G]: for each row those of the first of MULTIPLES, from 1 down
+    or else up, beyond which the error of its outputs does not fall."""
+    codes, least = codes_under(layout, weights, factor, scale, group_of_col)
+    chosen = scale.copy()
+    left = np.arange(len(weights))  # rows for which nothing is better than 1 so far
+    for side in (SMALLER, LARGER):
+        rows = left
+        for multiple in side:
+            if not len(rows):
+                break
+            candidate = native.stored_scale(layout, scale[rows] * np.float32(multiple))
+            found, loss = codes_under(layout, weights[rows], factor, candidate, group_of_col)
+            better = loss < least[rows]
+            rows = rows[better]
+            codes[rows], chosen[rows] = found[better], candidate[better]
+            least[rows] = loss[better]
+            left = np.setdiff1d(left, rows, assume_unique=True)
+    return codes, chosen
