@@ -111,6 +111,31 @@ def test_scales_are_those_of_the_rule(isa: str, encoding: Encoding) -> None:
     assert np.array_equal(levels(encoding, codes), nearest)
 
 
+@pytest.mark.parametrize("rows", [3, 19])  # other numbers than groups that are searched at once
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_rows_of_more_columns_than_a_sum_has(isa: str, kind: str, rows: int) -> None:
+    source = source_of(Encoding(kind, 0, False, True), rows=rows, cols=1056, kinds=("ordinary",))
+    _, scales = encode(Encoding(kind, 0, False, True), source.matrix())
+    wanted = [[searched(row, 7 if kind == "int4" else 127, False)] for row in source.values()]
+    assert np.array_equal(bf16_to_f32(scales), np.array(wanted, f32))
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_products_that_are_rounded(isa: str, dtype: str) -> None:
+    """Of weights with more bits than bf16 has, and of such that factors change."""
+    weights = np.random.default_rng(3).standard_normal((32, 384)).astype(f32)
+    factor, stored = None, weights
+    if dtype == "BF16":
+        stored = f32_to_bf16(weights)
+        factor = np.linspace(0.9, 1.1, 384).astype(f32)
+        weights = bf16_to_f32(stored) * factor
+    bytes_of = stored.reshape(-1).view(np.uint8)
+    matrix = native.Matrix(bytes_of, dtype, 32, 384, col_factor=factor)
+    _, scales = encode(Encoding("int4", 128, False, True), matrix)
+    wanted = [[searched(one, 7, False) for one in row.reshape(3, 128)] for row in weights]
+    assert np.array_equal(bf16_to_f32(scales), np.array(wanted, f32))
+
+
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=str)
 def test_no_group_has_a_larger_error(isa: str, encoding: Encoding) -> None:
     source = source_of(encoding)

@@ -1,7 +1,8 @@
 /* encode.h - codes and scales of checkpoints, as ktconv.h describes kt_encode.
  *
  * One loop, one file per level: the compiler makes of it what the level allows. Elements do not
- * depend on one another, and no sum is formed, so that all levels give the same bits. */
+ * depend on one another, and sums of the search have one order, so that all levels give the same
+ * bits. */
 #ifndef KT_ENCODE_H
 #define KT_ENCODE_H
 

@@ -7,6 +7,7 @@
 
 KT_TARGET_BEGIN(AVX512)
 #include "encode_codes_avx512.h"
+#include "encode_search_avx512.h"
 /* which the loop takes */
 #include "encode_loop.h"
 

@@ -176,108 +176,7 @@ INLINE void join_nibbles(const uint8_t *restrict codes, int64_t cols, uint8_t *r
     bytes[k] = (uint8_t)(codes[2 * k] | codes[2 * k + 1] << 4);
 }
 
-/* ---- Searched scales ---------------------------------------------------------- */
-
-/* Candidates are the lanes of vectors, of GCC's own kind: one loop for every level. */
-enum { TRIED = 8, SUMS = 4, SEARCH_BLOCK = 512, SEARCH_LAST = 21 };
-typedef float vector __attribute__((vector_size(4 * TRIED)));
-typedef int32_t mask __attribute__((vector_size(4 * TRIED)));
-
-/* No function: the scalar level has no registers to return such vectors in. */
-#define WHERE(which, a, b) ((vector)(((which) & (mask)(a)) | (~(which) & (mask)(b))))
-
-/* Of weights w with codes c under TRIED scales: sums of w * c and of c * c. */
-typedef struct code_sums {
-  double product[TRIED], square[TRIED];
-} code_sums;
-
-/* docs/formats.md, section 10.2: SUMS sums in binary32 of SEARCH_BLOCK columns, then binary64. */
-INLINE void sums_of(const float *restrict x, int64_t count, const float *inverse, float top,
-                    code_sums *sums) {
-  const vector above = top - (vector){0}, below = -1.0f - above, magic = 12582912.0f - (vector){0};
-  vector by;
-  memcpy(&by, inverse, sizeof by);
-  *sums = (code_sums){{0}, {0}};
-  for (int64_t from = 0; from < count; from += SEARCH_BLOCK) {
-    const int64_t end = count - from < SEARCH_BLOCK ? count : from + SEARCH_BLOCK;
-    vector product[SUMS] = {{0}}, square[SUMS] = {{0}};
-    for (int64_t k = from; k < end; k += SUMS)
-      for (int l = 0; l < SUMS; l++) {
-        const float weight = k + l < end ? x[k + l] : 0.0f;
-        const vector y = by * weight, least = WHERE(y < above, y, above);
-        const vector code = (WHERE(least > below, least, below) + magic) - magic;
-        product[l] += code * weight;
-        square[l] += code * code;
-      }
-    const vector p = (product[0] + product[1]) + (product[2] + product[3]);
-    const vector s = (square[0] + square[1]) + (square[2] + square[3]);
-    for (int i = 0; i < TRIED; i++) {
-      sums->product[i] += (double)p[i];
-      sums->square[i] += (double)s[i];
-    }
-  }
-}
-
-INLINE scale narrow_scale(float value, const int half) {
-  if (!half) {
-    const uint32_t bits = rounded_bits(kt_bits(value), 0);
-    return (scale){kt_float(bits), bits >> 16};
-  }
-  const uint16_t bits = half_bits(value);
-  const uint32_t normal = ((uint32_t)bits << 13) + (112u << 23);
-  return (scale){bits < 0x400 ? (float)bits * 0x1p-24f : kt_float(normal), bits};
-}
-
-typedef struct search {
-  scale best;
-  int candidate;                /* its number, in halves */
-  double gain, product, square; /* gain: by how much it lowers the sum of squared weights */
-} search;
-
-INLINE void try_scales(search *s, const float *x, int64_t count, const scale *tried,
-                       const int *candidate, float top) {
-  float inverse[TRIED];
-  code_sums sums;
-  for (int i = 0; i < TRIED; i++) inverse[i] = 1.0f / tried[i].divisor;
-  sums_of(x, count, inverse, top, &sums);
-  for (int i = 0; i < TRIED; i++) {
-    const double d = (double)tried[i].divisor;
-    const double gain = d * (2.0 * sums.product[i] - d * sums.square[i]);
-    if (!(gain > s->gain)) continue;
-    *s = (search){tried[i], candidate[i], gain, sums.product[i], sums.square[i]};
-  }
-}
-
-/* Candidate n / 2: from 1.06 (n = -4) down to 0.35 (n = 42) of the first scale. */
-INLINE scale candidate_scale(scale first, int n, const int half) {
-  return n ? narrow_scale(first.divisor * ((float)(840 - 13 * n) / 840.0f), half) : first;
-}
-
-/* The scale whose nearest codes have the smallest squared error of those that are tried, the first
- * of which is that of the largest magnitude. Beyond 2^-10 .. 2^60 no other is tried. */
-INLINE scale searched_scale(const float *x, int64_t count, float amax, float half_range,
-                            const int half, float top) {
-  static const int coarse[TRIED] = {0, 6, 12, 18, 24, 30, 36, 42};
-  static const int step[TRIED] = {-4, -2, -1, 1, 2, 3, 4, 0};
-  const scale first = int_scale(amax, half_range, half);
-  search s = {.best = first, .gain = -INFINITY};
-  if (!(amax >= (half ? 0x1p-10f : 0x1p-60f) && amax <= 0x1p60f)) return first;
-  scale tried[TRIED];
-  int candidate[TRIED];
-  for (int i = 0; i < TRIED; i++) tried[i] = candidate_scale(first, coarse[i], half);
-  try_scales(&s, x, count, tried, coarse, top);
-  for (int i = 0; i < TRIED; i++) {
-    const int n = s.candidate + step[i];
-    candidate[i] = n < 2 * SEARCH_LAST ? n : 2 * SEARCH_LAST;
-    tried[i] = candidate_scale(first, candidate[i], half);
-  }
-  const scale squares = narrow_scale((float)(s.product / s.square), half);
-  const float least = candidate_scale(first, 2 * SEARCH_LAST, half).divisor;
-  if (squares.divisor >= least && squares.divisor <= 1.25f * first.divisor)
-    tried[TRIED - 1] = squares;
-  try_scales(&s, x, count, tried, candidate, top);
-  return s.best;
-}
+#include "encode_search.h"
 
 /* ---- Rows --------------------------------------------------------------------- */
 
@@ -477,52 +376,58 @@ static __attribute__((noinline)) kt_status largest_of_all(const kt_encode_job *j
   return most < KT_NONFINITE_BITS ? KT_OK : KT_ERR_NONFINITE;
 }
 
-/* INT4 and INT8 with searched scales. */
-INLINE kt_status search_rows(const kt_encode_job *job, const int bits, const int half,
-                             const int64_t fixed) {
-  const int64_t group = fixed ? fixed : job->group;
-  const int32_t top = (1 << (bits - 1)) - 1;
-  const float half_range = bits == 4 ? 7.5f : 127.5f;
-  for (int64_t n = 0, count; n < job->source->rows; n += count) {
-    count = decode_some(job, n, job->source->rows);
-    for (int64_t r = 0; r < count; r++) {
-      const float *const x = row_of(job, r);
-      uint8_t *const codes = room_for(job, n + r, bits == 4);
-      for (int64_t g = 0; g < job->groups; g++) {
-        const float *const from = x + g * group;
-        const uint32_t most = largest_bits(from, group);
-        if (most >= KT_NONFINITE_BITS) return KT_ERR_NONFINITE;
-        const scale found =
-            searched_scale(from, group, kt_float(most), half_range, half, (float)top);
-        store_scale(job->scales, (n + r) * job->groups + g, found.stored, KT_ENCODE_INT4);
-        nearest_codes(from, group, found.divisor, top, top + 1, codes + g * group);
-      }
-      finish_row(job, n + r, codes, bits == 4);
+/* Whether weights have 11 bits at most, bf16's or binary16's: times a code no more than the 24 of
+ * binary32. */
+static int has_short_weights(const kt_matrix *m) {
+  if (m->row_factor || m->col_factor) return 0;
+  return m->round_to_bf16 || ((m->dtype == KT_BF16 || m->dtype == KT_F16) && !m->block_scale);
+}
+
+/* What weights of `rows` decoded rows, from n on, are divided by: LANES groups at a time, the last
+ * of which are repeated where there are fewer. Stores scales. */
+static kt_status search_groups_of(const kt_encode_job *job, int64_t n, int64_t rows,
+                                  float *divisor) {
+  const int bits = job->encoding->kind == KT_ENCODE_INT4 ? 4 : 8, half = job->encoding->half;
+  const int64_t all = rows * job->groups;
+  search_groups groups = {.count = job->group,
+                          .top = bits == 4 ? 7.0f : 127.0f,
+                          .half = half,
+                          .exact = has_short_weights(job->source)};
+  for (int64_t first = 0; first < all; first += LANES) {
+    float found[LANES];
+    for (int64_t i = 0; i < LANES; i++) {
+      const int64_t at = first + i < all ? first + i : all - 1;
+      groups.at[i] = row_of(job, at / job->groups) + at % job->groups * job->group;
+    }
+    if (searched_scales(&groups, bits, found) >= KT_NONFINITE_BITS) return KT_ERR_NONFINITE;
+    for (int64_t i = 0; i < LANES && first + i < all; i++) {
+      const uint32_t stored = half ? half_bits(found[i]) : kt_bits(found[i]) >> 16;
+      divisor[first + i] = found[i];
+      store_scale(job->scales, n * job->groups + first + i, stored, KT_ENCODE_INT4);
     }
   }
   return KT_OK;
 }
 
-#define SEARCH(name, bits, half, fixed)                                                            \
-  static __attribute__((noinline)) kt_status name(const kt_encode_job *job) {                      \
-    return search_rows(job, bits, half, fixed);                                                    \
+/* INT4 and INT8 with searched scales. Behind the decoded rows: what divides their groups. */
+static kt_status search_rows(const kt_encode_job *job) {
+  const int nibbles = job->encoding->kind == KT_ENCODE_INT4;
+  const int32_t top = nibbles ? 7 : 127;
+  float *const divisor = job->scratch + (KT_ENCODE_ROWS + 2) * kt_scratch_stride(job->source->cols);
+  for (int64_t n = 0, count; n < job->source->rows; n += count) {
+    count = decode_some(job, n, job->source->rows);
+    const kt_status status = search_groups_of(job, n, count, divisor);
+    if (status) return status;
+    for (int64_t r = 0; r < count; r++) {
+      const float *const x = row_of(job, r);
+      uint8_t *const codes = room_for(job, n + r, nibbles);
+      for (int64_t g = 0; g < job->groups; g++)
+        nearest_codes(x + g * job->group, job->group, divisor[r * job->groups + g], top, top + 1,
+                      codes + g * job->group);
+      finish_row(job, n + r, codes, nibbles);
+    }
   }
-
-SEARCH(search_int4, 4, 0, 0)
-SEARCH(search_int4_32, 4, 0, 32)
-SEARCH(search_int4_128, 4, 0, 128)
-SEARCH(search_int4_half, 4, 1, 0)
-SEARCH(search_int8, 8, 0, 0)
-SEARCH(search_int8_half, 8, 1, 0)
-#undef SEARCH
-#undef WHERE
-
-static kt_status search_any(const kt_encode_job *job) {
-  const int half = job->encoding->half, group = job->encoding->group;
-  if (job->encoding->kind == KT_ENCODE_INT8) return half ? search_int8_half(job) : search_int8(job);
-  if (half) return search_int4_half(job);
-  if (group == 32) return search_int4_32(job);
-  return group == 128 ? search_int4_128(job) : search_int4(job);
+  return KT_OK;
 }
 
 /* Functions of their own, in which all but the job is a constant. */
@@ -544,7 +449,7 @@ ENCODE(nvfp4, KT_ENCODE_NVFP4, 0, 16)
 
 static kt_status encode_any(const kt_encode_job *job) {
   if (job->largest) return largest_of_all(job);
-  if (job->encoding->search) return search_any(job);
+  if (job->encoding->search) return search_rows(job);
   const int half = job->encoding->half, group = job->encoding->group;
   switch (job->encoding->kind) {
   case KT_ENCODE_INT4:

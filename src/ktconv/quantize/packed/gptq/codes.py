@@ -120,8 +120,8 @@ def codes_under(
 def best_codes(
     layout: Layout, weights: F32, factor: Factor, scale: F32, group_of_col: I32
 ) -> tuple[I8, F32]:
-    """Codes int8 [N, K] and scales [N, G]: for each row those of the first of MULTIPLES, from 1 down
-    or else up, beyond which the error of its outputs does not fall."""
+    """Codes int8 [N, K] and scales [N, G]: for each row those of the multiple of its scales, from 1
+    down or else up, beyond which the error of its outputs does not fall."""
     codes, least = codes_under(layout, weights, factor, scale, group_of_col)
     chosen = scale.copy()
     left = np.arange(len(weights))  # rows for which nothing is better than 1 so far
