@@ -81,7 +81,9 @@ SUBJECTS = {
             "tests/native/kernels/test_fp8.py", "tests/native/kernels/test_groups.py",
         ),
     ),
-    "encoding": Subject(("encode/encode.c", "encode/encode_loop.h"), ENCODING),
+    "encoding": Subject(
+        ("encode/encode.c", "encode/encode_loop.h", "encode/encode_search.h"), ENCODING
+    ),
     "audit": Subject(
         (
             "audit/packed.c", "audit/packed_loop.h", "audit/packed_search.h", "audit/source.h",
