@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ktconv.targets.encoded.layouts.mixed import MIXED_PRECISION
+from ktconv.targets.encoded.layouts.base import MIXED_PRECISION
 from ktconv.targets.encoded.readers import TRANSFORMERS
 from ktconv.targets.encoded.scheme import FORMATS, ROWS, Scheme, group_size_of
 

@@ -43,7 +43,7 @@ from ktconv.verify import Request, verify
 from ktconv.verify.findings import Findings
 from ktconv.verify.reading_check import ReadingCheck, expert_check
 from ktconv.verify.second_reader import SecondReader
-from ktconv.verify.second_reader.ggml import TYPES, block_numbers, block_size
+from ktconv.verify.second_reader.numbers import GGML_TYPES, block_numbers, block_size
 
 pytestmark = pytest.mark.slow
 
@@ -181,7 +181,7 @@ def test_outputs_that_alternate(stored: str, tmp_path: Path) -> None:
     assert_reads(open_checkpoint(model), blocks.weights)
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", GGML_TYPES)
 def test_blocks_of_ggml(name: str) -> None:
     """Bytes in any number of leading dimensions, with the values that the C library decodes."""
     from helpers.ggml import blocks_of
@@ -198,7 +198,7 @@ def test_blocks_of_ggml(name: str) -> None:
 
 def test_every_type_of_ggml_is_there() -> None:
     plain = {"BF16", "F16", "F32"}
-    assert {dtype for one in GGUF for dtype in one.dtypes} - plain <= {*TYPES}
+    assert {dtype for one in GGUF for dtype in one.dtypes} - plain <= {*GGML_TYPES}
 
 
 @pytest.mark.parametrize("form", ["apart", "together", "numbered"])

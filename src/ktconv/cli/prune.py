@@ -122,8 +122,7 @@ def prune_command(
     """
     with errors_shown(as_json, common.MODEL_HINTS, progress):
         from ktconv.prune.choose import Choice
-        from ktconv.prune.run import Request, prepare, prune, select
-        from ktconv.prune.written import kept_file, write_kept
+        from ktconv.prune.run import Request, kept_file, prepare, prune, select, write_kept
         from ktconv.targets.pruned import Options
         from ktconv.writer.option_files import check_written
 

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
-from ktconv.distributed import tasks
 from ktconv.distributed.driver import Scheduler
-from ktconv.distributed.jobs import KINDS, Failure, Job, Message, fingerprint
+from ktconv.distributed.jobs import KINDS, Failure, Job, Message, fingerprint, perform_on_node
 from ktconv.errors import KtconvError, ResourceError, UsageError
 from ktconv.system.units import format_size
 
@@ -54,7 +53,7 @@ class Cluster(Scheduler):
             "num_returns": "streaming",
             "_generator_backpressure_num_objects": PENDING_MESSAGES,
         }
-        self._task = ray.remote(**options)(tasks.run)
+        self._task = ray.remote(**options)(perform_on_node)
 
     def nodes(self) -> list[Node]:
         """Nodes that are alive."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import queue
 import socket
@@ -201,3 +202,13 @@ def fingerprint() -> str:
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return f"{ktconv.__version__} ({digest.hexdigest()[:12]})"
+
+
+def perform_on_node(key: str, target: str, arguments: str, code: str) -> Iterator[Message]:
+    """The function that Ray calls on a node, where it is found by its name in the installed ktconv:
+    `perform` with the arguments as JSON text; the first message has the node's id."""
+    import ray
+
+    node = ray.get_runtime_context().get_node_id()
+    for message in perform(key, target, json.loads(arguments), code):
+        yield message | {"node_id": node} if message["event"] == "started" else message

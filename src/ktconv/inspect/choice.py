@@ -9,9 +9,9 @@ from typing import Any
 from ktconv.errors import KtconvError
 from ktconv.formats import FORMATS, output_formats
 from ktconv.source import Checkpoint, ExpertMatrix
-from ktconv.targets.biases import refuse_biases
+from ktconv.targets.consumers import refuse_biases
 from ktconv.targets.encoded.kept import awq_group, is_kept
-from ktconv.targets.encoded.loading import readers_of
+from ktconv.targets.encoded.readers import readers_of
 from ktconv.targets.encoded.scheme import Scheme, group_size_of, names_of
 from ktconv.targets.encoded.target import encoded_bytes, matrix_kinds, weight_dtype
 

@@ -5,7 +5,9 @@ The steps are those of every conversion (`ktconv.conversion`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 from msgspec import field
 from msgspec.structs import replace
@@ -25,12 +27,13 @@ from ktconv.conversion.tasks import CopyTask
 from ktconv.errors import UsageError
 from ktconv.prune.choose import Choice, Selection, choose
 from ktconv.source import Checkpoint, open_checkpoint
-from ktconv.source.pruning.kept import Pruning
+from ktconv.source.pruning.kept import Pruning, read_pruning
 from ktconv.source.pruning.view import PrunedView
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.reading.reader import SourceReader
 from ktconv.system import machine
 from ktconv.targets.pruned import Options, Plan, PrunedTarget, card
+from ktconv.writer.option_files import WrittenFile
 
 
 class Request(BaseRequest, frozen=True):
@@ -104,3 +107,23 @@ class Copy(Conversion):
 
     def card(self) -> str:
         return card(self.plan, self.source_card)
+
+
+def kept_file(path: Path) -> WrittenFile:
+    """The file that --write names."""
+    return WrittenFile(path, "--write", "a file of kept experts that ktconv wrote", _is_one)
+
+
+def _is_one(path: Path) -> bool:
+    read_pruning(path)
+    return True
+
+
+def write_kept(path: Path, pruning: Pruning) -> None:
+    """Replace `path` in one step, with a line for each layer."""
+    content = pruning.document()
+    layers = content.pop("layers")
+    head = json.dumps(content, indent=1)[:-2]
+    lines = [f"{json.dumps(layer)}: {json.dumps(one)}" for layer, one in layers.items()]
+    text = f'{head},\n "layers": {{\n  ' + ",\n  ".join(lines) + "\n }\n}\n"
+    kept_file(path).write(text.encode())

@@ -1,4 +1,5 @@
-"""Paths in the local cache of the hub: the repository and commit that a file is of."""
+"""Paths in the local cache of the hub: the repository and commit that a file is of, and the
+way to files that are not there: never downloaded, or links that lead to nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from ktconv.system.regular_files import broken_link, link_hint
+from ktconv.system.text import first_few
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _CACHED = re.compile(r"models--(.+?)--(.+)")
@@ -41,3 +45,16 @@ def download_command(directory: Path, missing: Sequence[str]) -> str | None:
     names = ["/".join((*place.inside, name)) for name in missing]
     listed = names if len(names) <= _MOST_NAMES else []
     return shlex.join(["hf", "download", place.id, *listed, "--revision", place.commit])
+
+
+def absence(directory: Path, names: Sequence[str], hint: str) -> tuple[str, str]:
+    """Reason why files `names` of `directory`, of which none is there, are missing, as the end of a
+    sentence; and the way out, which is `hint` where nothing better is known."""
+    words = f"are missing: {first_few(names)}"
+    links = [path for name in names if broken_link(path := directory / name)]
+    if links:
+        kind = "are broken links" if len(links) == len(names) else "are missing, or broken links"
+        words = f"{kind}: {first_few(names)}; {links[0].name} leads to {links[0].readlink()}"
+        hint = link_hint(links[0])
+    command = download_command(directory, names)
+    return words, f"Download what is missing: {command}" if command else hint

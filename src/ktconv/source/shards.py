@@ -10,9 +10,9 @@ from pathlib import Path
 from msgspec import Struct
 
 from ktconv.errors import CheckpointError, ResourceError
-from ktconv.source.absent import absence
 from ktconv.source.adapter.beside import is_adapter_file
 from ktconv.source.gguf.parts import SUFFIX, all_parts, read_parts
+from ktconv.source.hub_cache import absence
 from ktconv.source.index import (
     DEFAULT_INDEX,
     Index,

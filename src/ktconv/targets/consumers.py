@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct, field
 
+from ktconv.errors import CheckpointError
 from ktconv.families.family import PLAIN, ExpertActivation
 from ktconv.formats.specs import names_of_kt
 from ktconv.source import Checkpoint, MoELayer
@@ -265,3 +266,13 @@ def mismatch_of(
     activations = {one.activation for one in wrong}
     missing = frozenset().union(*(left_out(one, method, types) for one in activations))
     return Mismatch(wrong, method, missing, right_methods(activations, types))
+
+
+def refuse_biases(layers: Sequence[MoELayer], why: str, hint: str) -> None:
+    """CheckpointError that names the first bias of an expert, if there is one."""
+    for layer in layers:
+        if not layer.biased:
+            continue
+        matrices = (matrix for expert in layer.experts for matrix in expert.values())
+        tensor = next(matrix.bias.tensor for matrix in matrices if matrix.bias)
+        raise CheckpointError(f"{tensor.name}: the experts of this model have biases; {why}", hint)

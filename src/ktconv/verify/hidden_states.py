@@ -21,8 +21,7 @@ from ktconv.runtime.layers.experts import expert_output, in_blocks
 from ktconv.runtime.layers.load import kernel_activation
 from ktconv.runtime.layers.output_norms import norm_tensor
 from ktconv.source import Checkpoint, MoELayer
-from ktconv.source.reading.norms import norm_scale
-from ktconv.source.reading.tensors import SourceTensors
+from ktconv.source.reading.tensors import SourceTensors, norm_scale
 from ktconv.system import machine
 from ktconv.system.arrays import F32, I64, U16
 from ktconv.system.text import Notify

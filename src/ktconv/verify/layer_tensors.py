@@ -28,8 +28,7 @@ from ktconv.families.routers import (
 )
 from ktconv.families.routing import PARTS, wanted
 from ktconv.source import MoELayer, TensorRef
-from ktconv.source.reading.norms import find_norm
-from ktconv.source.reading.tensors import SourceTensors
+from ktconv.source.reading.tensors import SourceTensors, find_norm
 from ktconv.source.settings import ModelSettings
 
 WEIGHTS = ("bias", "correction")  # which may be encoded as weights are

@@ -13,7 +13,7 @@ from plan.models import HIDDEN, OTHER_BYTES, write_model
 from ktconv.conversion.plan import plan_checkpoint
 from ktconv.errors import CheckpointError
 from ktconv.source import open_checkpoint
-from ktconv.targets.biases import refuse_biases
+from ktconv.targets.consumers import refuse_biases
 from ktconv.targets.encoded.readers import TRANSFORMERS
 from ktconv.targets.encoded.scheme import ROWS
 from ktconv.targets.encoded.target import EncodedTarget, Options, Plan

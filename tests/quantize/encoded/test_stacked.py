@@ -27,8 +27,8 @@ from ktconv.source import open_checkpoint
 from ktconv.source.reading.matrices import MatrixReader, buffer_bytes
 from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.targets.encoded import readers
-from ktconv.targets.encoded.loading import readers_of
 from ktconv.targets.encoded.names import fits
+from ktconv.targets.encoded.readers import readers_of
 from ktconv.targets.encoded.scheme import names_of
 
 SCHEMES = names_of("quantize-gpu")

@@ -6,7 +6,7 @@ import sys
 
 from msgspec.structs import asdict
 
-from ktconv.bench.peers.answers import answers
+from ktconv.bench.peers.base import answers
 from ktconv.bench.peers.request import Request
 from ktconv.bench.peers.worker import work
 

@@ -22,7 +22,7 @@ from ktconv.compat.kt.gradients import (
 )
 from ktconv.compat.kt.model import Model
 from ktconv.compat.kt.raw import raw_layer
-from ktconv.compat.kt.stored import StoredExperts
+from ktconv.compat.kt.sft_names import StoredExperts
 from ktconv.compat.kt.streams import begin
 from ktconv.compat.kt.weights import load_layer, slots_of
 from ktconv.compat.kt.wrapper import KTMoEWrapper

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 from msgspec import Struct
 
-from ktconv.compat.kt.stored import StoredExperts
 from ktconv.compat.kt.variants import FACTS
 from ktconv.compat.kt.wrapper import KTMoEWrapper
 from ktconv.errors import KtconvError, UsageError
@@ -56,6 +55,13 @@ def get_fp8_runtime() -> Runtime:
 def get_rawint4_runtime() -> Runtime:
     """The kernels of RAWINT4_SFT, which every CPU has here."""
     return _runtime("rawint4")
+
+
+class StoredExperts(Struct, frozen=True):
+    """Layer `layer` of the checkpoint in directory `path`."""
+
+    path: str
+    layer: int
 
 
 def get_mxfp4_runtime() -> Runtime:

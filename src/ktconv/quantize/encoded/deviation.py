@@ -12,7 +12,6 @@ from ktconv import native
 from ktconv.conversion.tasks import four_digits, write_tensor
 from ktconv.errors import CheckpointError, VerificationError
 from ktconv.formats.decode import bf16_to_f32, f16_to_f32
-from ktconv.quantize.encoded.proof import audit
 from ktconv.quantize.encoded.stored import stored_matrix, tensor_scale
 from ktconv.system.arrays import F32, U8, U16, Array
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
@@ -213,3 +212,21 @@ def write_matrix(
     deviation.add(source, written["weight_packed"], scales)
     records[name] |= deviation.finish()
     return records
+
+
+_WHOLE = 32  # columns and groups, and rows of sources [in, out], are multiples of this
+
+
+def audit(
+    encoding: native.Encoding, source: native.Matrix, codes: U8, scales: Array, tensor_scale: float
+) -> native.EncodedAudit | None:
+    """None for a shape that it does not compare."""
+    if not is_compared(encoding, source.rows, source.cols, source.c.col_stride != 1):
+        return None
+    return native.audit_encoded(encoding, source, codes, scales, tensor_scale)
+
+
+def is_compared(encoding: native.Encoding, rows: int, cols: int, across: bool) -> bool:
+    """Whether the C library compares matrices of this shape; `across`: stored column by column."""
+    grouped = encoding.group % _WHOLE and encoding.kind != "nvfp4"
+    return not (cols % _WHOLE or grouped or (across and rows % _WHOLE))

@@ -23,10 +23,9 @@ from ktconv.system.text import Notify, silent
 from ktconv.system.units import counted
 from ktconv.targets.encoded.engines import engine_lines
 from ktconv.targets.encoded.kept import awq_group, is_kept
-from ktconv.targets.encoded.loading import readers_of
 from ktconv.targets.encoded.module_classes import count_classes
 from ktconv.targets.encoded.naming import OWN
-from ktconv.targets.encoded.readers import listed
+from ktconv.targets.encoded.readers import listed, readers_of
 from ktconv.targets.encoded.recipe import parse_recipe
 from ktconv.targets.encoded.scheme import Scheme
 from ktconv.targets.encoded.target import EncodedTarget, Options, Plan, weight_dtype

@@ -24,9 +24,8 @@ from ktconv.conversion.tasks import (
 from ktconv.conversion.together import have_room
 from ktconv.errors import CheckpointError
 from ktconv.formats.decode import f32_to_bf16
-from ktconv.quantize.encoded.deviation import Deviation
+from ktconv.quantize.encoded.deviation import Deviation, is_compared
 from ktconv.quantize.encoded.passing import awq_codes, kept_codes, kept_scales
-from ktconv.quantize.encoded.proof import is_compared
 from ktconv.quantize.encoded.stored import second_scale, tensor_scale
 from ktconv.source import ExpertMatrix, Projection
 from ktconv.source.reading.buffers import Buffers, BufferSizes, whole_lines

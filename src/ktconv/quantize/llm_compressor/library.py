@@ -12,6 +12,7 @@ from importlib import import_module
 from logging import getLogger
 from typing import Any
 
+from ktconv.errors import UsageError
 from ktconv.model.load import no_progress, replaced
 
 # Users can set another level. LLM_COMPRESSOR_LOG_DISABLED would end in an error.
@@ -50,3 +51,25 @@ def silenced(modules: Sequence[str], loggers: Sequence[str]) -> Iterator[None]:
 
 def _no_bar(iterable: Any, *_: Any, **__: Any) -> Any:
     return iterable
+
+
+def device_of(name: str) -> str:
+    """The device that `--device` means. UsageError for one that PyTorch does not see here."""
+    import torch
+
+    name = name.lower()
+    found = torch.accelerator.current_accelerator(check_available=True)
+    there = ["cpu"]
+    if found is not None:
+        there += [
+            found.type,
+            *(f"{found.type}:{n}" for n in range(torch.accelerator.device_count())),
+        ]
+    if name == "auto":
+        return there[1] if found else "cpu"
+    if name not in there:
+        raise UsageError(
+            f"--device {name} cannot be used: PyTorch sees {', '.join(there)} here",
+            "use one of these, or install a PyTorch build for your GPU",
+        )
+    return name

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.errors import CheckpointError
-from ktconv.source.absent import absence
 from ktconv.source.gguf.file import MAGIC, read_gguf_header
+from ktconv.source.hub_cache import absence
 from ktconv.source.safetensors_file import Header
 from ktconv.system.opened import opened_source
 from ktconv.system.units import counted

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from ktconv.errors import CheckpointError
+from ktconv.families.names import is_gguf, norm_tensors
 from ktconv.formats.decode import bf16_to_f32
 from ktconv.source import Checkpoint, ExpertMatrix, MoELayer, TensorRef
 from ktconv.source.others import OtherWeights
 from ktconv.source.reading.matrices import MatrixReader
 from ktconv.source.reading.reader import SourceReader
 from ktconv.source.reading.streamed import Piece, Streamed, Streams
+from ktconv.source.settings import ModelSettings
 from ktconv.system.arrays import F32, Array
 
 _PLAIN = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4"}
@@ -86,3 +88,18 @@ class SourceTensors:
         source = MatrixReader(self._reader, matrix)
         for chunk, values in source.decoded():
             yield Piece(slice(chunk.start, chunk.stop), slice(0, matrix.cols), values)
+
+
+def find_norm(tensors: SourceTensors, config: ModelSettings, layer: MoELayer) -> TensorRef | None:
+    """Find the norm by its name; its shape may be any."""
+    return tensors.find(norm_tensors(layer.source, config.family))
+
+
+def norm_scale(
+    tensors: SourceTensors, config: ModelSettings, layer: MoELayer, norm: TensorRef
+) -> F32:
+    """Factors of the norm for each channel, [width]. Some families store them less 1."""
+    row = config.family
+    less_one = row is not None and row.norm_less_one and not is_gguf(layer.source)
+    scale: F32 = tensors.vector(norm) + np.float32(less_one)
+    return scale

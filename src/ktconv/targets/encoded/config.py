@@ -23,9 +23,8 @@ from ktconv.targets.consumers import mismatch_of, model_types
 from ktconv.targets.encoded.engines import ENGINES, engine_lines, why_not
 from ktconv.targets.encoded.ignored import Stored, ignored_modules
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
-from ktconv.targets.encoded.loading import readers_of
 from ktconv.targets.encoded.naming import BLK, V4
-from ktconv.targets.encoded.readers import SGLANG_KT, TRANSFORMERS, VLLM, listed
+from ktconv.targets.encoded.readers import SGLANG_KT, TRANSFORMERS, VLLM, listed, readers_of
 from ktconv.targets.encoded.recipe import Share, shares
 from ktconv.targets.encoded.scheme import MIXED, SCHEMES, Scheme
 from ktconv.targets.encoded.sections import compressed_tensors, mixed_precision

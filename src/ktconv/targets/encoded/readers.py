@@ -10,6 +10,11 @@ from collections.abc import Iterable, Mapping
 
 from msgspec import Struct, field
 
+from ktconv.families import table
+from ktconv.source import Checkpoint
+from ktconv.targets.consumers import model_types
+from ktconv.targets.encoded.stacking import NUMBERED
+
 
 class Reader(Struct, frozen=True, eq=False):
     """An engine, the version that was tried, and what it does with formats that it does not read:
@@ -120,3 +125,29 @@ def listed(titles: Iterable[str]) -> str:
     """Join titles: "vLLM 0.32, SGLang 0.5.23 and transformers 5.17"."""
     *most, last = titles
     return f"{', '.join(most)} and {last}" if most else last
+
+
+def transformers_reads_packed(checkpoint: Checkpoint) -> bool:
+    """False for families whose experts transformers reads in fused form alone: weights of an output
+    would not be found, and be initialised at random with a warning."""
+    if all(len(layer.experts[0]["up"].tensor.shape) < 3 for layer in checkpoint.layers):
+        return True
+    types = checkpoint.config.checked.model_types
+    rows = (table.FAMILIES.of(kind) for kind in types)
+    return any(row is not None and not row.fused_only for row in rows)
+
+
+def readers_of(
+    name: str, checkpoint: Checkpoint, layout: str = NUMBERED
+) -> Mapping[Reader, str | None]:
+    """Each engine that loads whole models, with why it does not read the format `name` of this one
+    in the layout `layout` of experts; None where it does. Of experts with the model's own names."""
+    types = model_types(checkpoint)
+    found = {
+        reader: reader.failure(name, types) or why_not_stacked(reader, name, layout, types)
+        for reader in READERS
+    }
+    if found[TRANSFORMERS] is None and not transformers_reads_packed(checkpoint):
+        kind = checkpoint.config.model_type or "this model"
+        found[TRANSFORMERS] = f"reads the experts of {kind} only in fused form"
+    return found

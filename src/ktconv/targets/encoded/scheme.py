@@ -19,8 +19,7 @@ from ktconv.formats.specs import SPECS, names_in, spec_of
 from ktconv.source import PROJECTIONS, MoELayer, Projection
 from ktconv.targets.encoded import naming as names
 from ktconv.targets.encoded import sections
-from ktconv.targets.encoded.layouts.base import Layout, Sizes
-from ktconv.targets.encoded.layouts.mixed import MIXED_PRECISION
+from ktconv.targets.encoded.layouts.base import MIXED_PRECISION, Layout, Sizes
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED, WITHOUT_SHAPE
 from ktconv.targets.encoded.layouts.words import AWQ, GPTQ
 from ktconv.targets.encoded.naming import OWN, Naming

@@ -22,8 +22,7 @@ from ktconv.source.encodings.grids import NUMBERS
 from ktconv.source.gguf.as_hub import hub_name, hub_names_of
 from ktconv.source.others import OtherWeight
 from ktconv.source.side_files import find_side_files
-from ktconv.targets.biases import refuse_biases
-from ktconv.targets.consumers import Mismatch, mismatch_of, model_types
+from ktconv.targets.consumers import Mismatch, mismatch_of, model_types, refuse_biases
 from ktconv.targets.encoded.engines import check_engine
 from ktconv.targets.encoded.names import container_of, patterns_of, target_pattern
 from ktconv.targets.encoded.naming import BLK, OWN

@@ -10,8 +10,8 @@ from msgspec.structs import asdict
 
 from ktconv import native
 from ktconv.formats.decode import f32_to_bf16
+from ktconv.quantize.encoded.deviation import audit
 from ktconv.quantize.encoded.passing import kept_scales
-from ktconv.quantize.encoded.proof import audit
 from ktconv.quantize.encoded.stored import scale_values, second_scale, tensor_scale
 from ktconv.quantize.encoded.task import largest_of
 from ktconv.source import ExpertMatrix, Projection

@@ -1,9 +1,9 @@
-"""Level model for experts on GPUs: the source's, and what ours dequantize to, on the same text.
+"""Levels layers and model for experts on GPUs, of which no kernel runs here.
 
-To write text, a checkpoint with every expert is loaded by transformers, as users would:
-compressed-tensors unpacks it, and must come to the same as we. If it has only some of the experts,
-or is of a family whose experts transformers reads in fused form alone, we put them into the source
-model.
+Level model compares the source and what ours dequantize to, on the same text. To write text, a
+checkpoint with every expert is loaded by transformers, as users would: compressed-tensors unpacks
+it, and must come to the same as we. If it has only some of the experts, or is of a family whose
+experts transformers reads in fused form alone, we put them into the source model.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ktconv.errors import CheckpointError
-from ktconv.families.family import Projection
+from ktconv.source import MoELayer, Projection
+from ktconv.source.reading.streamed import Streamed
 from ktconv.system.arrays import F32
 from ktconv.system.text import Notify
+from ktconv.verify.dequantized_layers import DequantizedLayersCheck
 from ktconv.verify.dequantized_model import DequantizedModelCheck, Pair
 from ktconv.verify.encoded.output import EncodedOutput
 from ktconv.verify.encoded.weights import dequantized
@@ -45,7 +47,7 @@ class EncodedModelCheck(DequantizedModelCheck):
 
     @cached_property
     def _swapped(self) -> bool:
-        from ktconv.targets.encoded.loading import transformers_reads_packed
+        from ktconv.targets.encoded.readers import transformers_reads_packed
 
         output, target = self._output, self._output.source_target
         if target is not None and not target.read_by_transformers(output.source_layers.values()):
@@ -120,3 +122,11 @@ class EncodedModelCheck(DequantizedModelCheck):
                 f"first window is {loaded:.4g}, but {passed:.4g} by what its tensors contain.",
                 value=loaded,
             )
+
+
+class EncodedLayersCheck(DequantizedLayersCheck):
+    _output: EncodedOutput
+
+    def _matrix(self, layer: MoELayer, expert: int, proj: Projection) -> Streamed:
+        module = self._output.experts[layer.index, expert, proj]
+        return dequantized(self._output, module, layer.experts[expert][proj])

@@ -6,16 +6,20 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from ktconv.source import ExpertMatrix, MoELayer
+from ktconv.source.encodings.base import BIAS
 from ktconv.source.reading.buffers import Buffers
-from ktconv.source.reading.matrices import spans_of
+from ktconv.source.reading.matrices import MatrixReader, spans_of
 from ktconv.source.reading.reader import Span
 from ktconv.system.abstract_record import AbstractRecord
+from ktconv.system.arrays import F32, U8
 from ktconv.targets.packed.matrix_check import ErrorStats
-from ktconv.verify.encoded.biases import compare_bias
 from ktconv.verify.encoded.output import Module
-from ktconv.verify.reading import Context, TensorStream, check_claims
+from ktconv.verify.reading import Context, TensorStream, check_claims, read_tensor
 from ktconv.verify.runner import OTHER, Advance, unit_of
+from ktconv.verify.second_reader.numbers import ITEMS, floats
 from ktconv.verify.totals import ItemResult
 
 Streams = Mapping[str, TensorStream]  # by part of the layout
@@ -81,3 +85,33 @@ class ModuleCheck(AbstractRecord, frozen=True):
     @abstractmethod
     def _compare(self, matrix: ExpertMatrix, streams: Streams, buffers: Buffers) -> ErrorStats:
         """Compares codes and scales with the source, and reports what is wrong."""
+
+
+def bias_of(module: Module) -> F32 | None:
+    """The values of a module's bias, if it has one."""
+    tensor = module.parts.get(BIAS)
+    return None if tensor is None else _values(read_tensor(tensor), tensor.dtype)
+
+
+def compare_bias(
+    context: Context, module: Module, matrix: ExpertMatrix, streams: Mapping[str, TensorStream]
+) -> None:
+    """A failure where it is not the source's. What is missing, or of another dtype or shape, is
+    reported by level structure."""
+    tensor = module.parts.get(BIAS)
+    if tensor is None or matrix.bias is None or context.reader is None:
+        return
+    if tensor.dtype != matrix.bias.number or tensor.shape != (matrix.rows,):
+        return
+    found = _values(streams[BIAS].read(np.empty(tensor.nbytes, np.uint8)), tensor.dtype)
+    expected = MatrixReader(context.reader, matrix).load_bias()
+    wrong = np.flatnonzero(found != expected)
+    if wrong.size:
+        words = f"differs from the source's biases in {wrong.size} rows, first in row {wrong[0]}"
+        context.findings.fail_tensor(
+            "weights", "bias", tensor.name, tensor.file, words, **module.at
+        )
+
+
+def _values(data: U8, dtype: str) -> F32:
+    return floats(data.view(ITEMS[dtype]), dtype)

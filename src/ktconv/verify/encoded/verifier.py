@@ -17,10 +17,9 @@ from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.encoded.scheme import Scheme
 from ktconv.targets.encoded.target import weight_dtype
 from ktconv.verify.encoded.encoded import EncodedCheck
-from ktconv.verify.encoded.layers import EncodedLayersCheck
 from ktconv.verify.encoded.mapping import LEVEL as MAPPING
 from ktconv.verify.encoded.mapping import check_mapping, check_sizes
-from ktconv.verify.encoded.model import EncodedModelCheck
+from ktconv.verify.encoded.model import EncodedLayersCheck, EncodedModelCheck
 from ktconv.verify.encoded.module_check import ModuleCheck
 from ktconv.verify.encoded.output import EncodedOutput, open_gpu_output
 from ktconv.verify.encoded.rounding import rules_of

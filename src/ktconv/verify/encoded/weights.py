@@ -19,8 +19,7 @@ from ktconv.source.reading.reader import Span
 from ktconv.source.reading.streamed import Piece, Streamed, piece_rows
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.packed.matrix_check import ErrorStats, Violation
-from ktconv.verify.encoded.biases import bias_of
-from ktconv.verify.encoded.module_check import ModuleCheck
+from ktconv.verify.encoded.module_check import ModuleCheck, bias_of
 from ktconv.verify.encoded.output import EncodedOutput, Module
 from ktconv.verify.encoded.quantization import Group
 from ktconv.verify.encoded.rounding import RoundingCheck, Rules, bound_steps, rules_of

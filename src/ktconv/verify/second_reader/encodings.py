@@ -12,8 +12,7 @@ from msgspec import Struct
 from ktconv.source import TensorRef
 from ktconv.system.arrays import F32, I64, Array
 from ktconv.verify.second_reader import numbers
-from ktconv.verify.second_reader.ggml import TYPES, block_numbers, block_size
-from ktconv.verify.second_reader.numbers import ITEMS
+from ktconv.verify.second_reader.numbers import GGML_TYPES, ITEMS, block_numbers, block_size
 
 Read = Callable[[TensorRef, int, int], bytes]  # so many bytes from an offset on of a tensor
 
@@ -211,7 +210,7 @@ def _plain(source: Source) -> Weight | None:
     """Floats, and in GGUF files blocks of ggml: there either may have a factor."""
     dtype = source.parts["weight"].dtype
     units = Units(lambda items: numbers.floats(items, dtype))
-    if dtype in TYPES:
+    if dtype in GGML_TYPES:
         count, nbytes = block_size(dtype)
         units = Units(partial(block_numbers, dtype), ins=count, items=nbytes)
     if "scale" not in source.parts:
@@ -412,7 +411,7 @@ def _of(*dtypes: str) -> frozenset[str]:
 
 
 ROWS: tuple[Row, ...] = (
-    Row("weight", _of("BF16", "F16", "F32", *TYPES), _only_a_factor, _plain),
+    Row("weight", _of("BF16", "F16", "F32", *GGML_TYPES), _only_a_factor, _plain),
     Row("weight", _of("F8_E4M3"), _has(*SCALES), _fp8),
     Row("weight", _of("I8", "U8", "F4"), _powers, _mxfp4),
     Row("weight", _of("U8"), _has("weight_scale_2"), _nvfp4),

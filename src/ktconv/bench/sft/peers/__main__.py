@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from ktconv.bench.peers.answers import answers
+from ktconv.bench.peers.base import answers
 from ktconv.bench.sft.peers.request import Request
 from ktconv.bench.sft.peers.worker import work
 

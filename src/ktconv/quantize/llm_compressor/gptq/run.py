@@ -31,7 +31,6 @@ from ktconv.model.load import check_language_model, way_out
 from ktconv.quantize.encoded.conversion import Encode
 from ktconv.quantize.encoded.deviation import write_matrix
 from ktconv.quantize.encoded.request import Preflight, Request
-from ktconv.quantize.llm_compressor.device import device_of
 from ktconv.quantize.llm_compressor.gptq.calibration import (
     WITHOUT_MODEL,
     Samples,
@@ -40,6 +39,7 @@ from ktconv.quantize.llm_compressor.gptq.calibration import (
     read_samples,
 )
 from ktconv.quantize.llm_compressor.gptq.coverage import LayerCoverage
+from ktconv.quantize.llm_compressor.library import device_of
 from ktconv.source import Checkpoint, Projection, TensorRef, read_header
 from ktconv.system.arrays import Array
 from ktconv.system.files import make_directory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,8 @@ from msgspec.structs import asdict
 from ktconv.conversion.pipeline import Task
 from ktconv.errors import UsageError
 from ktconv.model import require_packages
+from ktconv.quantize.packed.coverage import facts_of, table
+from ktconv.quantize.packed.gptq.inputs import FEWEST_TOKENS
 from ktconv.quantize.packed.ways import (
     LAYERS_KEPT,
     Asked,
@@ -20,7 +22,9 @@ from ktconv.quantize.packed.ways import (
     Expert,
     Way,
 )
+from ktconv.system.arrays import I64
 from ktconv.system.threads import torch_threads
+from ktconv.system.units import counted
 from ktconv.targets.packed.proof import COMPENSATED
 from ktconv.targets.packed.target import Options, Plan
 from ktconv.writer.journal import Journal
@@ -152,7 +156,6 @@ class Compensation(Way):
         text = self.text
         if text is None:
             return pending
-        from ktconv.quantize.packed.gptq.coverage import coverage_lines
 
         units = {unit.layer.index: unit for unit in run.plan.layers}
         waiting = {index for index in text.layers if units[index] in pending}
@@ -180,7 +183,6 @@ class Compensation(Way):
         """Tokens of experts in the layers that a text has passed in this run."""
         if self.text is None or not self.text.counts:
             return {}
-        from ktconv.quantize.packed.gptq.coverage import coverage_facts
 
         return {"calibration_coverage": coverage_facts(self.text.counts)}
 
@@ -210,3 +212,27 @@ def _of_text(asked: Asked, text: Path) -> TextCalibration:
     folder = Journal(request.output).directory / PASS
     half = request.max_memory // 2
     return TextCalibration(text, asked.checkpoint, source.config, asked.layers, half, folder)
+
+
+_FELL = "experts_fell_back"
+
+
+def coverage_facts(layers: Mapping[int, I64]) -> dict[str, Any]:
+    """Facts for JSON, of tokens [E] by layer: totals and every layer."""
+    return facts_of(layers, {_FELL: lambda counts: int((counts < FEWEST_TOKENS).sum())})
+
+
+def coverage_lines(layers: Mapping[int, I64]) -> list[str]:
+    """Lines for people: the layers whose experts saw least, and the totals."""
+    facts = coverage_facts(layers)
+    return [
+        *table(
+            "tokens of each expert in the calibration",
+            facts["layers"],
+            {_FELL: "fell back"},
+            lambda row: (-row[_FELL], row["tokens_min"]),
+        ),
+        f"{facts[_FELL]} of {counted(facts['experts'], 'expert')} got fewer than "
+        f"{counted(FEWEST_TOKENS, 'token')}: they are rounded to nearest, by a search weighted "
+        "by importance",
+    ]

@@ -32,9 +32,8 @@ from ktconv.quantize.packed.task import QuantizeTask
 from ktconv.source import Checkpoint, ExpertMatrix, MoELayer, Projection
 from ktconv.source.reading.buffers import Buffers
 from ktconv.source.reading.matrices import ROWS_STEP, MatrixReader, Scales, buffer_bytes, chunk_rows
-from ktconv.source.reading.norms import find_norm, norm_scale
 from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader, Span
-from ktconv.source.reading.tensors import SourceTensors
+from ktconv.source.reading.tensors import SourceTensors, find_norm, norm_scale
 from ktconv.system.arrays import F32, F64, I64, U8, Array
 from ktconv.system.units import listed
 from ktconv.targets.packed.target import BY_WEIGHTS

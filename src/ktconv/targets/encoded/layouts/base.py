@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from msgspec import Struct
 
@@ -77,3 +77,25 @@ class Layout(ABC):
         """`module`: the name of the matrix without ".weight"."""
         stored = zip(self.parts, self.shapes(sizes), strict=True)
         return [Tensor(f"{module}.{part}", *about) for part, about in stored]
+
+
+class _MixedPrecision(Layout):
+    """The layout of an output whose matrices have layouts of their own; never that of a matrix."""
+
+    name = "mixed-precision"  # as compressed-tensors calls it
+    parts = ()
+    scale_part = None
+
+    def shapes(self, sizes: Sizes) -> Sequence[tuple[str, tuple[int, ...], int]]:
+        self._none()
+
+    def others(
+        self, sizes: Sizes, scales: Array, factor: float, zeros: U8 | None = None
+    ) -> Mapping[str, Array]:
+        self._none()
+
+    def _none(self) -> NoReturn:
+        raise ValueError("each matrix of a mix has a layout of its own")
+
+
+MIXED_PRECISION = _MixedPrecision()
