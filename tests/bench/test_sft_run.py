@@ -25,7 +25,7 @@ from ktconv.bench.measure import Effort
 from ktconv.bench.peers.base import PeerError
 from ktconv.bench.peers.table import why_not
 from ktconv.bench.presets import Shape
-from ktconv.bench.sft import bout, cases
+from ktconv.bench.sft import bout
 from ktconv.bench.sft import run as sft_run
 from ktconv.bench.sft.bout import PeerRunner
 from ktconv.bench.sft.peers.request import Request
@@ -94,7 +94,7 @@ def test_experts_without_a_gate_have_no_gradient_of_it() -> None:
     layers = LayersRequest(
         (FORMATS["bf16"],), (shape,), (2,), (1,), (native.isa(),), effort=Effort(iterations=1)
     )
-    (row,) = sft_run.bench(cases.Request(layers), lambda line: None).rows
+    (row,) = sft_run.bench(sft_run.Request(layers), lambda line: None).rows
     assert set(row.errors) == set(NAMES) - {"gate_a", "gate_b"} and row.beyond_bound == []
 
 

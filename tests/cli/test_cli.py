@@ -25,8 +25,7 @@ from typer.testing import CliRunner
 import ktconv as package
 from ktconv import native
 from ktconv.cli.app import app
-from ktconv.cli.encode import ENCODED_METHODS
-from ktconv.cli.gguf import GGUF_METHODS
+from ktconv.cli.encode import ENCODED_METHODS, GGUF_METHODS
 from ktconv.cli.quantize_cpu import Layout, Method, ScaleRule
 from ktconv.conversion.run import DISK_MARGIN
 from ktconv.formats import output_formats

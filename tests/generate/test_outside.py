@@ -162,7 +162,7 @@ def test_without_kernels_nothing_changes(model: Any) -> None:
 
 
 def test_weights_move_once_and_stay_shared() -> None:
-    from ktconv.generate.outside.memory import on_huge_pages
+    from ktconv.generate.outside.linears import on_huge_pages
 
     weight = torch.nn.Parameter(torch.randn(40, 64).bfloat16())
     tied, part = weight, torch.randn(8, 4).bfloat16()

@@ -19,7 +19,7 @@ from ktconv.runtime.layers import KERNEL_BOUND, load, pack_experts
 from ktconv.runtime.layers.experts import OutputNorm
 from ktconv.system.pool import Pool
 from ktconv.verify import Request, hidden_states, prepare, verify
-from ktconv.verify.packed import layers as cpu_layers
+from ktconv.verify.packed import model as packed_model
 
 HIDDEN, EXPERTS, STRONG = 128, 4, 16.0  # STRONG: so that limits matter
 LIMITS: dict[str, Any] = {"swiglu_limits": [0.0, 0.5], "swiglu_limits_shared": [0.25, 0.0]}
@@ -58,7 +58,7 @@ def test_each_layer_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         used[layer] = activation
         return original(packed, layer, activation, *more)
 
-    monkeypatch.setattr(cpu_layers, "packed_experts", packed_experts)
+    monkeypatch.setattr(packed_model, "packed_experts", packed_experts)
     errors = {}
     cases: dict[str, dict[str, Any]] = {"limits": LIMITS, "none": {}}
     for name, config in cases.items():

@@ -67,7 +67,7 @@ def run_training(
             "install it with: pip install 'ktconv[model]'",
         )
     from ktconv.bench.sft import render as sft_render
-    from ktconv.bench.sft.cases import Request as SftRequest
+    from ktconv.bench.sft.run import Request as SftRequest
     from ktconv.bench.sft.run import bench as sft_bench
 
     report = sft_bench(SftRequest(request, ranks), notify)

@@ -9,10 +9,15 @@ import typer
 
 from ktconv.cli import options as common
 from ktconv.cli.conflicts import Conflict, belongs, one_of, refuse_conflicts
-from ktconv.cli.encode import ENCODED_METHODS, INTEGERS, encode_experts
+from ktconv.cli.encode import (
+    ENCODED_METHODS,
+    GGUF_METHODS,
+    INTEGERS,
+    convert_to_gguf,
+    encode_experts,
+)
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.fleet import convert_list
-from ktconv.cli.gguf import GGUF_METHODS, convert_to_gguf
 from ktconv.cli.help import ACCURACY, ADVANCED, FORMAT, OUTPUT
 from ktconv.cli.mix import Mix, MixEngine
 from ktconv.cli.output import JsonOption

@@ -17,8 +17,8 @@ from ktconv.families.names import (
     shared_expert_tensors,
     split_name,
 )
+from ktconv.source.encodings import PARTS, UNDERSCORED
 from ktconv.source.encodings.base import WEIGHT
-from ktconv.source.encodings.parts import PARTS, UNDERSCORED
 from ktconv.source.naming_map import ROUTER_KEYS, SHARED_KEYS, ExpertNames, NamingMap, Pattern
 from ktconv.source.stacks import Split, Stack, split_tensors
 from ktconv.source.types import MoELayer, TensorRef

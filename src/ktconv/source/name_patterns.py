@@ -9,7 +9,7 @@ from math import prod
 
 from msgspec import Struct
 
-from ktconv.source.encodings.parts import part_of
+from ktconv.source.encodings import part_of
 from ktconv.source.types import TensorRef
 from ktconv.system.units import counted
 

@@ -1,8 +1,8 @@
-"""Adapters in directories, as tensors of PyTorch."""
+"""Adapters in directories as tensors of PyTorch, with PEFT's names and layouts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,11 +11,14 @@ from torch import Tensor
 
 from ktconv.errors import CheckpointError
 from ktconv.families.family import Projection
-from ktconv.source.adapter import files
+from ktconv.model.sites import Site
+from ktconv.source.adapter import files, names
 from ktconv.source.adapter.files import CONFIG as CONFIG
 from ktconv.source.adapter.files import FUSED as FUSED
 from ktconv.source.adapter.files import WEIGHTS as WEIGHTS
-from ktconv.source.adapter.names import SIDES
+from ktconv.source.adapter.names import PREFIX, SIDES, source_of, words_of
+from ktconv.source.adapter.parameters import ExpertParameter
+from ktconv.source.settings import ModelSettings
 from ktconv.source.types import TensorRef
 from ktconv.system.arrays import F32
 
@@ -70,3 +73,45 @@ class Adapter(files.Adapter):
 
 def _stacked(matrices: Sequence[F32], dtype: str) -> Tensor:
     return torch.from_numpy(np.stack(matrices)).to(_DTYPES[dtype])
+
+
+class LayerNames(names.LayerNames):
+    """PEFT's names for a layer: those of a model that has a linear layer for each matrix.
+
+    Of lists these are the model's own. Where it has all experts in one module they are those that
+    checkpoints of its family have (Mixtral: block_sparse_moe.experts.3.w1), by which engines and
+    PEFT know them.
+    """
+
+    def __init__(self, site: Site, config: ModelSettings) -> None:
+        path, family = site.bare_path.removeprefix(PREFIX), config.family
+        words, source = site.names, path
+        if not words:
+            words = words_of(family)
+            source = source_of(path, site.layer, family) if family else path
+        super().__init__(site.layer, source, path, words, site.parameters_of_all)
+
+
+class Matrices(NamedTuple):
+    """A and B of all experts, of one projection."""
+
+    a: Tensor  # [E, rank, inputs]
+    b: Tensor  # [E, outputs, rank]
+
+
+def stacked(of: ExpertParameter, matrices: Mapping[Projection, Matrices]) -> tuple[Tensor, Tensor]:
+    """lora_A and lora_B of a parameter, in PEFT's layout. Projections that have an A in common keep
+    their rank; else those of each follow each other, and the rank is the sum."""
+    found = list(matrices.values())
+    count, rank, _ = found[0].a.shape
+    same = all(torch.equal(one.a, found[0].a) for one in found)
+    a = found[0].a if same else torch.cat([one.a for one in found], dim=1)
+    b = a.new_zeros(count, found[0].b.shape[1] * len(of.projections), a.shape[1])
+    for number, (projection, one) in enumerate(matrices.items()):
+        first = 0 if same else number * rank
+        b[:, of.rows(projection, b.shape[1]), first : first + rank] = one.b
+    if others := of.entries - count:
+        a, b = (torch.cat([one, one.new_zeros(others, *one.shape[1:])]) for one in (a, b))
+    if of.swapped:
+        a, b = b.transpose(1, 2), a.transpose(1, 2)
+    return a.reshape(-1, a.shape[2]), b.permute(1, 2, 0).reshape(b.shape[1], -1)

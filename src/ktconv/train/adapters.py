@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.family import PROJECTIONS, Projection
 from ktconv.model.fitting import settings_of
+from ktconv.model.module import PackedExperts
+from ktconv.model.sites import Site, find_experts
+from ktconv.source.adapter.names import SIDES
+from ktconv.source.adapter.parameters import Layout
 from ktconv.system.files import make_directory, write_described
 from ktconv.train import peft_part
-from ktconv.train.adapted import adapted_layers
-from ktconv.train.adapter_files import CONFIG, WEIGHTS, Adapter, Pair
-from ktconv.train.adapter_names import SIDES, LayerNames
+from ktconv.train.adapter_files import CONFIG, WEIGHTS, Adapter, LayerNames, Matrices, Pair, stacked
 from ktconv.train.lora import LoRAExperts
-from ktconv.train.parameters import Layout, Matrices, stacked
 from ktconv.writer.shards import Tensor as Planned
 from ktconv.writer.shards import plan_shard
 
@@ -250,3 +251,24 @@ def _file(tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
     for name in sorted(shard.offsets, key=shard.offsets.__getitem__):
         one = tensors[name].detach().to("cpu").contiguous()
         yield one.view(torch.uint8).numpy().tobytes()
+
+
+def adapted_layers(model: nn.Module) -> dict[int, tuple[Site, LoRAExperts]]:
+    """Layers of a prepared model, in order. UsageError where it has none."""
+    sites = find_experts(model)
+    found = {
+        layer: (site, site.module.lora)
+        for layer, site in sorted(sites.items())
+        if isinstance(site.module, PackedExperts) and isinstance(site.module.lora, LoRAExperts)
+    }
+    if not found:
+        raise UsageError(
+            f"the experts of this {type(model).__name__} have no LoRA",
+            "call ktconv.train.prepare first",
+        )
+    return found
+
+
+def trains_experts(model: nn.Module) -> bool:
+    """Whether the experts of a model have LoRA with matrices (a rank that is not None)."""
+    return any(isinstance(one, LoRAExperts) and one.rank is not None for one in model.modules())

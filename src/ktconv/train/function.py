@@ -1,4 +1,5 @@
-"""Packed experts with LoRA as a function of autograd, of tensors on the CPU."""
+"""Packed experts with LoRA as a function of autograd, of tensors on the CPU; inputs of
+other devices, and their gradients, come and go."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from ktconv.runtime import MoELayer, workspace
 from ktconv.runtime.arguments import Arguments, arguments
 from ktconv.runtime.arrays import FLOATS, operand
 from ktconv.runtime.compute import described, worded
+from ktconv.runtime.staging import delivered, on_cpu
 from ktconv.system.arrays import Array
 
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}  # of LoRA matrices
@@ -225,3 +227,57 @@ def _aligned(size: int) -> Tensor:
 def _tensor(call: Arguments) -> Tensor:
     found: Tensor = call.y.owner
     return found
+
+
+def fetched(
+    x: Tensor, ids: Tensor, weights: Tensor, skip: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Copy arguments to the CPU; gradients go back to where each came from."""
+    named = {"x": x, "ids": ids, "weights": weights}
+    named |= {} if skip is None else {"skip": skip}
+    for name, one in named.items():
+        if not isinstance(one, Tensor):
+            raise UsageError(f"{name} must be a tensor of torch, not {type(one).__name__}")
+    inputs = list(named.values())
+    if any(one.is_meta for one in inputs):
+        raise UsageError(
+            "packed experts got an input on meta, which has no values",
+            "load the other parts of the model, or move them to a device that computes",
+        )
+    far = [one for one in inputs if not one.is_cpu]
+    near = iter(_Fetched.apply(*far) if far else ())  # type: ignore[no-untyped-call]
+    x, ids, weights, *rest = (one if one.is_cpu else next(near) for one in inputs)
+    return x, ids, weights, rest[0] if rest else None
+
+
+def returned(y: Tensor, device: torch.device) -> Tensor:
+    """y on `device`; its gradient comes back to the CPU."""
+    if device.type == "cpu":
+        return y
+    found: Tensor = _Returned.apply(y, device)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Fetched(torch.autograd.Function):
+    """Copies on the CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.devices = [one.device for one in tensors]
+        ctx.set_materialize_grads(False)
+        return tuple(on_cpu(*tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = zip(gradients, ctx.devices, strict=True)
+        return tuple(None if one is None else delivered(one, device) for one, device in given)
+
+
+class _Returned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, device: torch.device) -> Tensor:
+        return delivered(y, device)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return on_cpu(dy)[0], None

@@ -17,8 +17,7 @@ from ktconv.runtime.compiled import uncompiled
 from ktconv.runtime.layers.experts import OutputNorm
 from ktconv.system.numbers import real, whole
 from ktconv.system.units import counted
-from ktconv.train.crossing import fetched, returned
-from ktconv.train.function import DTYPES, Setting, base_gradients, computed
+from ktconv.train.function import DTYPES, Setting, base_gradients, computed, fetched, returned
 from ktconv.train.reference import Lora
 
 

@@ -16,8 +16,7 @@ from ktconv.model.sites import Site, find_experts
 from ktconv.source.adapter.files import LowRank
 from ktconv.source.adapter.names import PREFIX
 from ktconv.source.adapter.parameters import Layout
-from ktconv.train.adapter_files import Adapter, Linear
-from ktconv.train.adapter_names import LayerNames
+from ktconv.train.adapter_files import Adapter, LayerNames, Linear
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.train.adapter_names import PREFIX
-from ktconv.train.parameters import LAYOUT, LAYOUTS
+from ktconv.source.adapter.names import PREFIX
+from ktconv.source.adapter.parameters import LAYOUT, LAYOUTS
 
 # What PEFT and engines want to know of an adapter of experts alone.
 _PLAIN: Mapping[str, Any] = {

@@ -20,8 +20,7 @@ from torch import nn
 
 from ktconv.errors import UsageError
 from ktconv.train import peft_part
-from ktconv.train.adapted import trains_experts
-from ktconv.train.adapters import load_experts, opened, save
+from ktconv.train.adapters import load_experts, opened, save, trains_experts
 
 _DONE = "_with_ktconv_experts"  # what a method has that saves or loads them
 

@@ -10,7 +10,7 @@ import numpy as np
 from ktconv.errors import UsageError
 from ktconv.formats.decode import f32_to_bf16, round_to_bf16
 from ktconv.runtime.arrays import kind_of
-from ktconv.runtime.route.arrays import floats, integers, rows_of
+from ktconv.runtime.route.scores import floats, integers, rows_of
 from ktconv.system.arrays import F32
 from ktconv.system.numbers import whole
 from ktconv.system.units import counted

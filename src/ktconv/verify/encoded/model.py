@@ -18,8 +18,7 @@ from ktconv.source import MoELayer, Projection
 from ktconv.source.reading.streamed import Streamed
 from ktconv.system.arrays import F32
 from ktconv.system.text import Notify
-from ktconv.verify.dequantized_layers import DequantizedLayersCheck
-from ktconv.verify.dequantized_model import DequantizedModelCheck, Pair
+from ktconv.verify.dequantized_model import DequantizedLayersCheck, DequantizedModelCheck, Pair
 from ktconv.verify.encoded.output import EncodedOutput
 from ktconv.verify.encoded.weights import dequantized
 from ktconv.verify.findings import Facts

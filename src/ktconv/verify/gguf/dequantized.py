@@ -11,8 +11,7 @@ from ktconv.formats.gguf import GGUF_FORMATS
 from ktconv.source import MoELayer, Projection, TensorRef
 from ktconv.source.reading.streamed import Piece, Streamed, piece_rows
 from ktconv.system.arrays import F32, U8
-from ktconv.verify.dequantized_layers import DequantizedLayersCheck
-from ktconv.verify.dequantized_model import DequantizedModelCheck
+from ktconv.verify.dequantized_model import DequantizedLayersCheck, DequantizedModelCheck
 from ktconv.verify.gguf.output import GgufOutput
 from ktconv.verify.model import DEFAULTS
 from ktconv.verify.reading import read_tensor

@@ -21,8 +21,7 @@ from ktconv.verify.memory import LayerNeed
 from ktconv.verify.packed.backward import BackwardCheck
 from ktconv.verify.packed.cover import LEVEL as COVERAGE
 from ktconv.verify.packed.cover import check_cover
-from ktconv.verify.packed.layers import PackedLayersCheck
-from ktconv.verify.packed.model import PackedModelCheck
+from ktconv.verify.packed.model import PackedLayersCheck, PackedModelCheck
 from ktconv.verify.packed.output import PackedOutput, open_cpu_output
 from ktconv.verify.packed.proofs import Proofs, proofs_of
 from ktconv.verify.packed.resharded import parts_before
