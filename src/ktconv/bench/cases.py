@@ -249,18 +249,15 @@ def _opened(model: Path, layer: int | None, hold: Hold | None = None) -> tuple[i
     """The number and the experts of a layer, and how many of them a token has: `hold` puts packed
     ones into memory, those of a checkpoint whose numbers the kernels compute with are put into
     their order."""
-    if ConvertedModel(model).layers or not (_has_blocks(model) or (model / CONFIG_NAME).exists()):
+    if ConvertedModel(model).layers or not (
+        any(model.glob("*.gguf")) or (model / CONFIG_NAME).exists()
+    ):
         number, experts = open_layer(model, layer, hold=hold)
         return number, experts, experts_per_token(model, number)
     checkpoint = open_stored(model)
     number = checkpoint.layers[0].index if layer is None else layer
     top_k = checkpoint.config.top_k(number) or USUAL_TOP_K
     return number, native_experts(checkpoint, number), top_k
-
-
-def _has_blocks(model: Path) -> bool:
-    """Whether it has GGUF files."""
-    return any(model.glob("*.gguf"))
 
 
 # ---- memory ----

@@ -93,24 +93,6 @@ class Progression(Observer):
         pass
 
 
-class LineObserver(Progression):
-    """One line per finished unit, for logs."""
-
-    def __init__(self, sizes: Mapping[str, int], notify: Notify) -> None:
-        super().__init__(sizes)
-        self._notify = notify
-
-    def unit_finished(self, key: str) -> None:
-        share = 100 * self.done / self.total if self.total else 100
-        self._notify(
-            f"{key} done, {format_size(self.done)} of {format_size(self.total)} ({share:.0f} %), "
-            f"{self.speeds()}, ETA {self.eta()}"
-        )
-
-    def noted(self, text: str) -> None:
-        self._notify(text)
-
-
 class QuietObserver(Progression):
     """Only what the user must know."""
 
@@ -120,6 +102,17 @@ class QuietObserver(Progression):
 
     def noted(self, text: str) -> None:
         self._notify(text)
+
+
+class LineObserver(QuietObserver):
+    """One line per finished unit, for logs."""
+
+    def unit_finished(self, key: str) -> None:
+        share = 100 * self.done / self.total if self.total else 100
+        self._notify(
+            f"{key} done, {format_size(self.done)} of {format_size(self.total)} ({share:.0f} %), "
+            f"{self.speeds()}, ETA {self.eta()}"
+        )
 
 
 class EventObserver(Progression):

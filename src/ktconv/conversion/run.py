@@ -18,6 +18,7 @@ from typing import Any, Generic
 
 from msgspec import Struct, field
 
+from ktconv import native
 from ktconv.conversion.output import OutputState
 from ktconv.conversion.pipeline import Observer, Pipeline, Task
 from ktconv.conversion.plan import LayerUnit, Plan, T_co, Unit
@@ -153,6 +154,17 @@ class Report(Struct, frozen=True):
     lost: int = 0  # matrices that became nearly all zeros
     lost_names: Sequence[str] = ()  # of their tensors, some
     more: Record = field(default_factory=dict)  # facts of this kind of conversion alone
+
+
+def check_request(request: BaseRequest) -> None:
+    """UsageError for a request that cannot be run, whatever the model."""
+    if request.overwrite and request.finalize:
+        raise UsageError(
+            "--overwrite and --finalize cannot be combined: the first removes what "
+            "the second completes",
+            "use one of them",
+        )
+    native.isa()  # reports an unusable KTCONV_ISA before an hour of work
 
 
 def refuse_nested(source: Path, output: Path, what: str = "the model directory") -> None:

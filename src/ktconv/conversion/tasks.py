@@ -15,8 +15,8 @@ from ktconv import native
 from ktconv.conversion.plan import LayerUnit, Unit
 from ktconv.errors import KtconvError, VerificationError
 from ktconv.source import ExpertMatrix, MoELayer, Projection, TensorRef
-from ktconv.source.reading.buffers import COPY_BYTES, Buffers
-from ktconv.source.reading.matrices import source_bytes, spans_of
+from ktconv.source.reading.buffers import COPY_BYTES, Buffers, whole_lines
+from ktconv.source.reading.matrices import buffer_bytes, source_bytes, spans_of
 from ktconv.source.reading.reader import SourceReader, Span
 from ktconv.system.arrays import U8
 from ktconv.system.checksums import Checksum
@@ -83,6 +83,11 @@ class ExpertTask(Struct, frozen=True, dict=True):
     @cached_property
     def source_bytes(self) -> int:
         return source_bytes(self.matrix)
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """Bytes of a place for the whole matrix as it is read."""
+        return whole_lines(buffer_bytes(self.matrix, self.matrix.rows))
 
     def spans(self) -> Sequence[Span]:
         return spans_of(self.matrix)

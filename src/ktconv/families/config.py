@@ -63,11 +63,6 @@ class Config:
             raise wrong_value("text_config", self.content["text_config"], "an object")
         return self.text
 
-    @property
-    def checked_sections(self) -> Sequence[Mapping[str, Any]]:
-        """The sections; raises as `checked_text`."""
-        return (self.checked_text, *self.sections[1:])
-
 
 def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's section of config.json, which is all of it for a text model.
@@ -98,7 +93,7 @@ def top_k_of(config: Config, layer: int | None = None) -> int | None:
     keys of one section disagree.
     """
     keys = table.FAMILIES.keys("top_k", config.family)
-    for section in config.checked_sections:
+    for section in (config.checked_text, *config.sections[1:]):
         given = [(key, section[key]) for key in keys if section.get(key) is not None]
         if given:
             return _agreed([(key, of_layer(value, layer)) for key, value in given])

@@ -62,10 +62,6 @@ class WholeRow(Struct):
     outside_bytes: int  # weights outside the experts that each token reads
     outside_floor_ms: float  # as long as reading those takes, at this machine's rate
 
-    @property
-    def decode_outside_ms(self) -> float:
-        return self.decode_ms - self.decode_experts_ms
-
 
 def bench_whole(request: GenerateBench, notify: Notify) -> tuple[Report[WholeRow], list[str]]:
     """Rows, and why there is none of transformers. UsageError for more tokens than the model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -66,7 +66,11 @@ def move_non_experts(model: nn.Module, device: str | torch.device) -> Moved:
         for place in experts:
             place.put(place.tensor)
     for number in places.keys() - kept:
-        _tie(places[number])
+        # `Module.to` moves a buffer once for each place that has it, and so it does with a
+        # parameter if the device has tensors of another kind.
+        first = places[number][0]
+        for place in places[number][1:]:
+            place.put(first.tensors[first.name])
     packed = sum(site.module.nbytes for site in sites if isinstance(site.module, PackedExperts))
     return Moved(moved, there, _nbytes(own) + packed)
 
@@ -116,14 +120,6 @@ def _places(model: nn.Module) -> dict[int, list[_Place]]:
                 if one is not None:
                     found.setdefault(id(one), []).append(_Place(tensors, name, one))
     return found
-
-
-def _tie(places: Sequence[_Place]) -> None:
-    """Make what was one tensor one again. `Module.to` moves a buffer once for each place that has
-    it, and so it does with a parameter if the device has tensors of another kind."""
-    first = places[0]
-    for place in places[1:]:
-        place.put(first.tensors[first.name])
 
 
 def _check_values(model: nn.Module, tensors: Iterable[Tensor]) -> None:

@@ -82,11 +82,8 @@ def listed_in(module: nn.Module) -> ListedExperts | None:
     if len(found) < 2 or sizes.count(sizes[0]) < len(sizes):
         return None
     rest = list(module)[len(found) :]
-    return ListedExperts(module, found) if all(map(_is_identity, rest)) else None
-
-
-def _is_identity(module: nn.Module | None) -> bool:
-    return isinstance(module, nn.Identity)
+    alone = all(isinstance(one, nn.Identity) for one in rest)
+    return ListedExperts(module, found) if alone else None
 
 
 def _projections(expert: nn.Module) -> dict[Projection, Any] | None:

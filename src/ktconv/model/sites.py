@@ -47,7 +47,8 @@ class Site(Struct, frozen=True):
     @property
     def own(self) -> OwnExperts:
         """The model's own experts. CheckpointError where packed ones are in their place."""
-        found = _own_in(_unwrapped(self.module))
+        module = _unwrapped(self.module)
+        found = stored_in(module) or listed_in(module)
         if found is None:
             raise CheckpointError(f"{self.path} has no experts of its own")
         return found
@@ -152,10 +153,6 @@ def _routes(block: nn.Module, listed: ListedExperts) -> bool:
     counts = listed.count, listed.count + listed.identities
     matrices = (one for one in block.parameters() if one.ndim == 2 and id(one) not in own)
     return any(one.shape[0] in counts for one in matrices)
-
-
-def _own_in(module: nn.Module) -> OwnExperts | None:
-    return stored_in(module) or listed_in(module)
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

@@ -111,8 +111,8 @@ def read_shards(selection: ShardSelection) -> Shards:
     the index has in that file, or all. Checks that nothing is missing or there twice."""
     if any(map(is_remote, selection.files)):
         advise([Span(file, 0, size) for file, size in _head_sizes(selection)])
-    read = read_parts if selection.gguf else _read_each
-    headers, index = read(selection.files), selection.index
+    files, index = selection.files, selection.index
+    headers = read_parts(files) if selection.gguf else [read_header(file) for file in files]
     if index is None:
         _check_unique(headers)
         return Shards(headers, selection.notes, None)
@@ -130,10 +130,6 @@ def _head_sizes(selection: ShardSelection) -> Iterator[tuple[Path, int]]:
     for file in selection.files:
         known = sizes.get(file.name)
         yield file, HEAD_BYTES if known is None else known + _METADATA_BYTES
-
-
-def _read_each(files: Sequence[Path]) -> list[Header]:
-    return [read_header(file) for file in files]
 
 
 def file_names(directory: Path) -> list[str]:

@@ -27,7 +27,7 @@ from ktconv import native
 from ktconv.errors import ResourceError
 from ktconv.system.arrays import U8
 from ktconv.system.machine import text_of
-from ktconv.system.nodes import HUGE_PAGE, nodes
+from ktconv.system.nodes import HUGE_PAGE, count_in, nodes
 
 RESERVED = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 REGISTRY = Path("/dev/shm")
@@ -93,16 +93,11 @@ def _bound(block: U8, os_node: int | None) -> bool:
 
 def reserved_free(os_node: int | None) -> int:
     """Bytes of reserved huge pages that nobody has, on a node or on all."""
-    whole = _count(RESERVED / "free_hugepages") - _count(RESERVED / "resv_hugepages")
+    whole = count_in(RESERVED / "free_hugepages") - count_in(RESERVED / "resv_hugepages")
     if os_node is None or whole <= 0:
         return HUGE_PAGE * max(0, whole)
     own = next((one.huge_free for one in nodes() if one.number == os_node), 0)
     return min(HUGE_PAGE * whole, own)
-
-
-def _count(path: Path) -> int:
-    text = text_of(path)
-    return int(text) if text.isdigit() else 0
 
 
 _TRANSPARENT = ("AnonHugePages", "FilePmdMapped", "ShmemPmdMapped")

@@ -46,12 +46,13 @@ def _node(folder: Path, number: int, online: list[int]) -> Node:
         known.get("MemTotal", 0),
         sum(known.get(name, 0) for name in reclaimable),
         dict(zip(online, away, strict=False)),
-        HUGE_PAGE * _count(reserved / "nr_hugepages"),
-        HUGE_PAGE * _count(reserved / "free_hugepages"),
+        HUGE_PAGE * count_in(reserved / "nr_hugepages"),
+        HUGE_PAGE * count_in(reserved / "free_hugepages"),
     )
 
 
-def _count(path: Path) -> int:
+def count_in(path: Path) -> int:
+    """The number in a file of the system; 0 where there is none."""
     text = text_of(path)
     return int(text) if text.isdigit() else 0
 

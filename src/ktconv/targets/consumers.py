@@ -268,6 +268,11 @@ def mismatch_of(
     return Mismatch(wrong, method, missing, right_methods(activations, types))
 
 
+def notes_of(mismatch: Mismatch | None) -> list[str]:
+    """Sentences about activations, for the plan."""
+    return [] if mismatch is None else [f"{mismatch.sentence}; {mismatch.consequence}"]
+
+
 def refuse_biases(layers: Sequence[MoELayer], why: str, hint: str) -> None:
     """CheckpointError that names the first bias of an expert, if there is one."""
     for layer in layers:

@@ -80,8 +80,7 @@ class Manifest(Struct, frozen=True):
     def encoded_again(self) -> list[str]:
         """Weights that are no expert's, by the source's names, that have new codes and scales with
         adapters in them."""
-        found = self.record.get(ENCODED_AGAIN)
-        return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
+        return self.names(ENCODED_AGAIN)
 
     @property
     def model_type(self) -> object:

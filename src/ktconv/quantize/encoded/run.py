@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ktconv import native
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import Selection, plan_checkpoint
-from ktconv.conversion.run import Report, check_output, fit_memory, refuse_nested
+from ktconv.conversion.run import Report, check_output, check_request, fit_memory, refuse_nested
 from ktconv.conversion.together import with_room
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.quantize.encoded.conversion import Encode
@@ -36,13 +35,7 @@ from ktconv.targets.second_rounding import refuse_second_rounding
 def prepare(request: Request, job: type[Encode] = Encode, libraries: int = 0) -> Preflight:
     """Open the checkpoint and plan. Reads headers only, writes nothing. `libraries`: bytes that
     those of the job take."""
-    if request.overwrite and request.finalize:
-        raise UsageError(
-            "--overwrite and --finalize cannot be combined: the first removes what "
-            "the second completes",
-            "use one of them",
-        )
-    native.isa()  # reports an unusable KTCONV_ISA before an hour of work
+    check_request(request)
     checkpoint = open_checkpoint(request.source)
     _check_tower(request, checkpoint)
     refuse_nested(checkpoint.path, request.output)

@@ -28,7 +28,7 @@ from ktconv.quantize.encoded.deviation import Deviation, is_compared
 from ktconv.quantize.encoded.passing import awq_codes, kept_codes, kept_scales
 from ktconv.quantize.encoded.stored import second_scale, tensor_scale
 from ktconv.source import ExpertMatrix, Projection
-from ktconv.source.reading.buffers import Buffers, BufferSizes, whole_lines
+from ktconv.source.reading.buffers import Buffers, BufferSizes
 from ktconv.source.reading.matrices import (
     MatrixReader,
     Scales,
@@ -117,11 +117,6 @@ class EncodeTask(ExpertTask, frozen=True, dict=True):
     def packed_bytes(self) -> int:
         """Bytes of codes, scales and what belongs to them."""
         return sum(tensor.nbytes for tensor in self.tensors)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of a place for the whole matrix as it is read."""
-        return whole_lines(buffer_bytes(self.matrix, self.matrix.rows))
 
     @cached_property
     def keeps(self) -> bool:

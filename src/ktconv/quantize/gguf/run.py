@@ -8,7 +8,6 @@ from pathlib import Path
 from msgspec import field
 from msgspec.structs import replace
 
-from ktconv import native
 from ktconv.conversion.pipeline import OPEN_UNITS, Observer, Task
 from ktconv.conversion.plan import LayerUnit, plan_checkpoint
 from ktconv.conversion.run import (
@@ -16,6 +15,7 @@ from ktconv.conversion.run import (
     Conversion,
     Report,
     check_output,
+    check_request,
     fit_memory,
     refuse_nested,
 )
@@ -51,13 +51,7 @@ class Preflight(AnyPreflight[GgufTarget], frozen=True):
 
 def prepare(request: Request) -> Preflight:
     """Open the checkpoint and plan. Reads headers only and writes nothing."""
-    if request.overwrite and request.finalize:
-        raise UsageError(
-            "--overwrite and --finalize cannot be combined: the first removes what "
-            "the second completes",
-            "use one of them",
-        )
-    native.isa()  # reports an unusable KTCONV_ISA before an hour of work
+    check_request(request)
     checkpoint, options = open_checkpoint(request.source), request.options
     refuse_nested(checkpoint.path, request.output)
     layers = [layer for layer in checkpoint.layers if options.mtp or not layer.is_mtp]

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from msgspec import field
 from msgspec.structs import replace
 
-from ktconv import native
 from ktconv.conversion.pipeline import OPEN_UNITS, Observer, Task
 from ktconv.conversion.plan import LayerUnit, Unit
 from ktconv.conversion.run import (
@@ -23,6 +22,7 @@ from ktconv.conversion.run import (
     Conversion,
     Report,
     check_output,
+    check_request,
     fit_memory,
     refuse_nested,
 )
@@ -85,13 +85,7 @@ class Preflight(AnyPreflight[KTransformersTarget], frozen=True):
 
 def prepare(request: Request) -> Preflight:
     """Open the checkpoint and plan. Reads headers only and writes nothing."""
-    if request.overwrite and request.finalize:
-        raise UsageError(
-            "--overwrite and --finalize cannot be combined: the first removes what "
-            "the second completes",
-            "use one of them",
-        )
-    native.isa()  # reports an unusable KTCONV_ISA before an hour of work
+    check_request(request)
     options = request.options
     if options.numa == 0:
         options = replace(options, numa=machine.numa_nodes())

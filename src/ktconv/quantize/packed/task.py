@@ -17,7 +17,7 @@ from ktconv.formats import FORMATS, Format, kinds_of
 from ktconv.formats.folding import encode, folded_importance
 from ktconv.quantize.packed.packing import PackingTask, Part, Piece
 from ktconv.source import MoELayer
-from ktconv.source.reading.buffers import Buffers, BufferSizes, whole_lines
+from ktconv.source.reading.buffers import Buffers, BufferSizes
 from ktconv.source.reading.matrices import (
     Factors,
     MatrixReader,
@@ -65,11 +65,6 @@ class QuantizeTask(PackingTask, frozen=True, dict=True):
         """Bytes of packed codes and scales of all parts."""
         layout, shape = FORMATS[self.options.method].layout, self._owned(0).shape
         return self.options.numa * (layout.weight_size(*shape) + layout.scale_size(*shape))
-
-    @cached_property
-    def buffer_bytes(self) -> int:
-        """Bytes of a place for the whole matrix as it is read."""
-        return whole_lines(buffer_bytes(self.matrix, self.matrix.rows))
 
     def source(self) -> MatrixReader:
         """The matrix as it is quantized."""

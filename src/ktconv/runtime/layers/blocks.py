@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from ktconv.formats import Format
 from ktconv.native import Expert, PackedMatrix
+from ktconv.source.reading.buffers import whole_lines
 from ktconv.system.blocks import new_block
 
 Shape = tuple[int, int]
 Shapes = tuple[Shape | None, Shape, Shape]  # of gate (None: experts without one), up and down
-
-_LINE = 64  # bytes; each matrix and each set of scales begins a cache line
 
 
 def part_shapes(hidden: int, width: int, gated: bool) -> Shapes:
@@ -21,13 +20,14 @@ def part_shapes(hidden: int, width: int, gated: bool) -> Shapes:
 class Block:
     """The memory of `count` experts of a part, each in its place, so that it can have huge pages.
 
-    Nothing has been written to `memory` (uint8): it can still be bound to a NUMA node.
+    Each matrix and each set of scales begins a cache line. Nothing has been written to `memory`
+    (uint8): it can still be bound to a NUMA node.
     """
 
     def __init__(self, fmt: Format, shapes: Shapes, count: int) -> None:
         self._layout, self._shapes = fmt.layout, shapes
         self._expert_size = sum(
-            _whole_lines(size) for shape in shapes if shape for size in self._sizes(shape)
+            whole_lines(size) for shape in shapes if shape for size in self._sizes(shape)
         )
         self.memory = new_block(self._expert_size * count)
 
@@ -38,8 +38,8 @@ class Block:
         def following(shape: Shape) -> PackedMatrix:
             nonlocal start
             weight, scale = self._sizes(shape)
-            first, middle = start, start + _whole_lines(weight)
-            start = middle + _whole_lines(scale)
+            first, middle = start, start + whole_lines(weight)
+            start = middle + whole_lines(scale)
             scales = self.memory[middle : middle + scale] if scale else None
             return PackedMatrix(self.memory[first : first + weight], scales)
 
@@ -49,7 +49,3 @@ class Block:
     def _sizes(self, shape: Shape) -> tuple[int, int]:
         """Bytes of codes and of scales."""
         return self._layout.weight_size(*shape), self._layout.scale_size(*shape)
-
-
-def _whole_lines(size: int) -> int:
-    return -(-size // _LINE) * _LINE

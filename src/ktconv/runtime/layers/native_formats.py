@@ -47,13 +47,8 @@ def formats_of_layer(layer: MoELayer, experts: Sequence[int] | None = None) -> l
     """
     chosen = range(len(layer.experts)) if experts is None else experts
     matrices = [matrix for one in chosen for matrix in layer.experts[one].values()]
-    possible = _preferred(matrices[0])
+    possible = (fmt for code in _codes_of(matrices[0]) for fmt in _rows(code, matrices[0]))
     return [fmt for fmt in possible if all(_holds(fmt, matrix) for matrix in matrices)]
-
-
-def _preferred(matrix: ExpertMatrix) -> list[Format]:
-    """The formats whose codes may hold a matrix, best first."""
-    return [fmt for code in _codes_of(matrix) for fmt in _rows(code, matrix)]
 
 
 def _rows(code: str, matrix: ExpertMatrix) -> list[Format]:

@@ -57,13 +57,13 @@ def adapted_parameters(
     found = list(parameters)
     if count != len(found):
         found = [
-            one for one, name in zip(parameters, names, strict=True) if _is_named(name, targets)
+            one for one, name in zip(parameters, names, strict=True) if is_named(name, targets)
         ]
     return found[::-1] if len(found) == count else None
 
 
-def _is_named(name: str, targets: Set[str]) -> bool:
-    """Whether it is named, by its whole name or the end of it, from a dot on."""
+def is_named(name: str, targets: Set[str]) -> bool:
+    """Whether a module or parameter is named, by its whole name or the end of it, from a dot on."""
     words = name.split(".")
     return any(".".join(words[first:]) in targets for first in range(len(words)))
 

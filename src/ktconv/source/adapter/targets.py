@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.errors import CheckpointError
+from ktconv.source.adapter.parameters import is_named
 from ktconv.system.patterns import PatternError, Patterns
 
 _ALL = "all-linear"  # of target_modules
@@ -82,8 +83,7 @@ class _Names:
         if self._pattern is not None:
             with _named(self._where):
                 return self._pattern.first(module) is not None
-        words = module.split(".")
-        return any(".".join(words[first:]) in self._names for first in range(len(words)))
+        return is_named(module, self._names)
 
 
 @contextmanager

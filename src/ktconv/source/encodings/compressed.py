@@ -11,6 +11,8 @@ AngelSlim's w4a8 calls itself int-quantized, but has two signed numbers in a byt
 
 from __future__ import annotations
 
+from functools import partial
+
 from ktconv.errors import CheckpointError
 from ktconv.source import elements
 from ktconv.source.config import ModelConfig
@@ -86,10 +88,7 @@ def _packed(bits: int) -> Encoding:
     )
 
 
-def _plain(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
-    return _quantization(roles, view, config, "I8", 0)
-
-
+_plain = partial(_quantization, zero_number="I8", symmetric=0)
 INT8 = Encoding(
     "int8",
     ("I8",),
@@ -111,17 +110,13 @@ ANGELSLIM = Encoding(
 )
 
 
-def _ascend(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
-    return _quantization(roles, view, config, "F32", 0)
-
-
 MSMODELSLIM = Encoding(
     "int8",
     ("I8",),
     elements.I8,
     companions=(_SCALE, Companion(ZERO, ("weight_offset",), ("F32",))),
     ignored=("input_scale", "input_offset", "quant_bias", "deq_scale"),
-    quantization=_ascend,
+    quantization=partial(_quantization, zero_number="F32", symmetric=0),
 )
 # Which of these a weight is follows from how many words its rows take.
 PACKED = tuple(_packed(bits) for bits in sorted(elements.STREAMS))

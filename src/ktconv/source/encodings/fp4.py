@@ -9,6 +9,7 @@ NVFP4's second scale divides where compressed-tensors writes it, and multiplies 
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 
 from msgspec.structs import replace
@@ -41,7 +42,9 @@ def _mx_int(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization
     return _mx(roles, view, config) if kinds == {True} else None
 
 
-def _nv(roles: Roles, view: StoredView, divides: bool) -> Quantization | None:
+def _nv(
+    roles: Roles, view: StoredView, config: ModelConfig, *, divides: bool
+) -> Quantization | None:
     grid = grid_with_blocks(roles[SCALE], view, "E4M3", (1, _NV_GROUP))
     outer = roles[OUTER]
     index = _outer_index(outer, view)
@@ -62,14 +65,6 @@ def _outer_index(outer: TensorRef, view: StoredView) -> int | None:
     if halves and outer.shape in ((experts, 2), (experts, 2, 1)):
         return 2 * view.expert + (view.first_output > 0)
     return None
-
-
-def _nv_divided(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
-    return _nv(roles, view, divides=True)
-
-
-def _nv_multiplied(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
-    return _nv(roles, view, divides=False)
 
 
 _POWERS = tuple(POWERS)
@@ -114,7 +109,7 @@ NVFP4_PACKED = Encoding(
         Companion(OUTER, ("weight_global_scale",), ("F32",)),
     ),
     ignored=("input_global_scale", "weight_shape"),
-    quantization=_nv_divided,
+    quantization=partial(_nv, divides=True),
 )
 NVFP4_MODELOPT = replace(
     NVFP4_PACKED,
@@ -124,5 +119,5 @@ NVFP4_MODELOPT = replace(
         Companion(OUTER, ("weight_scale_2",), ("F32",)),
     ),
     ignored=("input_scale",),
-    quantization=_nv_multiplied,
+    quantization=partial(_nv, divides=False),
 )

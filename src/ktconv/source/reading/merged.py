@@ -13,27 +13,24 @@ from __future__ import annotations
 
 import math
 import threading
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ktconv import native
 from ktconv.errors import CheckpointError
 from ktconv.formats.decode import f32_to_bf16
 from ktconv.source.reading.encoded_sums import EncodedSums
-from ktconv.source.reading.made import MadeFile, MadeFiles
+from ktconv.source.reading.made import Contents, MadeFiles
 from ktconv.source.reading.matrices import MatrixReader, Scales, buffer_bytes, spans_of
 from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.source.types import Checkpoint, ExpertMatrix, TensorRef
 from ktconv.system.arrays import F32, U8
 from ktconv.system.opened import advise
-from ktconv.system.stores import MadePath, Span
+from ktconv.system.stores import Span
 
 F64 = NDArray[np.float64]
 
@@ -60,23 +57,12 @@ class _Made(Struct, frozen=True):
     scales: bool = False  # the tensor has the scales of these
 
 
-class _Tensors(Struct):
-    """The matrices of a made file, in order."""
-
-    path: Path  # of the source
-    starts: list[int] = field(default_factory=list)
-    made: list[_Made] = field(default_factory=list)
-    nbytes: int = 0
-
-
-class MergedFiles(MadeFiles):
+class MergedFiles(MadeFiles[_Made]):
     """The made files of a checkpoint: `add` puts matrices into them."""
 
     def __init__(self, checkpoint: Checkpoint, adapters: Sequence[str]) -> None:
+        super().__init__(" and ".join(adapters))
         self._reader = SourceReader(checkpoint.files, checkpoint.sources)
-        self._with = " and ".join(adapters)
-        self._files: dict[Path, _Tensors] = {}
-        self._paths: dict[Path, MadePath] = {}
         self._last = threading.local()  # the matrix that a thread reads
         self._rows = 0
 
@@ -91,51 +77,27 @@ class MergedFiles(MadeFiles):
     ) -> TensorRef:
         """A tensor of `shape` with the sums of `matrix`, which is in `tensor`, in its own file;
         with `encoded` its codes, or, for the tensor of its scales, those."""
-        path = self._paths.get(tensor.file)
-        if path is None:
-            path = MadePath(tensor.file, f"{tensor.file} with {self._with}", self)
-            self._paths[tensor.file] = path
-            self._files[path] = _Tensors(tensor.file)
-        own = self._files[path]
+        path, own = self.place(tensor.file)
         scales = encoded is not None and tensor.name == encoded.scale.name
         nbytes = tensor.nbytes if scales else matrix.rows * matrix.cols * _SIZES[dtype]
         found = TensorRef(tensor.name, path, dtype, shape, own.nbytes, nbytes)
-        own.starts.append(own.nbytes)
-        own.made.append(_Made(found, matrix, parts, encoded, scales))
-        own.nbytes += nbytes
         self._rows = max(self._rows, matrix.cols)
-        return found
+        return own.add(_Made(found, matrix, parts, encoded, scales))
 
     @property
     def memory(self) -> int:  # type: ignore[override]
         """Bytes that a thread needs: a piece of the source, its values, and sums in float64."""
         return 4 * max(_PIECE_BYTES, 8 * _ROWS * self._rows) + BOUNCE_BYTES
 
-    def open(self, path: Path) -> MadeFile:
-        own = self._files[path]
-        return MadeFile(path, own.nbytes, partial(self.read, own))
-
     def advise(self, spans: Sequence[Span]) -> None:
-        advise([one for span in spans for made in self._within(span)
-                for one in spans_of(made.matrix)])  # fmt: skip
+        wanted = (self._files[one.file].within(one.offset, one.nbytes) for one in spans)
+        advise([one for found in wanted for made, _, _ in found for one in spans_of(made.matrix)])
 
-    def _within(self, span: Span) -> Sequence[_Made]:
-        own = self._files[span.file]
-        first = max(0, bisect_right(own.starts, span.offset) - 1)
-        last = bisect_right(own.starts, span.offset + max(0, span.nbytes - 1))
-        return own.made[first:last]
-
-    def read(self, own: _Tensors, target: memoryview, offset: int) -> None:
-        """Fill `target` with bytes of a made file."""
-        data = np.frombuffer(target, np.uint8)
-        at = bisect_right(own.starts, offset) - 1
-        done = 0
-        while done < len(data):
-            made = own.made[at]
-            start = offset + done - own.starts[at]
-            count = min(made.tensor.nbytes - start, len(data) - done)
+    def read(self, own: Contents[_Made], target: memoryview, offset: int) -> None:
+        data, done = np.frombuffer(target, np.uint8), 0
+        for made, start, count in own.within(offset, len(data)):
             self._fill(made, data[done : done + count], start)
-            done, at = done + count, at + 1
+            done += count
 
     def _fill(self, made: _Made, target: U8, start: int) -> None:
         """Bytes of a matrix from `start` on."""

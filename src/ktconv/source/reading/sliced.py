@@ -6,21 +6,19 @@ counts as [outer, count, inner bytes]: of the middle axis the kept indices stay.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
-from ktconv.source.reading.made import MadeFile, MadeFiles
+from ktconv.source.reading.made import Contents, MadeFiles
 from ktconv.source.reading.reader import SourceReader
 from ktconv.source.types import Checkpoint, SourceFile, TensorRef
 from ktconv.system.opened import Opened, advise
-from ktconv.system.stores import MadePath, Span
+from ktconv.system.stores import Span
 
 
 class _Cut(Struct, frozen=True):
@@ -53,24 +51,14 @@ class _Cut(Struct, frozen=True):
             done += size
 
 
-class _Tensors(Struct):
-    """The tensors of a made file, in order."""
-
-    path: Path  # of the source
-    starts: list[int] = field(default_factory=list)
-    cuts: list[_Cut] = field(default_factory=list)
-    nbytes: int = 0
-
-
-class SlicedFiles(MadeFiles):
+class SlicedFiles(MadeFiles[_Cut]):
     """The made files of a checkpoint: `add` puts tensors into them."""
 
     memory = 0
 
     def __init__(self, files: Sequence[Path], sources: Sequence[SourceFile]) -> None:
+        super().__init__("fewer experts")
         self._reader = SourceReader(files, sources)
-        self._files: dict[Path, _Tensors] = {}
-        self._paths: dict[Path, MadePath] = {}
 
     @staticmethod
     def of(checkpoint: Checkpoint) -> SlicedFiles:
@@ -81,12 +69,7 @@ class SlicedFiles(MadeFiles):
     ) -> TensorRef:
         """A tensor with the kept ones of the `count` indices of an axis, whose size is a multiple
         of `count`."""
-        path = self._paths.get(tensor.file)
-        if path is None:
-            path = MadePath(tensor.file, f"{tensor.file} with fewer experts", self)
-            self._paths[tensor.file] = path
-            self._files[path] = _Tensors(tensor.file)
-        own, shape = self._files[path], list(tensor.shape)
+        (path, own), shape = self.place(tensor.file), list(tensor.shape)
         assert shape[axis] % count == 0, "whole indices"
         shape[axis] = shape[axis] // count * len(kept)
         outer = int(np.prod(tensor.shape[:axis], dtype=np.int64))
@@ -99,21 +82,14 @@ class SlicedFiles(MadeFiles):
             offset=own.nbytes,
             nbytes=nbytes,
         )
-        own.starts.append(own.nbytes)
-        own.cuts.append(_Cut(found, tensor, outer, count, tuple(kept)))
-        own.nbytes += nbytes
-        return found
-
-    def open(self, path: Path) -> MadeFile:
-        own = self._files[path]
-        return MadeFile(path, own.nbytes, partial(self.read, own))
+        return own.add(_Cut(found, tensor, outer, count, tuple(kept)))
 
     def advise(self, spans: Sequence[Span]) -> None:
         advise([one for span in spans for one in self._origins(span)])
 
     def _origins(self, span: Span) -> Iterator[Span]:
         own = self._files[span.file]
-        for cut, start, size in _within(own, span.offset, span.nbytes):
+        for cut, start, size in own.within(span.offset, span.nbytes):
             origin = cut.origin
             if cut.outer > 1:
                 yield Span(origin.file, origin.offset, origin.nbytes)
@@ -121,11 +97,10 @@ class SlicedFiles(MadeFiles):
             for begin, nbytes in cut.spans(start, size):
                 yield Span(origin.file, origin.offset + begin, nbytes)
 
-    def read(self, own: _Tensors, target: memoryview, offset: int) -> None:
-        """Fill `target` with bytes of a made file."""
+    def read(self, own: Contents[_Cut], target: memoryview, offset: int) -> None:
         done = 0
         with self._reader.open(own.path) as fd:
-            for cut, start, size in _within(own, offset, len(target)):
+            for cut, start, size in own.within(offset, len(target)):
                 piece = target[done : done + size]
                 if cut.outer > 1:
                     self._gather(fd, cut, piece, start)
@@ -142,14 +117,3 @@ class SlicedFiles(MadeFiles):
         self._reader.read(fd, cut.origin, whole.reshape(-1).data, 0)
         data = np.ascontiguousarray(whole[:, list(cut.kept)]).reshape(-1)
         piece[:] = data[start : start + len(piece)].data
-
-
-def _within(own: _Tensors, offset: int, nbytes: int) -> Iterator[tuple[_Cut, int, int]]:
-    """The tensors that bytes from `offset` on are of, with the first byte and how many of each."""
-    at, done = bisect_right(own.starts, offset) - 1, 0
-    while done < nbytes:
-        cut = own.cuts[at]
-        start = offset + done - own.starts[at]
-        size = min(cut.tensor.nbytes - start, nbytes - done)
-        yield cut, start, size
-        done, at = done + size, at + 1

@@ -77,9 +77,6 @@ class WebStore(FsspecStore):
     def _described(self, name: str, about: Mapping[str, Any]) -> RemoteFile:
         return RemoteFile(name, about["nbytes"], about["etag"])
 
-    def read(self, name: str, start: int, stop: int) -> bytearray:
-        return self._run(self._get, name, start, stop)  # type: ignore[no-any-return]
-
     def _open(self, fsspec: Any) -> Any:
         found = super()._open(fsspec)
         # Proxies and .netrc, as other programs.

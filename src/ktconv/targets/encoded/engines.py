@@ -14,7 +14,6 @@ from ktconv.errors import UsageError
 from ktconv.formats.specs import kernel_of
 from ktconv.source import MoELayer
 from ktconv.targets.encoded.recipe import Method, Recipe
-from ktconv.targets.encoded.scheme import Scheme
 
 Chosen = Sequence[tuple[MoELayer, Sequence[int]]]  # layers, and ids of their experts
 # Of a recipe: why the engine cannot load its output, None if it can.
@@ -35,7 +34,8 @@ def _vllm(recipe: Recipe, chosen: Chosen) -> str | None:
 def _ktconv(recipe: Recipe, chosen: Chosen) -> str | None:
     for layer, experts in chosen:
         for method in _methods(recipe, layer, experts):
-            if kernel_format(method.scheme(search=False)) is None:
+            scheme = method.scheme(search=False)
+            if kernel_of(scheme.row.kind, scheme.group_size) is None:
                 return f"has no kernels for {method.words}, which layer {layer.index} has"
     return _vllm(recipe, chosen)
 
@@ -92,12 +92,6 @@ def engine_lines(recipe: Recipe, chosen: Chosen) -> list[str]:
     """A note about each engine that cannot load it."""
     found = ((name, why_not(name, recipe, chosen)) for name in ENGINES)
     return [f"{name} cannot load this mix: it {why}" for name, why in found if why]
-
-
-def kernel_format(scheme: Scheme) -> str | None:
-    """The weight format in which our kernels have exactly the numbers of a scheme with bf16 scales;
-    None where there is none."""
-    return kernel_of(scheme.row.kind, scheme.group_size)
 
 
 def _methods(recipe: Recipe, layer: MoELayer, experts: Sequence[int]) -> dict[Method, None]:

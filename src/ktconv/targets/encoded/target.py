@@ -22,7 +22,7 @@ from ktconv.source.encodings.grids import NUMBERS
 from ktconv.source.gguf.as_hub import hub_name, hub_names_of
 from ktconv.source.others import OtherWeight
 from ktconv.source.side_files import find_side_files
-from ktconv.targets.consumers import Mismatch, mismatch_of, model_types, refuse_biases
+from ktconv.targets.consumers import Mismatch, mismatch_of, model_types, notes_of, refuse_biases
 from ktconv.targets.encoded.engines import check_engine
 from ktconv.targets.encoded.names import container_of, patterns_of, target_pattern
 from ktconv.targets.encoded.naming import BLK, OWN
@@ -124,6 +124,7 @@ class EncodedTarget(Target):
             self.mismatch = mismatch_of(layers, self.row.kt_method, model_types(checkpoint))
         if self.mismatch is None:
             self.options = replace(options, allow_activation_mismatch=False)
+        self.notes = notes_of(self.mismatch)
         self._hub_names = hub_names_of(checkpoint)
         # Matrices that only the source's engine could read are written decoded, by tensor name.
         self.decoded: Mapping[str, OtherWeight] = {}
@@ -148,13 +149,6 @@ class EncodedTarget(Target):
             return f"{self.name}, {self.scheme.grouping}"
         stacked = ", one tensor for all experts of a layer" if self.stacking else ""
         return f"{self.name} by {self.options.method}, {self.scheme.grouping}{stacked}"
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """About activations, for the plan."""
-        if self.mismatch is None:
-            return []
-        return [f"{self.mismatch.sentence}; {self.mismatch.consequence}"]
 
     def facts(self) -> dict[str, object]:
         options = self.options

@@ -30,7 +30,7 @@ from ktconv.formats.folding import Fold
 from ktconv.source import Checkpoint, MoELayer, TensorRef
 from ktconv.source.side_files import find_side_files
 from ktconv.system.units import counted
-from ktconv.targets.consumers import Mismatch, mismatch_of, model_types
+from ktconv.targets.consumers import Mismatch, mismatch_of, model_types, notes_of
 from ktconv.targets.expert_sets import EXCLUDED, ExpertSet, remaining, set_of_record
 from ktconv.targets.renaming import rename_tensors
 from ktconv.writer.manifest import MANIFEST
@@ -247,6 +247,7 @@ class KTransformersTarget(Target):
     ) -> None:
         self.options = options
         self.mismatch = mismatch  # between what experts compute and what KTransformers does
+        self.notes = notes_of(mismatch)
         self.backward = backward or options.save_backward  # matrices for backward passes too
         self.readings = 1 + options.save_backward
         self.has_index = options.layout == "safetensors"
@@ -263,13 +264,6 @@ class KTransformersTarget(Target):
     def description(self) -> str:
         backward = ", backward matrices too" if self.backward else ""
         return f"{self.name}, {counted(self.options.numa, 'NUMA part')}{backward}"
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """About activations, for the plan."""
-        if self.mismatch is None:
-            return []
-        return [f"{self.mismatch.sentence}; {self.mismatch.consequence}"]
 
     def facts(self) -> dict[str, object]:
         backward = {"backward": True} if self.backward else {}

@@ -18,7 +18,6 @@ from ktconv.bench.sft.peers.table import PEERS
 from ktconv.bench.sft.steps import turn
 from ktconv.bench.weights import RandomWeights
 from ktconv.formats import FORMATS
-from ktconv.native import Activation
 from ktconv.runtime.layers.experts import quantized
 from ktconv.source.reading.streamed import whole
 from ktconv.train.gradients import base_of, errors, expected
@@ -46,7 +45,8 @@ def work(request: Request, turns: Iterable[str]) -> Iterator[dict[str, Any]]:
         return base_of((whole(gate), whole(up), whole(down)))
 
     # First, as some peers change how the process rounds.
-    right = expected(inputs.call, base, as_stored(shape.activation))
+    only_stored = KernelRounding(activation=shape.activation, rounding="none", group=0, parts=1)
+    right = expected(inputs.call, base, only_stored)
     trained = spec.make(experts, inputs.call, request.threads)
     ids = cycle(inputs.ids)
     turn(trained, ids, 1)
@@ -56,11 +56,6 @@ def work(request: Request, turns: Iterable[str]) -> Iterator[dict[str, Any]]:
     for steps in turns:
         yield asdict(turn(trained, ids, int(steps)))
         settle()
-
-
-def as_stored(activation: Activation) -> KernelRounding:
-    """Nothing is rounded but the weights."""
-    return KernelRounding(activation=activation, rounding="none", group=0, parts=1)
 
 
 def _expect_right(found: dict[str, float]) -> None:

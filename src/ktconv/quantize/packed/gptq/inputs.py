@@ -45,8 +45,9 @@ class LayerInputs:
         self._importance: dict[bool, F32] = {}
         self._profile: dict[bool, F64] = {}
         divisor = np.maximum(self.counts, 1)[:, None]
-        for down in (False, True):
-            means = (hessians.diagonal(layer, _projection(down)) / divisor).astype(np.float32)
+        inputs: dict[bool, Projection] = {False: "up", True: "down"}
+        for down, projection in inputs.items():
+            means = (hessians.diagonal(layer, projection) / divisor).astype(np.float32)
             try:
                 self._importance[down] = channel_weights(means, self.counts)
                 self._profile[down] = layer_profile(means, self.counts)
@@ -179,7 +180,3 @@ def _check_sizes(directory: Path, found: Mapping[int, Sizes], checkpoint: Checkp
                 f"{checkpoint.path}",
                 f"give the second moments of this model: {_AGAIN}",
             )
-
-
-def _projection(down: bool) -> Projection:
-    return "down" if down else "up"
