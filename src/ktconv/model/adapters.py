@@ -49,7 +49,7 @@ class ModelAdapters:
         self._hooks: list[Any] = []
         sites, family = _packed(model), settings_of(model).family
         sizes = _sizes(sites, family)
-        names = {layer: _names(site, family) for layer, site in sites.items()}
+        names = {layer: layer_names(site, family) for layer, site in sites.items()}
         opened = {name: AdapterDirectory(one, sizes, names=names) for name, one in adapters.items()}
         for name, directory in opened.items():
             for other in directory.others:
@@ -189,7 +189,13 @@ def _sizes(sites: Mapping[int, Site], family: Family | None) -> ModelSizes:
     return ModelSizes(found, family)
 
 
-def _names(site: Site, family: Family | None) -> LayerNames:
+def layer_names(site: Site, family: Family | None) -> LayerNames:
+    """PEFT's names for a layer: those of a model that has a linear layer for each matrix.
+
+    Of lists these are the model's own. Where it has all experts in one module they are those that
+    checkpoints of its family have (Mixtral: block_sparse_moe.experts.3.w1), by which engines and
+    PEFT know them.
+    """
     path = site.bare_path.removeprefix(PREFIX)
     words, source = site.names, path
     if not words:

@@ -11,14 +11,12 @@ from torch import Tensor
 
 from ktconv.errors import CheckpointError
 from ktconv.families.family import Projection
-from ktconv.model.sites import Site
-from ktconv.source.adapter import files, names
+from ktconv.source.adapter import files
 from ktconv.source.adapter.files import CONFIG as CONFIG
 from ktconv.source.adapter.files import FUSED as FUSED
 from ktconv.source.adapter.files import WEIGHTS as WEIGHTS
-from ktconv.source.adapter.names import PREFIX, SIDES, source_of, words_of
+from ktconv.source.adapter.names import SIDES
 from ktconv.source.adapter.parameters import ExpertParameter
-from ktconv.source.settings import ModelSettings
 from ktconv.source.types import TensorRef
 from ktconv.system.arrays import F32
 
@@ -73,23 +71,6 @@ class Adapter(files.Adapter):
 
 def _stacked(matrices: Sequence[F32], dtype: str) -> Tensor:
     return torch.from_numpy(np.stack(matrices)).to(_DTYPES[dtype])
-
-
-class LayerNames(names.LayerNames):
-    """PEFT's names for a layer: those of a model that has a linear layer for each matrix.
-
-    Of lists these are the model's own. Where it has all experts in one module they are those that
-    checkpoints of its family have (Mixtral: block_sparse_moe.experts.3.w1), by which engines and
-    PEFT know them.
-    """
-
-    def __init__(self, site: Site, config: ModelSettings) -> None:
-        path, family = site.bare_path.removeprefix(PREFIX), config.family
-        words, source = site.names, path
-        if not words:
-            words = words_of(family)
-            source = source_of(path, site.layer, family) if family else path
-        super().__init__(site.layer, source, path, words, site.parameters_of_all)
 
 
 class Matrices(NamedTuple):

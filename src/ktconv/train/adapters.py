@@ -18,14 +18,15 @@ from torch import Tensor, nn
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.family import PROJECTIONS, Projection
+from ktconv.model.adapters import layer_names
 from ktconv.model.fitting import settings_of
 from ktconv.model.module import PackedExperts
 from ktconv.model.sites import Site, find_experts
-from ktconv.source.adapter.names import SIDES
+from ktconv.source.adapter.names import SIDES, LayerNames
 from ktconv.source.adapter.parameters import Layout
 from ktconv.system.files import make_directory, write_described
 from ktconv.train import peft_part
-from ktconv.train.adapter_files import CONFIG, WEIGHTS, Adapter, LayerNames, Matrices, Pair, stacked
+from ktconv.train.adapter_files import CONFIG, WEIGHTS, Adapter, Matrices, Pair, stacked
 from ktconv.train.lora import LoRAExperts
 from ktconv.writer.shards import Tensor as Planned
 from ktconv.writer.shards import plan_shard
@@ -52,7 +53,7 @@ def save(
     ResourceError where files cannot be written.
     """
     layers, config = adapted_layers(model), settings_of(model)
-    names = {layer: LayerNames(site, config) for layer, (site, _) in layers.items()}
+    names = {layer: layer_names(site, config.family) for layer, (site, _) in layers.items()}
     first = next(iter(layers.values()))[1]
     if first.rank is None:
         raise UsageError(
@@ -125,7 +126,7 @@ def opened(
     """The headers of an adapter, by the names that it must have for a prepared model."""
     config = settings_of(model)
     sites = {layer: site for layer, (site, _) in adapted_layers(model).items()}
-    names = {layer: LayerNames(site, config) for layer, site in sites.items()}
+    names = {layer: layer_names(site, config.family) for layer, site in sites.items()}
     return Adapter(Path(directory), names, alpha, lora_b_layout)
 
 

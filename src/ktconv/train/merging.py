@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.family import PROJECTIONS
+from ktconv.model.adapters import layer_names
 from ktconv.model.fitting import settings_of
 from ktconv.model.module import PackedExperts
 from ktconv.model.sites import Site, find_experts
 from ktconv.source.adapter.files import LowRank
 from ktconv.source.adapter.names import PREFIX
 from ktconv.source.adapter.parameters import Layout
-from ktconv.train.adapter_files import Adapter, LayerNames, Linear
+from ktconv.train.adapter_files import Adapter, Linear
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
@@ -40,7 +41,7 @@ def merge(
     for site in sites.values():
         _check_own(site)
     config = settings_of(model)
-    names = {layer: LayerNames(site, config) for layer, site in sites.items()}
+    names = {layer: layer_names(site, config.family) for layer, site in sites.items()}
     adapter = Adapter(Path(directory), names, alpha, lora_b_layout)
     adapter.config.check_mergeable()
     linear = _linear(model, adapter)
