@@ -218,14 +218,13 @@ def _sidecars(checkpoint: Checkpoint, target: Target) -> list[Path]:
 
 
 def _select_layers(checkpoint: Checkpoint, target: Target) -> tuple[list[MoELayer], list[str]]:
-    mtp = target.options.mtp
-    layers = [layer for layer in checkpoint.layers if mtp or not layer.is_mtp]
+    layers = checkpoint.converted(target.options.mtp)
     if not layers:
         raise UsageError("--no-mtp leaves no MoE layer to convert", "omit --no-mtp")
     return layers, [
         f"MTP layer {layer.index}: --no-mtp"
         for layer in checkpoint.layers
-        if layer.is_mtp and not mtp
+        if layer.is_mtp and not target.options.mtp
     ]
 
 

@@ -109,7 +109,7 @@ def check_manifest(manifest: Manifest, tree: Tree) -> None:
 
 def check_source(tree: Tree, source: Checkpoint, mtp: bool) -> None:
     """Refuse folders that are not all layers of their source."""
-    layers = [layer for layer in source.layers if mtp or not layer.is_mtp]
+    layers = source.converted(mtp)
     absent_mtp = [layer for layer in layers if layer.is_mtp and layer.index not in tree.layers]
     if absent_mtp:
         raise CheckpointError(

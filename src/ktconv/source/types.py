@@ -203,6 +203,10 @@ class Checkpoint(Struct, frozen=True):
     # Whether a reader of the same files that disregards the index would find other tensors.
     index_decides: bool = False
 
+    def converted(self, mtp: bool) -> list[MoELayer]:
+        """The layers that are converted: without `mtp` not those for multi-token prediction."""
+        return [layer for layer in self.layers if mtp or not layer.is_mtp]
+
     @property
     def nbytes(self) -> int:
         """Bytes of its files, without tensors that are not used."""

@@ -106,7 +106,7 @@ def _with_recipe(request: Request, checkpoint: Checkpoint) -> Request:
     options = request.options
     if not options.recipe:
         return request
-    layers = [layer for layer in checkpoint.layers if options.mtp or not layer.is_mtp]
+    layers = checkpoint.converted(options.mtp)
     resolved = parse_recipe(options.recipe).resolved(layers)
     return replace(request, options=replace(options, recipe=resolved.toml))
 
@@ -118,11 +118,7 @@ def _choose_experts(request: Request, checkpoint: Checkpoint) -> tuple[Options, 
         return options, None
     if request.experts is not None and request.exclude_experts is not None:
         raise UsageError("--experts and --exclude-experts cannot be combined", "give one of them")
-    counts = {
-        layer.index: len(layer.experts)
-        for layer in checkpoint.layers
-        if options.mtp or not layer.is_mtp
-    }
+    counts = {layer.index: len(layer.experts) for layer in checkpoint.converted(options.mtp)}
     if request.experts is not None:
         chosen = read_expert_set(request.experts)
         counts = {layer.index: len(layer.experts) for layer in checkpoint.layers}

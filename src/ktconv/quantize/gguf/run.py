@@ -54,7 +54,7 @@ def prepare(request: Request) -> Preflight:
     check_request(request)
     checkpoint, options = open_checkpoint(request.source), request.options
     refuse_nested(checkpoint.path, request.output)
-    layers = [layer for layer in checkpoint.layers if options.mtp or not layer.is_mtp]
+    layers = checkpoint.converted(options.mtp)
     beside = None if request.beside is None else open_beside(request.beside)
     if beside is not None:
         refuse_nested(beside.checkpoint.path, request.output)

@@ -42,7 +42,7 @@ class Asked(Struct, frozen=True):
     @property
     def layers(self) -> Sequence[MoELayer]:
         """The layers of the model that are converted."""
-        return [one for one in self.checkpoint.layers if self.options.mtp or not one.is_mtp]
+        return self.checkpoint.converted(self.options.mtp)
 
 
 class Expert(Struct, frozen=True):

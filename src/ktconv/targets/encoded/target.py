@@ -120,7 +120,7 @@ class EncodedTarget(Target):
             _refuse_family(checkpoint)
         self.mismatch: Mismatch | None = None
         if self.row.kt_method:
-            layers = [one for one in checkpoint.layers if options.mtp or not one.is_mtp]
+            layers = checkpoint.converted(options.mtp)
             self.mismatch = mismatch_of(layers, self.row.kt_method, model_types(checkpoint))
         if self.mismatch is None:
             self.options = replace(options, allow_activation_mismatch=False)

@@ -75,7 +75,7 @@ class GgufTarget(Target):
         self.options, self.beside = options, beside
         self._checkpoint = checkpoint
         self._shards, self._tensors = 1, 0
-        layers = [one for one in checkpoint.layers if options.mtp or not one.is_mtp]
+        layers = checkpoint.converted(options.mtp)
         self.mismatch = mismatch_of(layers, _LLAMAFILE, model_types(checkpoint))
         self._pairs = self._all_pairs(layers)
 

@@ -213,7 +213,7 @@ def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
     excluded experts that the model does not have or that are all of a layer's.
     """
     excluded = options.exclude_experts
-    layers = [layer for layer in checkpoint.layers if options.mtp or not layer.is_mtp]
+    layers = checkpoint.converted(options.mtp)
     target = target_for(checkpoint, layers, options)
     selection = remaining(excluded, layers) if excluded else None
     plan = plan_checkpoint(checkpoint, target, selection)
