@@ -57,21 +57,7 @@ __all__ = [
 # Functions whose name a module has, too. `import ktconv.verify`, by whomever, replaces what
 # `ktconv.verify` was with the module. So the module itself can be called, and is what the name
 # always means: `ktconv.verify("OUTPUT")` and `ktconv.verify.Request` work in whatever order.
-_MODULES = frozenset(
-    (
-        "bench",
-        "generate",
-        "inspect",
-        "merge",
-        "plan",
-        "prune",
-        "push",
-        "quantize_cpu",
-        "reshard",
-        "stats",
-        "verify",
-    )
-)
+_MODULES = {*__all__} - {"KtconvError", "compare", "doctor", "load_layer", "quantize_gpu"}
 
 
 if not TYPE_CHECKING:  # else a type checker would believe that every name exists

@@ -11,6 +11,7 @@ name is first used.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -49,15 +50,23 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     """UsageError where PyTorch or transformers is not installed."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return named_in(__name__, _MODULES, name, _not_installed)
+
+
+def named_in(
+    package: str, modules: Mapping[str, str], name: str, refusal: Callable[[str], UsageError]
+) -> Any:
+    """A name of `package`, from the module of it that is imported now. `refusal`: the error for one
+    of the packages that running a model needs."""
+    if name not in modules:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
     try:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        return getattr(import_module(f"{package}.{modules[name]}"), name)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _PACKAGES:
             raise
-        raise _not_installed(missing) from None
+        raise refusal(missing) from None
 
 
 def require_packages() -> None:

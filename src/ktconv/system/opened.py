@@ -85,12 +85,6 @@ class LocalStore(FileStore):
                 for start, stop in _joined(following):
                     read_ahead(fd, start, stop - start)
 
-    def kept(self, spans: Iterable[Span]) -> int:
-        return sum(span.nbytes for span in spans)
-
-    def confirm(self) -> None:
-        pass
-
 
 def _joined(spans: Iterable[Span]) -> Iterator[tuple[int, int]]:
     """First byte and end of each run of neighbours: experts lie one behind the other."""

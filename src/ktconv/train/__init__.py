@@ -15,10 +15,10 @@ name is first used, PEFT only for models that have something of it.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ktconv.errors import UsageError
+from ktconv.model import named_in
 
 if TYPE_CHECKING:
     from ktconv.train.adapters import load, save
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ktconv.train.models import Prepared, prepare
 
 __all__ = ["LoRAExperts", "Prepared", "SaveAdapter", "load", "merge", "prepare", "save"]
-_PACKAGES = ("torch", "transformers", "greenlet")
 _MODULES = {
     "LoRAExperts": "lora",
     "Prepared": "models",
@@ -42,15 +41,11 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     """UsageError where a package is not installed that the name needs."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in _PACKAGES:
-            raise
-        raise UsageError(
-            f"fine-tuning needs {missing}, which is not installed",
-            "install it with: pip install 'ktconv[train]'",
-        ) from None
+    return named_in(__name__, _MODULES, name, _not_installed)
+
+
+def _not_installed(package: str) -> UsageError:
+    return UsageError(
+        f"fine-tuning needs {package}, which is not installed",
+        "install it with: pip install 'ktconv[train]'",
+    )

@@ -139,7 +139,7 @@ class OutputVerifier(ABC):
         """Runs level structure on headers. Raises KtconvError for what cannot be run."""
         self.check_options()
         if self.level in LEVELS_WITH_MODEL_CODE:
-            hidden_states.check_source(self.output)
+            self.check_source()
         if self.level == "model":
             self.model = self.model_class(self.output, self.request, self.findings)
             self.model.prepare()
@@ -147,6 +147,10 @@ class OutputVerifier(ABC):
         self.structure = self.structure_class(self.output, self.findings).run()
         self.budget = self._budget()
         self.checks = self._checks()
+
+    def check_source(self) -> None:
+        """Raises KtconvError for a source that the levels with model code cannot be run on."""
+        hidden_states.check_source(self.output)
 
     @abstractmethod
     def check_options(self) -> None:

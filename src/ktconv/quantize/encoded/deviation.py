@@ -174,7 +174,6 @@ def dequantized(scheme: Scheme, packed: U8, scale: U16, cols: int, half: bool) -
 def write_matrix(
     staging: Staging,
     scheme: Scheme,
-    method: str,
     module: str,
     weight: U16,
     arrays: Mapping[str, Array],
@@ -204,7 +203,7 @@ def write_matrix(
         written[part] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         records[tensor.name] = write_tensor(tensor.name, [written[part]], staging, verify)
     name = f"{module}.weight_packed"
-    deviation = Deviation(scheme, method, name, dtype == "F16")
+    deviation = Deviation(scheme, "gptq", name, dtype == "F16")
     source = native.Matrix(
         np.ascontiguousarray(weight).reshape(-1).view(np.uint8), dtype, rows, cols
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -13,7 +13,7 @@ from msgspec import Struct, field
 
 from ktconv.source.types import TensorRef
 from ktconv.system.opened import Opened, State
-from ktconv.system.stores import FileStore, MadePath, Span
+from ktconv.system.stores import FileStore, MadePath
 
 
 class Made(Protocol):
@@ -76,12 +76,6 @@ class MadeFiles(FileStore, Generic[M]):
     @abstractmethod
     def read(self, own: Contents[M], target: memoryview, offset: int) -> None:
         """Fill `target` with bytes of a made file."""
-
-    def kept(self, spans: Iterable[Span]) -> int:
-        return sum(span.nbytes for span in spans)
-
-    def confirm(self) -> None:
-        pass
 
 
 class MadeFile(Opened):

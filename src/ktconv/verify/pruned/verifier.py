@@ -21,7 +21,7 @@ from ktconv.verify.reading import Context
 from ktconv.verify.runner import OTHER, Check
 from ktconv.verify.structure import StructureCheck
 from ktconv.verify.totals import ItemResult, Totals
-from ktconv.verify.verifier import LEVELS_WITH_MODEL_CODE, OutputVerifier
+from ktconv.verify.verifier import OutputVerifier
 from ktconv.writer.manifest import MANIFEST
 
 
@@ -59,22 +59,13 @@ class PrunedVerifier(OutputVerifier):
     def check_more(self) -> Facts:
         return {}
 
-    def prepare(self) -> None:
-        self.check_options()
-        if self.level in LEVELS_WITH_MODEL_CODE:
-            self.findings.note(
-                "level layers was not run: experts have the bytes of the source, and no kernel is "
-                "part of the output"
-            )
+    def check_source(self) -> None:
+        self.findings.note(
+            "level layers was not run: experts have the bytes of the source, and no kernel is "
+            "part of the output"
+        )
         if self.level == "layers":
             self.level = "weights"  # the level that the output is verified to
-        if self.level == "model":
-            self.model = self.model_class(self.output, self.request, self.findings)
-            self.model.prepare()
-        self.more = self.check_more()
-        self.structure = self.structure_class(self.output, self.findings).run()
-        self.budget = self._budget()
-        self.checks = self._checks()
 
     def thread_bytes(self) -> int:
         return self.buffer_sizes().nbytes

@@ -275,7 +275,7 @@ class Gptq(Encode):
                 source = unit.layer.experts[matrix.expert][matrix.projection]
                 arrays = {part: as_array(tensor) for part, tensor in matrix.tensors.items()}
                 tensors |= write_matrix(
-                    staging, self.plan.target.scheme, "gptq",
+                    staging, self.plan.target.scheme,
                     self.plan.target.module(unit.layer, matrix.expert, matrix.projection),
                     as_array(matrix.source), arrays, weight_dtype(source), self.request.verify,
                 )  # fmt: skip
