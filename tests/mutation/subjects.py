@@ -104,7 +104,7 @@ SUBJECTS = {
     "plan": Subject(
         (
             "conversion/plan.py", "conversion/target.py", "writer/shards.py",
-            "targets/ktransformers.py", "targets/renaming.py", "targets/biases.py",
+            "targets/ktransformers.py", "targets/renaming.py", "targets/consumers.py",
         ),
         (
             *OUTPUT, "tests/quantize/encoded/test_plan.py", "tests/targets",
@@ -115,7 +115,7 @@ SUBJECTS = {
         (
             "targets/encoded/naming.py", "targets/encoded/layouts/base.py",
             "targets/encoded/layouts/words.py", "targets/encoded/layouts/plain.py",
-            "targets/encoded/layouts/packed.py", "targets/encoded/layouts/mixed.py",
+            "targets/encoded/layouts/packed.py",
             "targets/encoded/scheme.py", "targets/encoded/target.py",
             "targets/encoded/other_tensors.py",
         ),
