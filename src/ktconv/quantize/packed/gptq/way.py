@@ -124,13 +124,11 @@ class Compensation(Way):
         return list(self.found.notes)
 
     def about(self) -> tuple[dict[str, Any], list[str]]:
-        from ktconv.quantize.packed.gptq import coverage
-
         counts, used = self.found.counts, asdict(self.found.record)
         if not counts:  # a text that was not read yet
             return {"calibrate": used}, []
-        facts = used | coverage.coverage_facts(counts)
-        return {"calibrate": facts}, coverage.coverage_lines(counts)
+        facts = used | coverage_facts(counts)
+        return {"calibrate": facts}, coverage_lines(counts)
 
     def shared_memory(self, units: int) -> int:
         return self.found.memory(units)
