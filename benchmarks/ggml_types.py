@@ -19,7 +19,7 @@ import numpy as np
 
 from ktconv import native
 
-TURNS = 7
+TURNS = 51
 
 
 def load_ggml(path: str) -> ctypes.CDLL:

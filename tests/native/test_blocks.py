@@ -66,11 +66,13 @@ def _odd() -> np.ndarray:
     return weights
 
 
+@pytest.mark.parametrize("counts", [True, False])
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
-def test_every_level_gives_the_same_bytes_and_sums(kind: str) -> None:
+def test_every_level_gives_the_same_bytes_and_sums(kind: str, counts: bool) -> None:
     weights = _odd()
-    counted = np.abs(_weights(4)[0]) * 50
-    counted[:32] = 0  # a block that nothing counts in
+    counted = np.abs(_weights(4)[0]) * 50 if counts else None
+    if counted is not None:
+        counted[:32] = 0  # a block that nothing counts in
     before, found = native.isa(), []
     try:
         for level in native.isa_available():
@@ -80,6 +82,46 @@ def test_every_level_gives_the_same_bytes_and_sums(kind: str) -> None:
     finally:
         native.use_isa(before)
     assert all(one == found[0] for one in found)
+
+
+def _q4_0(weights: np.ndarray) -> np.ndarray:
+    """Blocks of Q4_0 where all columns count the same, as docs/gguf.md says."""
+    x = weights.reshape(-1, 32)
+    low, high = x.min(axis=1), x.max(axis=1)
+    largest = np.where(high < -low, low, high)
+    largest = np.where(np.abs(largest) < 2.0**-30, np.float32(0), largest)
+    m = np.rint(x * (_inverse(largest) * np.float32(511))[:, None]).astype(np.int32)
+    best: list[np.ndarray] = [np.zeros(len(x), np.float32), np.ones(len(x), np.float32)]
+    for inverse in (-468, -513, -544, 404, 449, 494, None):
+        if inverse is None:
+            found = np.rint(np.float32(32768) * best[1] * _inverse(best[0]))
+            of_each = np.clip(found, -544, 544).astype(np.int32)
+        else:
+            of_each = np.full(len(x), inverse)
+        q = np.minimum((m * of_each[:, None] + 2**14) >> 15, 7)
+        sums = [a.sum(axis=1).astype(np.float32) for a in (m * q, q * q)]
+        better = sums[0] * sums[0] * best[1] > best[0] * best[0] * sums[1]
+        best = [np.where(better, *both) for both in zip(sums, best, strict=True)]
+    d = best[0] * _inverse(best[1]) * (largest * np.float32(1 / 511))
+    d = np.clip(d, -65504, 65504).astype("<f2")
+    over = _inverse(d.astype(np.float32))
+    q = (np.clip(np.rint(x * over[:, None]), -8, 7) + 8).astype(np.uint8)
+    return np.concatenate([d.view(np.uint8).reshape(-1, 2), q[:, :16] | q[:, 16:] << 4], axis=1)
+
+
+def _inverse(x: np.ndarray) -> np.ndarray:
+    """In binary32; of 0: 0."""
+    return np.float32(1) / np.where(x == 0, np.float32(np.inf), x.astype(np.float32))
+
+
+@pytest.mark.parametrize("cols", [COLS, 32, 512, 544, 768])
+def test_q4_0_is_chosen_as_documented(cols: int) -> None:
+    """Blocks of any number: batches, and what is left of them."""
+    for weights in (_odd(), _weights(9) ** 3, np.rint(_weights(10) * 200) / 8):
+        part = np.ascontiguousarray(weights[:, :cols], np.float32)
+        blocks = native.encode_blocks("Q4_0", _matrix(part)).reshape(-1, 18)
+        wrong = np.flatnonzero((blocks != _q4_0(part)).any(axis=1))
+        assert not len(wrong), (wrong, part.reshape(-1, 32)[wrong[0]])
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)

@@ -13,6 +13,7 @@
 #include "../simd/unroll.h"
 #include "blocks.h"
 
+#include <math.h>
 #include <string.h>
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -30,6 +31,7 @@
 enum { LANES = KT_BLOCKS_LANES, SIX = 16 / LANES, RUN = 32, BATCH = 16 };
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 
 /* ---- Vectors ------------------------------------------------------------------ */
 
@@ -44,7 +46,7 @@ INLINE vf most(vf a, vf b) { return pick(a > b, a, b); }
 #endif
 INLINE vf within(vf x, float low, float high) { return least(most(x, all(low)), all(high)); }
 INLINE vf size_of(vf x) { return (vf)((vi)x & 0x7fffffff); }
-INLINE vf inverse(vf x) { return pick(x == 0.0f, all(0.0f), 1.0f / x); }
+INLINE vf inverse(vf x) { return 1.0f / pick(x == 0.0f, all(INFINITY), x); } /* of 0: 0 */
 
 /* The nearest integer, ties to even, of magnitudes below 2^22. */
 INLINE vf whole(vf x) { return (x + 12582912.0f) - 12582912.0f; }
@@ -58,23 +60,25 @@ INLINE vf half_of(vf x) {
   return (vf)((vi)found | (bits & (int32_t)0x80000000));
 }
 
-/* The bits of a number that is a binary16. */
-INLINE uint16_t half_code(float value) {
-  const uint32_t bits = kt_bits(value), magnitude = bits & 0x7fffffffu;
-  const uint32_t small = (uint32_t)kt_round_even(kt_float(magnitude) * 0x1p24f);
-  const uint32_t code = magnitude < 0x38800000u ? small : (magnitude - (112u << 23)) >> 13;
-  return (uint16_t)((bits >> 16 & 0x8000u) | code);
+/* The bits of numbers that are binary16. */
+INLINE vi half_codes(vf x) {
+  const vi magnitude = (vi)x & 0x7fffffff;
+  const vi small = (vi)((vf)magnitude * 0x1p24f + 12582912.0f) & 0xffff;
+  const vi normal = (magnitude - (112 << 23)) >> 13;
+  const vi code = (vi)pick((vf)magnitude < 0x1p-14f, (vf)small, (vf)normal);
+  return code | (vi)((vu)x >> 16 & 0x8000u);
 }
 
-INLINE void put_half(uint8_t *at, float value) {
-  const uint16_t code = half_code(value);
+INLINE void put_half(uint8_t *at, int32_t code) {
   at[0] = (uint8_t)code;
   at[1] = (uint8_t)(code >> 8);
 }
 
-/* LANES runs of columns with their weights; column k of all runs is one vector. */
+/* LANES runs of columns with their weights; column k of all runs is one vector. `stored`: the
+ * columns one behind the other. */
 typedef struct runs {
   vf x[RUN], w[RUN];
+  const float *stored;
 } runs;
 
 /* ---- Codes of a run with one factor --------------------------------------------- */
@@ -214,7 +218,8 @@ INLINE void put_nibbles(const vi codes[RUN], int lanes, uint8_t *out, const int 
 INLINE void put_q4_0(const runs *run, vf d, int lanes, uint8_t *out) {
   vi codes[RUN];
   codes_of(run, d, LINEAR, -8, 7, codes);
-  for (int lane = 0; lane < lanes; lane++) put_half(out + 18 * lane, d[lane]);
+  const vi halves = half_codes(d);
+  for (int lane = 0; lane < lanes; lane++) put_half(out + 18 * lane, halves[lane]);
   put_nibbles(codes, lanes, out + 2, 18);
 }
 
@@ -223,11 +228,7 @@ ALONE void q4_0_blocks(const runs *run, int lanes, uint8_t *out) {
   put_q4_0(run, halved(run, RUN, d, LINEAR, -8, 7), lanes, out);
 }
 
-/* Where all columns count the same, a third of the time, for 0.1 to 0.4 % more error. */
-ALONE void q4_0_plain_blocks(const runs *run, int lanes, uint8_t *out) {
-  const vf d = searched(run, RUN, LINEAR, -8, 7, (search){3, 1, 1, 0.7f});
-  put_q4_0(run, half_of(d), lanes, out);
-}
+#include "q4_0_plain.h"
 
 ALONE void q8_0_blocks(const runs *run, int lanes, uint8_t *out) {
   vi codes[RUN];
@@ -236,7 +237,8 @@ ALONE void q8_0_blocks(const runs *run, int lanes, uint8_t *out) {
   d = halved(run, RUN, d, LINEAR, -127, 127);
   codes_of(run, d, LINEAR, -127, 127, codes);
   for (int k = 0; k < RUN; k++) codes[k] -= 127;
-  for (int lane = 0; lane < lanes; lane++) put_half(out + 34 * lane, d[lane]);
+  const vi halves = half_codes(d);
+  for (int lane = 0; lane < lanes; lane++) put_half(out + 34 * lane, halves[lane]);
   put_bytes(codes, 8, lanes, out + 2, 34);
 }
 
@@ -245,7 +247,8 @@ ALONE void iq4_nl_blocks(const runs *run, int lanes, uint8_t *out) {
   const search how = {7, 3, 0, 5.0f};
   const vf d = halved(run, RUN, searched(run, RUN, IQ4, -127, 113, how), IQ4, -127, 113);
   codes_of(run, d, IQ4, -127, 113, codes);
-  for (int lane = 0; lane < lanes; lane++) put_half(out + 18 * lane, d[lane]);
+  const vi halves = half_codes(d);
+  for (int lane = 0; lane < lanes; lane++) put_half(out + 18 * lane, halves[lane]);
   put_nibbles(codes, lanes, out + 2, 18);
 }
 
@@ -329,7 +332,7 @@ INLINE void q6_k_block(const runs *run, uint8_t *out) {
       high[32 * h + l] = (uint8_t)(q[0] >> 4 | q[32] >> 4 << 2 | q[64] >> 4 << 4 | q[96] >> 4 << 6);
     }
   for (int j = 0; j < 16; j++) out[192 + j] = (uint8_t)(int)best_scale[j / LANES][j % LANES];
-  put_half(out + 208, d_of_best);
+  put_half(out + 208, half_codes((vf){d_of_best})[0]);
 }
 
 /* ---- Blocks of 256 with minima: Q4_K and Q5_K ---------------------------------------- */
@@ -494,9 +497,10 @@ INLINE void q45_k_blocks(const runs *run, int lanes, uint8_t *out, const int bit
     const vi code = __builtin_convertvector(whole(within((run->x[k] + down) * over, 0, top)), vi);
     memcpy(codes[k], &code, sizeof code);
   }
+  const vi halves[2] = {half_codes(best.d), half_codes(best.dmin)};
   for (int first = 0; first < lanes; first += 8) {
-    put_half(out, best.d[first]);
-    put_half(out + 2, best.dmin[first]);
+    put_half(out, halves[0][first]);
+    put_half(out + 2, halves[1][first]);
     uint8_t *const s = out + 4;
     for (int j = 0; j < 4; j++) {
       const int scale = (int)best.scale[first + j], minimum = (int)best.minimum[first + j];
@@ -541,18 +545,28 @@ typedef float one_lane __attribute__((may_alias));
 
 /* `lanes` runs of `length` columns from x on, as many as a vector has; other lanes are zeros. */
 INLINE void load_columns(vf *to, const float *x, int lanes, const int length) {
-#ifdef KT_BLOCKS_TRANSPOSED
-  if (lanes >= LANES) {
-    for (int k = 0; k < length; k += LANES) KT_BLOCKS_TRANSPOSED(to + k, x + k, length);
-    return;
+  float padded[LANES * RUN];
+  if (lanes < LANES) {
+    memset(padded, 0, sizeof padded);
+    if (lanes > 0) memcpy(padded, x, (size_t)lanes * (size_t)length * sizeof *x);
+    x = padded;
   }
-#endif
+#ifdef KT_BLOCKS_TRANSPOSED
+  for (int k = 0; k < length; k += LANES) KT_BLOCKS_TRANSPOSED(to + k, x + k, length);
+#else
   one_lane(*const values)[LANES] = (one_lane(*)[LANES])to;
   for (int lane = 0; lane < LANES; lane++)
-    for (int k = 0; k < length; k++) values[k][lane] = lane < lanes ? x[length * lane + k] : 0.0f;
+    for (int k = 0; k < length; k++) values[k][lane] = x[length * lane + k];
+#endif
 }
 
-/* The importance of the columns of a batch, NULL: all 1, with `of_block` runs in a block. Only
+/* All columns count 1. */
+INLINE void fill_importance(runs *run, const int vectors, const int length) {
+  for (int p = 0; p < vectors; p++)
+    for (int k = 0; k < length; k++) run[p].w[k] = all(1.0f);
+}
+
+/* The importance of the columns of a batch, with `of_block` runs in a block. Only
  * ratios within a block matter: a power of two brings its largest to between 1 and 2, so that no
  * sum is lost to small or large units. Columns that do not count have LEAST of it, so that codes
  * are near to them as well. */
@@ -560,9 +574,7 @@ INLINE void load_columns(vf *to, const float *x, int lanes, const int length) {
 INLINE void load_importance(runs *run, const float *importance, int lanes, const int vectors,
                             const int length, const int of_block) {
   float peak[BATCH] = {0};
-  for (int p = 0; p < vectors; p++)
-    for (int k = 0; k < length; k++) run[p].w[k] = all(1.0f);
-  if (!importance) return;
+  fill_importance(run, vectors, length);
   for (int r = 0; r < lanes; r++)
     for (int k = 0; k < length; k++) {
       const float found = importance[r * length + k];
@@ -590,41 +602,68 @@ static float limit_of(int32_t dtype) {
   }
 }
 
+/* Bits of the largest magnitude. cols % 32 == 0. */
+INLINE uint32_t peak_bits(const float *x, int64_t cols) {
+#ifdef KT_BLOCKS_MAX_BITS
+  vi peak[32 / LANES] = {{0}};
+  for (int64_t k = 0; k < cols; k += 32)
+    for (int n = 0; n < 32 / LANES; n++) {
+      vi bits;
+      memcpy(&bits, x + k + n * LANES, sizeof bits);
+      peak[n] = (vi)KT_BLOCKS_MAX_BITS(peak[n], bits & 0x7fffffff);
+    }
+  int32_t found = 0;
+  for (int n = 0; n < 32; n++) {
+    const int32_t one = peak[n / LANES][n % LANES];
+    found = one > found ? one : found;
+  }
+  return (uint32_t)found;
+#else
+  return kt_row_max_bits(x, cols);
+#endif
+}
+
 static kt_status blocks_any(const kt_blocks_job *job) {
   blocks_fn *encode = mxfp4_blocks;
-  int length = RUN;
+  int length = RUN, vectors = 1;
   switch (job->dtype) {
-  case KT_Q4_0: encode = job->importance ? q4_0_blocks : q4_0_plain_blocks; break;
+  case KT_Q4_0:
+    if (job->importance) encode = q4_0_blocks;
+    if (!job->importance) encode = q4_0_plain_blocks, vectors = 2;
+    break;
   case KT_Q8_0: encode = q8_0_blocks; break;
   case KT_IQ4_NL: encode = iq4_nl_blocks; break;
   case KT_Q4_K: encode = q4_k_blocks; break;
   case KT_Q5_K: encode = q5_k_blocks; break;
-  case KT_Q6_K: encode = q6_k_blocks, length = 16; break;
+  case KT_Q6_K: encode = q6_k_blocks, length = 16, vectors = SIX; break;
   default: break;
   }
   const int64_t rows = job->source->rows, cols = job->source->cols;
-  const int vectors = length == RUN ? 1 : SIX;
   const int64_t stride = kt_scratch_stride(cols), batch = (int64_t)length * LANES * vectors;
   const int64_t row_bytes = cols / job->unit_cols * job->unit_bytes;
+  const int64_t at_once = job->importance ? KT_BLOCKS_ROWS : 1; /* else they leave the cache */
   const float limit = limit_of(job->dtype);
-  for (int64_t n = 0; n < rows; n += KT_BLOCKS_ROWS) {
-    const int64_t count = rows - n < KT_BLOCKS_ROWS ? rows - n : KT_BLOCKS_ROWS;
+  runs run[2];
+  if (!job->importance) fill_importance(run, vectors, length);
+  for (int64_t n = 0; n < rows; n += at_once) {
+    const int64_t count = rows - n < at_once ? rows - n : at_once;
     job->decode(job->source, n, count, job->scratch, stride);
     for (int64_t r = 0; r < count; r++) {
-      const uint32_t peak = kt_row_max_bits(job->scratch + r * stride, cols);
+      const uint32_t peak = peak_bits(job->scratch + r * stride, cols);
       if (peak >= KT_NONFINITE_BITS) return KT_ERR_NONFINITE;
       if (kt_float(peak) > limit) return KT_ERR_SCALE;
     }
     for (int64_t k = 0; k < cols; k += batch) { /* importance is loaded once for these rows */
-      runs run[SIX];
       const int lanes = (int)((cols - k < batch ? cols - k : batch) / length);
-      load_importance(run, job->importance ? job->importance + k : NULL, lanes, vectors, length,
-                      job->unit_cols / length);
+      if (job->importance)
+        load_importance(run, job->importance + k, lanes, vectors, length, job->unit_cols / length);
       uint8_t *const out = job->blocks + n * row_bytes + k / job->unit_cols * job->unit_bytes;
       for (int64_t r = 0; r < count; r++) {
         const float *const x = job->scratch + r * stride + k;
-        for (int p = 0; p < vectors; p++)
-          load_columns(run[p].x, x + p * LANES * length, lanes - p * LANES, length);
+        for (int p = 0; p < vectors; p++) {
+          run[p].stored = x + p * LANES * length;
+          load_columns(run[p].x, run[p].stored, lanes - p * LANES, length);
+        }
         encode(run, lanes, out + r * row_bytes);
       }
     }
