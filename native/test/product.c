@@ -25,7 +25,7 @@ void kt_test_rows(const kt_layout *layout, int64_t tokens, int64_t cols, const f
 
 /* Whether a level has a product of its own for this layout that this CPU can run. */
 int kt_test_has_product(const kt_layout *layout, int isa) {
-  const kt_product_fn *below = NULL;
+  kt_product_fn *below = NULL;
   for (int i = 0; kt_isa_at(i) != isa && kt_isa_use(kt_isa_at(i)) == KT_OK; i++)
     below = kt_format_product(kt_format_of(layout));
   return kt_isa_use(isa) == KT_OK && kt_format_product(kt_format_of(layout)) != below;
