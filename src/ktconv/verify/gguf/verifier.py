@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 
 from ktconv import native
 from ktconv.quantize.gguf.task import biases_of, compared, stack_buffers, stats_of
@@ -19,7 +20,7 @@ from ktconv.targets.packed.matrix_check import ErrorStats
 from ktconv.verify.findings import Facts
 from ktconv.verify.gguf.dequantized import GgufLayersCheck, GgufModelCheck
 from ktconv.verify.gguf.output import GgufOutput, open_gguf_output
-from ktconv.verify.reading import Context, CopyCheck, read_into
+from ktconv.verify.reading import Context, CopyCheck, check_claims, read_into
 from ktconv.verify.reading_check import expert_check
 from ktconv.verify.runner import Advance, Check, unit_of
 from ktconv.verify.structure import StructureCheck
@@ -46,11 +47,29 @@ class GgufStructureCheck(StructureCheck):
         return max((one for one in counts if type(one) is int), default=0)
 
 
+class StackErrors(Struct):
+    """Errors of a tensor, whose experts are checked one by one: the manifest has those of all."""
+
+    left: int  # experts; those that are wrong, or not in the sample, stay
+    sums: ErrorStats = field(default_factory=ErrorStats)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, context: Context, name: str, sums: ErrorStats) -> None:
+        """Adds an expert's errors; with the last ones, compares all with the manifest."""
+        with self.lock:
+            self.sums.add(sums)
+            self.left -= 1
+            complete = self.left == 0
+        if complete:
+            check_claims(context, name, self.sums)
+
+
 class BlocksCheck(Struct, frozen=True):
     """The blocks of a matrix against their source."""
 
     context: Context
     tensor: TensorRef  # of all experts, in the output
+    errors: StackErrors
     layer: MoELayer
     expert: int
     proj: Projection
@@ -79,7 +98,7 @@ class BlocksCheck(Struct, frozen=True):
             if reading:
                 reading.scales(source.load_scales())
             row_bytes = native.blocks_bytes(kind, 1, matrix.cols)
-            start = self.expert * matrix.rows * row_bytes
+            start, others = self.expert * matrix.rows * row_bytes, 0
             for chunk, view in source.views(buffers.source, buffers.bounce):
                 if reading:
                     reading.decoded(chunk, native.decode(view), False)
@@ -88,7 +107,10 @@ class BlocksCheck(Struct, frozen=True):
                 found = compared(kind, view, blocks)
                 if found.other_codes:
                     self._fail(found.other_codes, chunk)
+                others += found.other_codes
                 sums.add(stats_of(found, view))
+            if not others:
+                self.errors.add(self.context, self.tensor.name, sums)
         advance(self.nbytes)
         return ItemResult(0, 0, 0, self.layer.index, self.expert, self.proj, sums)
 
@@ -173,8 +195,9 @@ class GgufVerifier(OutputVerifier):
             if layer is None or proj not in layer.projections:
                 continue
             count = len(layer.experts)
+            errors = StackErrors(count)
             for expert in sorted(rng.sample(range(count), max(1, round(count * share)))):
-                yield BlocksCheck(context, tensor, layer, expert, proj)
+                yield BlocksCheck(context, tensor, errors, layer, expert, proj)
         for (index, proj), tensor in self.output.biases.items():
             yield CopyCheck(context, unit_of(index), tensor, None)
             layer = sources.get(index)
