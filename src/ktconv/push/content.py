@@ -75,10 +75,8 @@ def content_of(output: Path, progression: Progression) -> Content:
 
 def _manifest(output: Path) -> Manifest:
     if not output.is_dir():
-        what = "is a file" if output.exists() else "does not exist"
-        raise OutputError(
-            f"{output} {what}, not an output of ktconv", "give the directory of a conversion"
-        )
+        what = "is a file, not an output of ktconv" if output.exists() else "does not exist"
+        raise OutputError(f"{output} {what}", "give the directory of a conversion")
     if os.path.lexists(output / STATE_DIRECTORY):
         raise OutputError(
             f"the conversion in {output} is not finished",
