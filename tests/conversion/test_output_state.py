@@ -69,6 +69,11 @@ def test_files_of_others_are_refused(model: Path, plan: Plan, tmp_path: Path) ->
     with pytest.raises(OutputError, match=r"contains notes\.txt, which"):
         state.refuse_foreign_files()
     (output / "notes.txt").unlink()
+    manifest = json.loads((output / "ktconv.json").read_text())
+    manifest["files"].remove("config.json")
+    (output / "ktconv.json").write_text(json.dumps(manifest))
+    with pytest.raises(OutputError, match=r"contains config\.json, which"):  # planned since then
+        state.refuse_foreign_files()
     (output / "ktconv.json").write_text("{}")
     with pytest.raises(OutputError, match=r"ktconv\.json is damaged"):
         state.refuse_foreign_files()

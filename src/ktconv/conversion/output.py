@@ -18,7 +18,14 @@ from ktconv.errors import KtconvError, OutputError
 from ktconv.system.files import io_error, remove, sync, translated
 from ktconv.system.regular_files import opened_regular
 from ktconv.system.text import path_of, path_text
-from ktconv.writer.journal import STATE_DIRECTORY, Journal, Record, file_is_intact, is_unit_record
+from ktconv.writer.journal import (
+    STATE_DIRECTORY,
+    Journal,
+    Record,
+    file_is_intact,
+    is_run_record,
+    is_unit_record,
+)
 from ktconv.writer.manifest import MANIFEST, read_manifest
 from ktconv.writer.metadata import CARD, INDEX, index_lines
 from ktconv.writer.staging import shard_record, staged_name
@@ -50,7 +57,9 @@ class OutputState:
                 return  # nothing is there yet, or nothing can be
             raise io_error("read", self._output, error) from error
         ours = self._journal.has_run() or read_manifest(self._output) is not None
-        known = self._planned_names() | self._earlier_names() if ours else set()
+        known = self._earlier_names() if ours else set()
+        if self._journal.has_run() and not is_run_record(self._journal.peek_run()):
+            known |= self._planned_names()  # of a damaged record, which names nothing
         for name in names:
             if not name.startswith(".") and name not in known:
                 raise self._foreign(name)
