@@ -43,6 +43,7 @@ from ktconv.source import Checkpoint, ModelSource, TensorRef
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.reading.reader import KeptReader, SourceReader
 from ktconv.source.reading.scale_scan import Chosen, scales_bytes, scan_scales
+from ktconv.source.remote.urls import url_of_path
 from ktconv.source.side_files import RECORDS, flaws
 from ktconv.source.source_card import source_card
 from ktconv.system import machine
@@ -217,8 +218,14 @@ def fit_memory(
 
 
 def check_output(plan: Plan[Target], output: Path) -> None:
-    """Refuse an output directory with files that ktconv did not write, or inside another output:
-    later runs there would find it in their way, and KTransformers reads every shard below."""
+    """Refuse a URL, and an output directory with files that ktconv did not write, or inside another
+    output: later runs there would find it in their way, and KTransformers reads every shard
+    below."""
+    if url := url_of_path(output):
+        raise UsageError(
+            f"the output {url} is a URL",
+            "give a directory of this machine; ktconv push sends it to the hub afterwards",
+        )
     for directory in Path(os.path.realpath(output)).parents:
         if is_output(directory):
             raise UsageError(

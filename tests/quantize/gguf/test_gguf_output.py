@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,20 @@ def test_refusals(model: Path, tmp_path: Path) -> None:
     more = ("--method", "gguf-q8_0", "--with")
     refused(ktconv("quantize-cpu", narrow, out, *more, beside), 2, "is of another model")
     refused(ktconv("quantize-cpu", model, out, *more, model), 2, "is no GGUF model")
+    text, none, url = tmp_path / "beside.txt", tmp_path / "none.gguf", "hf://org/model"
+    text.write_text("no model")
+    for given, words, hint in (
+        (text, "is no GGUF model", "convert_hf_to_gguf"),
+        (none, "does not exist", "convert_hf_to_gguf"),
+        (url, "is a URL", "a GGUF file on this machine"),
+    ):
+        result = ktconv("quantize-cpu", model, out, *more, given)
+        refused(result, 2, f"--with {given} {words}")
+        assert hint in result.stderr
+    url = "https://user:secret@host/out"
+    refused(
+        ktconv("quantize-cpu", model, url, *more[:2]), 2, "the output https://host/out is a URL"
+    )
     assert not out.exists()
 
 
@@ -349,6 +364,22 @@ def test_a_wrong_code_is_found_by_name(model: Path, tmp_path: Path) -> None:
     assert "has 1 code of expert 2, rows 0 to 255" in " ".join(
         (found.stdout + found.stderr).split()
     )
+
+
+def test_a_changed_error_in_the_manifest_is_found(model: Path, tmp_path: Path) -> None:
+    """Those of a tensor are of all its experts: with a sample nothing is compared."""
+    output = tmp_path / "o"
+    ktconv_done("quantize-cpu", model, output, "--method", "gguf-q8_0")
+    path = output / "ktconv.json"
+    text = path.read_text()
+    for key in ("relative_rms_error", "zero_share"):
+        path.write_text(re.sub(rf'"{key}": [0-9.e-]+', f'"{key}": 0.25', text, count=1))
+        found = ktconv("verify", output, "--source", model, "--json")
+        assert found.exit_code == 1
+        (failure,) = json.loads(found.stdout)["failures"]
+        assert (failure["check"], failure["file"]) == ("manifest", "ktconv.json")
+        assert f"says {key} 0.25 of blk.0.ffn_down_exps.weight, but" in failure["message"]
+        ktconv_done("verify", output, "--source", model, "--sample", "0.5")
 
 
 def test_compare_measures_what_kernels_compute(model: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from msgspec import Struct
@@ -79,6 +80,13 @@ def is_url(model: object) -> bool:
 def shown_model(model: str) -> str:
     """A MODEL argument for users: of a URL, without passwords and signatures."""
     return _without_secrets(model) if is_url(model) else model
+
+
+def url_of_path(path: Path) -> str | None:
+    """The URL, without passwords and signatures, that was given where a path belongs; None for a
+    path. Paths have one slash where it had two."""
+    match = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+:)/([^/].*)", str(path))
+    return match and shown_model(f"{match[1]}//{match[2]}")
 
 
 def parse_url(model: str) -> Url:

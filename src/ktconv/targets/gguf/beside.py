@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
-from ktconv.errors import CheckpointError
+from ktconv.errors import CheckpointError, UsageError
 from ktconv.source import Checkpoint, MoELayer, open_checkpoint, source_identity
 from ktconv.source.gguf.file import read_raw_pairs
+from ktconv.source.gguf.parts import is_gguf
+from ktconv.source.remote.urls import url_of_path
 from ktconv.system.units import counted, listed
 
 # Pairs that the output has of its own.
@@ -60,7 +63,13 @@ class Beside(Struct, frozen=True):
 
 
 def open_beside(path: Path) -> Beside:
-    """Raises CheckpointError for what is no GGUF model with experts."""
+    """Raises UsageError for a URL, CheckpointError for what is no GGUF model with experts."""
+    if url := url_of_path(path):
+        raise UsageError(f"--with {url} is a URL", "give a GGUF file on this machine")
+    if not os.path.lexists(path):
+        raise CheckpointError(f"--with {path} does not exist", _OTHER)
+    if path.is_file() and not is_gguf(path):
+        raise CheckpointError(f"--with {path} is no GGUF model", _OTHER)
     checkpoint = open_checkpoint(path)
     if not checkpoint.is_gguf:
         raise CheckpointError(f"--with {path} is no GGUF model", _OTHER)
