@@ -230,6 +230,21 @@ def test_a_layout_in_the_manifest_that_there_is_not(
     refused(ktconv("push", output, "me/it", "--dry-run"), 2)
 
 
+@pytest.mark.parametrize("recorded", ["numbered", "stacked-flat"])
+def test_another_layout_in_the_manifest_than_in_the_files(
+    recorded: str, made: Made, model: Path, tmp_path: Path
+) -> None:
+    """One sentence; not every tensor as missing."""
+    output = shutil.copytree(made("W4A16", "stacked"), tmp_path / "o")
+    manifest = json.loads((output / "ktconv.json").read_text())
+    del manifest["options"]["expert_layout"]  # numbered
+    if recorded != "numbered":
+        manifest["options"]["expert_layout"] = recorded
+    (output / "ktconv.json").write_text(json.dumps(manifest))
+    words = f"says that experts are {recorded}, and in the files they are stacked"
+    refused(ktconv("verify", output, "--source", model), 2, words)
+
+
 def test_what_is_said(made: Made, model: Path, tmp_path: Path) -> None:
     done = ktconv("quantize-gpu", model, tmp_path, "--expert-layout", "stacked", "--dry-run")
     assert done.exit_code == 0

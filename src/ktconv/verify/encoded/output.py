@@ -34,7 +34,6 @@ from ktconv.targets.encoded.stacking import (
     LAYOUTS,
     NUMBERED,
     is_flat,
-    is_stacked,
     layout_of,
     open_unstacked,
 )
@@ -269,19 +268,26 @@ def _fits(scheme: Scheme, found: Mapping[str, TensorRef]) -> bool:
 def open_gpu_output(output: Path, source: ModelSource | str | None) -> EncodedOutput:
     """An output and the model that it was converted from, if given.
 
-    Raises CheckpointError for an unsupported checkpoint, UsageError for one without packed
-    modules.
+    Raises CheckpointError for an unsupported checkpoint and for a manifest with another layout of
+    experts than the files, UsageError for a checkpoint without packed modules.
     """
     manifest = _usable(read_manifest(output))
-    stacked = manifest is None or is_stacked(manifest)
-    packed = open_unstacked(output) if stacked else open_packed(output)
+    packed = open_unstacked(output)
+    layout = layout_of(packed.stacked)
+    if manifest is not None and (recorded := _recorded_layout(manifest)) != layout:
+        if packed.stacked:
+            raise CheckpointError(
+                f"{manifest.path} says that experts are {recorded}, and in the files they are "
+                f"{layout}",
+                "restore it from a copy, or convert again",
+            )
+        layout = recorded  # files are missing
     scheme = _scheme(manifest)
     if manifest is None and not Journal(output).has_run():
         scheme = unrecorded_scheme(packed.others, source is not None)
     recipe = _recipe(manifest)
     quantization, why_not, config = _quantization(output, manifest, scheme)
     checkpoint = open_checkpoint(source) if source else None
-    layout = layout_of(packed.stacked) if manifest is None else _recorded_layout(manifest)
     plan = _plan(checkpoint, manifest, scheme, layout) if checkpoint else None
     numbers = _numbers(checkpoint, manifest)
     modules, others = _sort(packed, numbers, scheme, recipe, layout)
