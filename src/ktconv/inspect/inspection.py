@@ -171,9 +171,9 @@ def _quantized(directory: Path, manifest: Manifest) -> dict[str, Any]:
     found = open_unstacked(directory) if is_stacked(manifest) else open_packed(directory)
     options, layers = manifest.options, manifest.layers
     missing = sorted(manifest.tensors.keys() - found.others.keys())
-    names = {name: parts for name in found.others if (parts := _expert_of(name))}
-    experts = [found.others[name] for name in names]
-    here = set(names.values())
+    experts = [tensor for name, tensor in found.others.items() if _expert_of(name)]
+    names = {*found.others, *manifest.tensors}  # also those in files that are missing
+    converted = {parts for name in names if (parts := _expert_of(name))}
     row = SCHEMES.get(str(options.get("scheme")))
     for_cpu = row is not None and row.command == "quantize-cpu"
     chosen = {"method": options.get("method"), "scheme": options.get("scheme")}
@@ -188,7 +188,7 @@ def _quantized(directory: Path, manifest: Manifest) -> dict[str, Any]:
         **_grouping(options),
         "moe_layers": format_ranges(list(layers)) or "none",
         "experts": sorted({layer["experts"] for layer in layers.values()}),
-        "experts_left_out": sum(layer["experts"] for layer in layers.values()) - len(here),
+        "experts_left_out": sum(layer["experts"] for layer in layers.values()) - len(converted),
         "hidden_size": sorted({layer["hidden_size"] for layer in layers.values()}),
         "intermediate_size": sorted({layer["intermediate_size"] for layer in layers.values()}),
         "activation": _activation(directory, manifest, layers),

@@ -659,6 +659,19 @@ def test_inspect_knows_an_output(scheme: str, made: Callable[[str], Path]) -> No
     assert found["complete"] and found["hidden_size"] == [HIDDEN]
 
 
+def test_experts_in_a_missing_shard_are_not_left_out(
+    made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from ktconv.inspect.inspection import inspect_path
+
+    output = shutil.copytree(made("fp8"), tmp_path / "out")
+    for path in output.glob("*.safetensors"):
+        path.unlink()
+    found = inspect_path(str(output))
+    assert (found["experts"], found["experts_left_out"]) == ([3], 0)
+    assert found["missing_tensors"] > 0 and not found["complete"]
+
+
 KERNELS = {
     "rawint4": "gint4-32", "int4-g64": "gint4-64", "int4-g128": "gint4-128", "fp8": "fp8",
     "fp8-channel": "fp8-channel", "mxfp4": "mxfp4", "gptq-int4": "gint4-128-f32", "bf16": "bf16",
