@@ -192,6 +192,18 @@ def test_errors(int4: Path, tmp_path: Path) -> None:
     refused(ktconv(*given, "--source", bad), 2, "has no tokenizer")
 
 
+def test_a_format_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ktconv.generate import loading
+
+    monkeypatch.delattr(loading, "load_without_experts")
+    output = tmp_path / "iq4"
+    ktconv_done("quantize-cpu", EXAMPLE, output, "--method", "gguf-iq4_nl")
+    result = ktconv("generate", output, "--source", EXAMPLE, "--prompt", PROMPT)
+    refused(result, 2, "layer 0 of", "IQ4_NL", "no weight format of the kernels has exactly")
+
+
 def test_an_output_of_another_model_is_refused(int4: Path, tmp_path: Path) -> None:
     """Its sizes are the same, but its first expert computes something else."""
     from safetensors.torch import load_file, save_file

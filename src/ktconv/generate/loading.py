@@ -20,6 +20,7 @@ from ktconv.model.sites import find_experts
 from ktconv.model.streamed.parts import NotCut
 from ktconv.runtime.layers import Experts, expert_output
 from ktconv.runtime.layers.load import ConvertedModel
+from ktconv.runtime.layers.native_load import expect_formats
 from ktconv.runtime.sources import opened
 from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.source.model_source import ModelSource
@@ -42,7 +43,7 @@ class OpenedModel:
     """A model by its headers, with its tokenizer: `output` has the experts.
 
     Raises UsageError for an output that needs a source, CheckpointError where there is no tokenizer
-    or no class in transformers.
+    or no class in transformers, and for experts that the kernels cannot run.
     """
 
     def __init__(self, output: Path, source: ModelSource | None) -> None:
@@ -52,6 +53,8 @@ class OpenedModel:
             )
         self.output, self._own = output, source is None
         self._experts = opened(output)
+        if isinstance(self._experts, Checkpoint):  # before the rest of a model is loaded
+            expect_formats(self._experts, (one for one in self._experts.layers if not one.is_mtp))
         self.checkpoint = checkpoint = _checkpoint(output, source)
         self.name = checkpoint.path  # in errors
         directory = directory_of(checkpoint.path, checkpoint.side_directory)

@@ -8,7 +8,7 @@ Codes and scales are only put into the kernels' order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -84,6 +84,13 @@ def native_experts(
         return experts
 
     return _first_exact(formats, load)
+
+
+def expect_formats(checkpoint: Checkpoint, layers: Iterable[MoELayer]) -> None:
+    """CheckpointError for the first of these layers whose experts no format of the kernels has
+    exactly, by their headers."""
+    for layer in layers:
+        _formats(checkpoint, layer, list(range(len(layer.experts))), 1, None)
 
 
 def open_stored(path: str | Path) -> Checkpoint:
