@@ -100,6 +100,7 @@ def json_of(*words: object) -> Any:
         ("fp8", "FP8_BLOCK", None),
         ("fp8-perchannel", "FP8_DYNAMIC", None),
         ("mxfp4", "MXFP4A16", None),
+        ("mxfp8", "MXFP8", None),
     ],
 )
 def test_names_of_schemes(name: str, scheme: str, group: int | None, tmp_path: Path) -> None:

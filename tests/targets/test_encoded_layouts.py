@@ -63,7 +63,8 @@ def test_manifests_have_these_names_of_formats() -> None:
     """Outputs that exist have them; engines know those of compressed-tensors."""
     assert sorted(FORMATS) == [
         "awq", "bf16", "float-quantized", "fp8-block", "gptq", "mixed-precision", "mxfp4",
-        "mxfp4-pack-quantized", "mxfp8", "nvfp4", "nvfp4-pack-quantized", "pack-quantized",
+        "mxfp4-pack-quantized", "mxfp8", "mxfp8-quantized", "nvfp4", "nvfp4-pack-quantized",
+        "pack-quantized",
     ]  # fmt: skip
 
 

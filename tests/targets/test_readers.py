@@ -88,6 +88,16 @@ def test_what_all_read(scheme: str, tmp_path: Path) -> None:
             "vLLM 0.32, SGLang 0.5.23 and sglang-kt 0.7.2 read it.",
             ["transformers 5.17 fails on blocks"],
         ),
+        (
+            "MXFP8",
+            "vllm",
+            "vLLM 0.32 reads it.",
+            [
+                "SGLang 0.5.23 refuses it",
+                "sglang-kt 0.7.2 refuses it",
+                "transformers 5.17 fails on groups",
+            ],
+        ),
     ],
 )
 def test_what_some_do_not_read(

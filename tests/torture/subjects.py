@@ -218,6 +218,7 @@ SUBJECTS: dict[str, Subject] = {
     "gpu-w8a16": _gpu("--scheme=W8A16"),
     "gpu-fp8-block": _gpu("--scheme=FP8_BLOCK"),
     "gpu-fp8-dynamic": _gpu("--scheme=FP8_DYNAMIC"),
+    "gpu-mxfp8": _gpu("--scheme=MXFP8"),
     "gpu-mxfp4": _gpu("--scheme=MXFP4A16"),
     "gpu-nvfp4": _gpu("--scheme=NVFP4A16"),
     "gpu-gptq": Subject(_gptq, slow=True),

@@ -23,7 +23,7 @@ ScaleRule = Literal["amax", "search"]  # as in target.py; a test compares them
 ExpertLayout = Literal["numbered", "stacked", "stacked-flat"]  # as stacking.LAYOUTS
 GpuMethod = Literal["rtn", "gptq"]  # as quantize_gpu.run.METHODS
 # As encoded.scheme.names_of; a test compares them.
-Scheme = Literal["W4A16", "W8A16", "FP8_BLOCK", "FP8_DYNAMIC", "MXFP4A16", "NVFP4A16"]
+Scheme = Literal["W4A16", "W8A16", "FP8_BLOCK", "FP8_DYNAMIC", "MXFP4A16", "MXFP8", "NVFP4A16"]
 
 _RTN, _GPTQ = "--algorithm rtn", "--algorithm gptq"
 CONFLICTS = (
@@ -88,10 +88,11 @@ def quantize_gpu_command(
             "bits\n- FP8_BLOCK: E4M3 with a scale for 128 x 128 weights; engines round activations "
             "to FP8 in groups of 128\n- FP8_DYNAMIC: E4M3 with a scale for each row; engines round "
             "activations to FP8 by token\n- MXFP4A16: E2M1 in groups of 32 with a power of two; "
-            "activations stay in 16 bits\n- NVFP4A16: E2M1 in groups of 16 with an E4M3 scale and "
-            "a second one for the matrix, which gate and up of an expert share\n\nThe names of "
-            "quantize-cpu are known too: rawint4 is W4A16 with --group-size 32. GPTQ takes W4A16 "
-            "and W8A16.",
+            "activations stay in 16 bits\n- MXFP8: E4M3 in groups of 32 with a power of two; "
+            "engines round activations likewise\n- NVFP4A16: E2M1 in groups of 16 with an E4M3 "
+            "scale and a second one for the matrix, which gate and up of an expert share\n\nThe "
+            "names of quantize-cpu are known too: rawint4 is W4A16 with --group-size 32. GPTQ "
+            "takes W4A16 and W8A16.",
         ),
     ] = "W4A16",
     group_size: Annotated[

@@ -28,7 +28,7 @@ class Stored(Struct, frozen=True):
     naming: str = "OWN"  # in `naming`: what modules are called
     groups: tuple[int, ...] = ()  # sizes to choose from, the default first; (): the format's own
     half: bool | None = None  # whether scales of integers are f16; None: as the weights are
-    activations: str = ""  # strategy of compressed-tensors' input_activations
+    activations: str = ""  # compressed-tensors' input_activations: "token", "group" or "mx"
 
 
 class FormatSpec(Struct, frozen=True):
@@ -110,9 +110,10 @@ SPECS = (
                number="F4_E2M1", words="FP4 in groups of 32",
                cpu_stored=Stored("plain:MXFP4_V4", "deepseek_v4", "V4"),
                gpu_stored=Stored("plain:MXFP4_PACK_QUANTIZED")),
-    FormatSpec("mxfp8", 8, 32, "mxfp8", "mxfp8", kt=("MXFP8",),
+    FormatSpec("mxfp8", 8, 32, "mxfp8", "mxfp8", "MXFP8", ("MXFP8",),
                number="F8_E4M3", words="FP8 in groups of 32",
-               cpu_stored=Stored("plain:MXFP8_M3", "mxfp8", "M3")),
+               cpu_stored=Stored("plain:MXFP8_M3", "mxfp8", "M3"),
+               gpu_stored=Stored("plain:MXFP8_QUANTIZED", activations="mx")),
     FormatSpec("nvfp4", 4, 16, "nvfp4", "nvfp4", "NVFP4A16", ("NVFP4",),
                number="F4_E2M1", words="FP4 in groups of 16",
                cpu_stored=Stored("plain:NVFP4_MODELOPT", "modelopt_nvfp4", "MLP"),

@@ -267,6 +267,7 @@ def test_searched_scales_have_smaller_errors(
         ("nvfp4", "model.layers.0.mlp.experts.1.up_proj.weight_scale_2"),
         ("awq", "blk.0.ffn_up_exps.1.qzeros"),
         ("gptq-int4", "model.layers.0.mlp.experts.1.up_proj.qweight"),
+        ("MXFP8", "model.layers.0.mlp.experts.1.up_proj.weight_scale"),
         ("MXFP4A16", "model.layers.0.mlp.experts.1.up_proj.weight_packed"),
     ],
 )
@@ -384,6 +385,7 @@ KEPT = [
     ("fp8 channel", "fp8-channel"),
     ("fp8 channel, 1-D", "FP8_DYNAMIC"),
     ("mxfp8", "mxfp8"),
+    ("mxfp8", "MXFP8"),
     ("nvfp4, compressed-tensors", "NVFP4A16"),
     ("nvfp4, ModelOpt", "nvfp4"),
     ("nvfp4, compressed-tensors", "nvfp4"),
@@ -677,7 +679,7 @@ KERNELS = {
     "fp8-channel": "fp8-channel", "mxfp4": "mxfp4", "gptq-int4": "gint4-128-f32", "bf16": "bf16",
     "int8-g128": "gint8-128", "mxfp8": "mxfp8", "nvfp4": "nvfp4", "awq": "gint4-128-f32",
     "W4A16": "gint4-128", "W8A16": "gint8-128", "FP8_BLOCK": "fp8", "FP8_DYNAMIC": "fp8-channel",
-    "MXFP4A16": "mxfp4", "NVFP4A16": "nvfp4",
+    "MXFP8": "mxfp8", "MXFP4A16": "mxfp4", "NVFP4A16": "nvfp4",
 }  # fmt: skip
 
 

@@ -168,7 +168,7 @@ def test_damage_in_the_first_expert_is_named(model: Path, tmp_path: Path) -> Non
     assert said.exit_code == 1 and name.rpartition(".")[0] in said.stdout, said.stdout
 
 
-@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "MXFP4A16"])
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "MXFP8", "MXFP4A16"])
 def test_a_scheme_has_its_own_name(scheme: str, model: Path, tmp_path: Path) -> None:
     """Its group in config.json has bits, as integers have them."""
     output = tmp_path / "out"

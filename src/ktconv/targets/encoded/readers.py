@@ -50,6 +50,7 @@ SGLANG = Reader(
     "SGLang",
     "0.5.23",
     {
+        "MXFP8": "refuses it",
         "MXFP4A16": "leaves the experts out without an error",
         "awq": _UNKNOWN,
         "mixed": "has one method for all experts",
@@ -59,6 +60,7 @@ SGLANG_KT = Reader(
     "sglang-kt",
     "0.7.2",
     {
+        "MXFP8": "refuses it",
         "MXFP4A16": "refuses it",
         "NVFP4A16": "refuses it",
         "awq": _UNKNOWN,
@@ -70,6 +72,7 @@ TRANSFORMERS = Reader(
     "5.17",
     {
         "FP8_BLOCK": "fails on blocks of compressed-tensors",
+        "MXFP8": "fails on groups of FP8 of compressed-tensors",
         "NVFP4A16": "computes wrong results without an error: it ignores weight_global_scale",
         "mxfp4": _UNKNOWN,
         "nvfp4": _UNKNOWN,

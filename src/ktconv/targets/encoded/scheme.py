@@ -58,11 +58,13 @@ class Row(Struct, frozen=True):
         return self.section is sections.compressed_tensors or self.kind == "bf16"
 
 
+_MX = {"scale_dtype": "torch.uint8"}  # an exponent
 _DYNAMIC = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True}
 _ACTIVATIONS: Mapping[str, Mapping[str, Any] | None] = {
     "": None,
     "token": {**_DYNAMIC, "strategy": "token", "group_size": None},
     "group": {**_DYNAMIC, "strategy": "group", "group_size": 128},
+    "mx": {**_DYNAMIC, "strategy": "group", "group_size": 32, **_MX},
 }
 
 
@@ -212,13 +214,13 @@ class Scheme(Struct, frozen=True):
         """compressed-tensors' QuantizationArgs, as in config.json."""
         row, channel = self.row, self.group_size == CHANNEL
         strategy = "channel" if channel else "group"
-        more: dict[str, Any] = {}
+        more: Mapping[str, Any] = {}
         if row.block > 1:
             strategy, more = "block", {"block_structure": [row.block, self.group_size]}
         elif row.kind == "nvfp4":
             strategy, more = "tensor_group", {"scale_dtype": "torch.float8_e4m3fn"}
-        elif row.kind == "mxfp4":
-            more = {"scale_dtype": "torch.uint8"}
+        elif row.kind in ("mxfp4", "mxfp8"):
+            more = _MX
         return {
             "num_bits": self.bits,
             "type": "int" if row.is_int else "float",

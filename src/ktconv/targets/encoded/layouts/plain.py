@@ -69,6 +69,7 @@ MXFP4_PACK_QUANTIZED = Plain(
     "mxfp4-pack-quantized", ("weight_packed", "U8"), ("weight_scale", "U8")
 )
 MXFP4_V4 = Plain("mxfp4", ("weight", "I8"), ("scale", "F8_E8M0"))
+MXFP8_QUANTIZED = Plain("mxfp8-quantized", ("weight", "F8_E4M3"), ("weight_scale", "U8"))
 MXFP8_M3 = Plain("mxfp8", ("weight", "F8_E4M3"), ("weight_scale_inv", "U8"))
 NVFP4_PACK_QUANTIZED = Plain(
     "nvfp4-pack-quantized",
