@@ -7,9 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.cli import edit_json, ktconv, ktconv_done, refused, refused_in_json
 from helpers.convert import convert
+from helpers.lora import sides, write_adapter
 from helpers.paths import EXAMPLE
 
 import ktconv as library
@@ -166,6 +168,41 @@ def test_a_source_on_a_web_server(int4: Path) -> None:
     assert (
         found["text"] == library.generate(int4, prompt=PROMPT, source=EXAMPLE, max_tokens=5)["text"]
     )
+
+
+def test_an_adapter_is_in_all_weights_or_in_none(int4: Path, tmp_path: Path) -> None:
+    def modules(names: tuple[str, ...], rows: int) -> Path:
+        pairs = {name: sides(np.random.default_rng(1), rows, 128) for name in names}
+        return write_adapter(tmp_path / str(rows), pairs)
+
+    every = tuple(f"model.layers.0.mlp.experts.{one}.up_proj" for one in range(8))
+    experts = modules(every, 256)
+    others = modules(("model.layers.0.self_attn.q_proj",), 128)
+    words = ["--source", EXAMPLE, "--prompt", PROMPT, "--max-tokens", 2]
+    said = refused(ktconv("generate", int4, *words, "--adapter", experts), 2)
+    assert f"--adapter changes experts, and those of {int4} were converted without it" in said
+    ktconv_done("generate", int4, *words, "--adapter", others)
+    ktconv_done("quantize-cpu", EXAMPLE, tmp_path / "with", "--adapter", experts)
+    found = (
+        ktconv("generate", tmp_path / "with", *words, *more, "--json").stdout
+        for more in ((), ("--adapter", experts))
+    )
+    first, second = (json.loads(one)["tokens"] for one in found)
+    assert first == second
+
+
+def test_an_interrupt_leaves_the_text_so_far(int4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*given: Any, **named: Any) -> None:
+        given[5](5)  # a token
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ktconv.generate.run.generate", interrupted)
+    words = ("generate", int4, "--source", EXAMPLE, "--prompt", PROMPT)
+    result = ktconv(*words)
+    assert result.exit_code == 130 and result.stdout
+    assert result.stderr.endswith("Interrupted. The text is unfinished.\n")
+    document = json.loads(ktconv(*words, "--json").stdout)
+    assert document["error"]["hint"] == "Nothing was written."
 
 
 def test_a_broken_tokenizer_is_named(int4: Path, tmp_path: Path) -> None:

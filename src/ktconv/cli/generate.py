@@ -117,7 +117,7 @@ def generate(
         require_packages()
         from ktconv.generate.run import run
 
-        with interruptible(lambda: NOTHING_WRITTEN):
+        with interruptible(lambda: NOTHING_WRITTEN if as_json else "The text is unfinished."):
             facts = run(request, notify, (lambda _: True) if as_json else print_piece)
         if not as_json:
             print_piece("\n")

@@ -26,14 +26,17 @@ from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.source.model_source import ModelSource
 from ktconv.source.reading.tensors import SourceTensors
 from ktconv.system import machine
+from ktconv.system.stores import MadePath
 from ktconv.system.text import Notify
 from ktconv.system.threads import torch_threads
 from ktconv.verify.output import (
     adapters_for,
+    recorded_adapters,
     recorded_naming,
     recorded_pruning_of,
     recorded_tower,
 )
+from ktconv.writer.manifest import MANIFEST
 
 _NO_LIMIT = 1 << 31  # tokens, where a model does not say how many it reads
 _GIVE_SOURCE = "give the checkpoint that it was converted from: --source MODEL"
@@ -123,7 +126,22 @@ def _checkpoint(output: Path, source: ModelSource | None) -> Checkpoint:
     recorded = source.recorded(
         recorded_naming(output), recorded_tower(output), adapters_for(output, source), pruning
     )
-    return open_checkpoint(recorded)
+    checkpoint = open_checkpoint(recorded)
+    if source.adapter is not None and (output / MANIFEST).is_file():
+        _check_adapters(checkpoint, output)
+    return checkpoint
+
+
+def _check_adapters(checkpoint: Checkpoint, output: Path) -> None:
+    """UsageError where `--adapter` changes experts, and those of `output` were converted without
+    any adapter: one would have half of it."""
+    matrices = (one for layer in checkpoint.layers for e in layer.experts for one in e.values())
+    changed = any(isinstance(matrix.tensor.file, MadePath) for matrix in matrices)
+    if changed and recorded_adapters(output) is None:
+        raise UsageError(
+            f"--adapter changes experts, and those of {output} were converted without it",
+            "convert the model with --adapter, or leave it out",
+        )
 
 
 def _check_alike(checkpoint: Checkpoint, model: Any, output: Path) -> None:
