@@ -3,7 +3,8 @@ the output."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ktconv.errors import KtconvError
@@ -22,7 +23,10 @@ _INTEGER_BITS = {"int4": 4, "int8": 8}
 def methods(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """Methods with the bytes of all experts, and in words what each does to the source's numbers.
     Of those that write a checkpoint also the engines that load the whole of it."""
-    bits = 8 * _source_bytes(checkpoint) / _weights(checkpoint)
+    sizes = Counter((one.element, one.rows, one.cols) for one in _matrices(checkpoint))
+    nbytes = sum(count * element.nbytes(*size) for (element, *size), count in sizes.items())
+    weights = sum(count * rows * cols for (_, rows, cols), count in sizes.items())
+    bits = 8 * nbytes / weights
     packed: dict[str, Any] = {
         method: {
             "expert_bytes": sum(
@@ -43,9 +47,7 @@ def _encoded(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """Methods that write a checkpoint, with their bytes and effects; why not, where the model
     cannot have them."""
     found: dict[str, Any] = {}
-    counts = matrix_kinds(
-        one for layer in checkpoint.layers for e in layer.experts for one in e.values()
-    )
+    counts = matrix_kinds(_matrices(checkpoint))
     for name in names_of("quantize-cpu"):
         size = awq_group(checkpoint.layers) if name == "awq" else None
         scheme = Scheme(name, size or group_size_of(name))
@@ -105,19 +107,7 @@ def _kept_bits(matrix: ExpertMatrix) -> int | None:
     return 8 * element.unit_bytes // (element.unit_rows * element.unit_cols)
 
 
-def _source_bytes(checkpoint: Checkpoint) -> int:
-    return sum(
-        matrix.element.nbytes(matrix.rows, matrix.cols)
-        for layer in checkpoint.layers
-        for expert in layer.experts
-        for matrix in expert.values()
-    )
-
-
-def _weights(checkpoint: Checkpoint) -> int:
-    return sum(
-        matrix.rows * matrix.cols
-        for layer in checkpoint.layers
-        for expert in layer.experts
-        for matrix in expert.values()
-    )
+def _matrices(checkpoint: Checkpoint) -> Iterator[ExpertMatrix]:
+    for layer in checkpoint.layers:
+        for expert in layer.experts:
+            yield from expert.values()

@@ -26,6 +26,7 @@ from ktconv.source.types import BlockGrid, ExpertMatrix, MoELayer, TensorRef
 from ktconv.source.views import StoredView
 
 _NUMBER = re.compile("0|[1-9][0-9]{0,5}")
+_LEADING_ZEROS = re.compile("0[0-9]+")
 _SHOWN = 8  # experts that an error lists
 _INCOMPLETE = "Download the checkpoint again; incomplete layers are not converted."
 _NO_GATE = 'If they have none by design, give a map with like = "nomic_bert" (docs/maps.md).'
@@ -164,7 +165,7 @@ def _group_by_expert(stack: Stack) -> _Found:
         projection = projections.get(name)
         if projection is None and name in fused:
             projection = "up"
-        if projection is not None and re.fullmatch("0[0-9]+", number):
+        if projection is not None and _LEADING_ZEROS.fullmatch(number):
             raise UnknownNamesError(
                 f"{tensor.name} has leading zeros in the number of its expert",
                 f"Number experts 0, 1, 2 and so on, as all engines do; {MAP_HINT}.",

@@ -73,17 +73,22 @@ def read_index(directory: Path, names: Sequence[str]) -> Index | None:
         raise CheckpointError(f"{path} has no weight_map object", _HINT)
     if not weight_map:
         raise CheckpointError(f"{path} has an empty weight_map", _HINT)
-    for key, name in weight_map.items():
-        if not isinstance(name, str):
-            raise CheckpointError(f"{path} maps {key!r} to {name!r}, not a file", _HINT)
-        if name.startswith("./"):  # which is the same directory
-            weight_map[key] = name = name[2:]
-        if not name.isascii():
-            weight_map[key] = path_of(name)
+    if {*map(type, weight_map.values())} != {str}:
+        key, name = next(one for one in weight_map.items() if not isinstance(one[1], str))
+        raise CheckpointError(f"{path} maps {key!r} to {name!r}, not a file", _HINT)
+    plain = {name: _plain(name) for name in set(weight_map.values())}
+    if any(name != found for name, found in plain.items()):
+        weight_map = {key: plain[name] for key, name in weight_map.items()}
     index = Index(path, weight_map, len(data), hashlib.sha256(data).hexdigest())
     for name in index.shards:
         _check_plain_name(path, name)
     return index
+
+
+def _plain(name: str) -> str:
+    """The name of a file, as this machine has it; "./" is the same directory."""
+    name = name.removeprefix("./")
+    return name if name.isascii() else path_of(name)
 
 
 def _check_plain_name(index: Path, name: str) -> None:

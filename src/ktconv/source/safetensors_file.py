@@ -185,10 +185,10 @@ def _entry_fault(entry: Any) -> str | None:
     """Fault of one tensor's entry, as the end of a sentence, or None."""
     if type(entry) is not dict:
         return "has an entry that is not a JSON object"
-    for key in ("dtype", "shape", "data_offsets"):
-        if key not in entry:
-            return f"has no {key}"
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    try:
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except KeyError as missing:
+        return f"has no {missing.args[0]}"
     bits = BITS_PER_ELEMENT.get(dtype) if type(dtype) is str else None
     if bits is None:
         return f"has the unknown dtype {dtype!r}"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ktconv.source.settings import ModelSettings
 
 
-class TensorRef(Struct, frozen=True):
+class TensorRef(Struct, frozen=True, gc=False):
     """One tensor of one safetensors or GGUF file."""
 
     name: str
@@ -90,7 +90,7 @@ class Quantization(Struct, frozen=True):
     declared: DeclaredShape | None = None
 
 
-class ExpertMatrix(Struct, frozen=True):
+class ExpertMatrix(Struct, frozen=True, gc=False):
     """One projection of one expert as a strided [rows, cols] view (PyTorch [out, in]).
 
     The unit with element (n, k) is `start + n // unit_rows * row_stride + k // unit_cols *
