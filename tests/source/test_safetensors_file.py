@@ -18,6 +18,7 @@ from hypothesis.extra import numpy as hnp
 
 from ktconv.errors import CheckpointError, ResourceError
 from ktconv.source import read_header
+from ktconv.source.strict_json import parse_object
 
 GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -224,3 +225,18 @@ def test_a_byte_order_mark_is_called_so(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="begins with a byte order mark") as caught:
         read_header(path)
     assert "Save the file again with the library safetensors" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"a":1,"a":2}', '{"a":{"b":1,"b":2}}', '{"a":{"b":{"c":1,"c":2}}}', '{"a":{"b":1},"a":{}}',
+     '{"a":":{","a":1}', '{"a":[{"b":1,"b":2}]}'],
+)  # fmt: skip
+def test_a_key_twice_is_found_wherever_it_is(text: str) -> None:
+    with pytest.raises(CheckpointError, match="twice"):
+        parse_object(text.encode(), "x", "hint")
+
+
+@pytest.mark.parametrize("text", ['{"a:{":{"b":":"},"c":[1]}', '{"a":[{"b":1},{"b":2}]}', "{}"])
+def test_keys_that_are_not_twice(text: str) -> None:
+    assert parse_object(text.encode(), "x", "hint") == json.loads(text)

@@ -37,7 +37,9 @@ def parse_object(
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{source} is not UTF-8 text at byte {error.start}", hint) from None
     try:
-        value = json.loads(text, object_pairs_hook=_unique_keys(source, hint, allow_same_twice))
+        value = _flat(text)
+        if value is None:
+            value = json.loads(text, object_pairs_hook=_unique_keys(source, hint, allow_same_twice))
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
@@ -50,6 +52,24 @@ def parse_object(
     if not isinstance(value, dict):
         raise CheckpointError(f"{source} is not a JSON object but {_kind(value)}", hint)
     return value
+
+
+def _flat(text: str) -> dict[str, Any] | None:
+    """An object of values and of objects of values, where counting proves that no key occurs twice;
+    headers of a hundred thousand tensors are, and a call for each object takes a fifth of the time.
+    None for anything else.
+
+    Each object has a brace and each key a colon, and texts may have more of both.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    inner = [len(one) for one in value.values() if type(one) is dict]
+    unique = text.count("{") == 1 + len(inner) and text.count(":") == len(value) + sum(inner)
+    return value if unique else None
 
 
 class JsonFile(NamedTuple):
