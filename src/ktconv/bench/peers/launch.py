@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import asdict
+from msgspec import to_builtins
 
 import ktconv
 from ktconv.bench.peers.base import PeerError
@@ -24,7 +24,7 @@ _ERROR_LINES = 3  # of a crashed peer's last words
 def measure(request: Request) -> Iterator[Result]:
     """One result per number of tokens, as they are ready. Raises PeerError."""
     with closing(PeerProcess(_MODULE)) as process:
-        process.send(json.dumps(asdict(request)))
+        process.send(json.dumps(to_builtins(request)))
         for _ in request.tokens:
             yield Result(**process.receive())
 

@@ -8,8 +8,7 @@ from contextlib import ExitStack, closing
 from itertools import cycle
 
 import torch
-from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec import Struct, to_builtins
 from torch import Tensor
 
 from ktconv import native
@@ -235,7 +234,7 @@ class PeerRunner:
     def __init__(self, request: Request) -> None:
         self._process = PeerProcess(_MODULE)
         try:
-            self._process.send(json.dumps(asdict(request)))
+            self._process.send(json.dumps(to_builtins(request)))
             self.ready = Ready(**self._process.receive())
         except BaseException:
             self.close()
