@@ -124,12 +124,11 @@ def test_rows_of_more_columns_than_a_sum_has(isa: str, kind: str, rows: int) -> 
 def test_products_that_are_rounded(isa: str, dtype: str) -> None:
     """Of weights with more bits than bf16 has, and of such that factors change."""
     weights = np.random.default_rng(3).standard_normal((32, 384)).astype(f32)
-    factor, stored = None, weights
+    factor, bytes_of = None, weights.reshape(-1).view(np.uint8)
     if dtype == "BF16":
         stored = f32_to_bf16(weights)
         factor = np.linspace(0.9, 1.1, 384).astype(f32)
-        weights = bf16_to_f32(stored) * factor
-    bytes_of = stored.reshape(-1).view(np.uint8)
+        weights, bytes_of = bf16_to_f32(stored) * factor, stored.reshape(-1).view(np.uint8)
     matrix = native.Matrix(bytes_of, dtype, 32, 384, col_factor=factor)
     _, scales = encode(Encoding("int4", 128, False, True), matrix)
     wanted = [[searched(one, 7, False) for one in row.reshape(3, 128)] for row in weights]
