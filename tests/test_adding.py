@@ -193,14 +193,12 @@ def test_a_checkpoint_output_is_a_row(tmp_path: Path) -> None:
 # A field of `ModelSource`, whose code asks it, and one of `Reading`; then the command.
 WITH_FIELDS = """
 import sys
-from dataclasses import dataclass
 from typing import Annotated
 
 import ktconv.source
 from ktconv.source import model_source
 
-@dataclass(frozen=True)
-class Source(model_source.ModelSource):
+class Source(model_source.ModelSource, frozen=True):
     accent: str | None = None
 
     def place(self):
@@ -211,8 +209,7 @@ model_source.ModelSource = ktconv.source.ModelSource = Source
 from ktconv.cli import sources
 from ktconv.cli.parsing import option
 
-@dataclass(frozen=True)
-class Reading(sources.Reading):
+class Reading(sources.Reading, frozen=True):
     accent: Annotated[str | None, option("Accent of the model.", "NAME")] = None
 
 sources.Reading, sources.USUAL = Reading, Reading()

@@ -334,7 +334,8 @@ ELSEWHERE = {
     "ktconv itself": "--help --help-all --version",
     "sglang-kt": "--kt-method --kt-weight-path --kt-threadpool-count --kt-num-gpu-experts "
     "--kt-gpu-experts-ratio --kt-expert-placement-strategy --init-expert-location "
-    "--disable-cuda-graph",
+    "--disable-cuda-graph --kt-numa-nodes --kt-max-deferred-experts-per-token "
+    "--attention-backend",
     "ray start": "--address --dashboard-host --head --object-store-memory --port",
     "pip": "--index-url --no-binary --no-deps --target",
     "numactl": "--cpunodebind --interleave --membind",

@@ -118,6 +118,13 @@ class FsspecStore(Store):
     @abstractmethod
     def _described(self, name: str, about: Mapping[str, Any]) -> RemoteFile: ...
 
+    def read(self, name: str, start: int, stop: int) -> bytes | bytearray:
+        return self._run(self._get, name, start, stop)  # type: ignore[no-any-return]
+
+    @abstractmethod
+    async def _get(self, name: str, start: int, stop: int) -> bytes | bytearray:
+        """The bytes of a file from `start` to before `stop`, with one request."""
+
     # ---- errors ----
 
     def _status(self, error: BaseException) -> int | None:
@@ -210,9 +217,6 @@ class S3Store(FsspecStore):
 
     def _described(self, name: str, about: Mapping[str, Any]) -> RemoteFile:
         return RemoteFile(name, int(about["size"]), str(about["ETag"]).strip('"'))
-
-    def read(self, name: str, start: int, stop: int) -> bytes | bytearray:
-        return self._run(self._get, name, start, stop)  # type: ignore[no-any-return]
 
     async def _get(self, name: str, start: int, stop: int) -> bytes | bytearray:
         bucket, _, prefix = self.url.place.partition("/")
