@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -86,21 +88,80 @@ def test_names_of_an_earlier_run_are_its_own(plan: Plan, tmp_path: Path) -> None
     output = tmp_path / "out"
     journal = Journal(output)
     journal.create()
-    journal.run_file.write_text(
-        json.dumps({"files": ["old.safetensors", 1, "a/b", "..", ".", "", ".ktconv", "/"]})
-    )
+    names = ["old.safetensors", 1, "a/b", "../c", "a/../c", "..", ".", "", ".ktconv", "/", "a//c"]
+    journal.run_file.write_text(json.dumps({"files": names}))
     journal.write_unit(
         "layer-00000", {"files": [{"name": "_layer_0/x", "bytes": 1}], "tensors": {}}
     )
-    for name in ("old.safetensors", "_layer_0", "a", SHARD, "kept"):
+    for name in ("old.safetensors", "_layer_0/x", "a/b", "a/c", SHARD, "c", "kept/b"):
+        (output / name).parent.mkdir(exist_ok=True)
         (output / name).touch()
+    (tmp_path / "c").touch()
     state = state_of(plan, output)
-    with pytest.raises(OutputError, match="contains a, which"):
+    with pytest.raises(OutputError, match="contains a/c, which"):
         state.refuse_foreign_files()
     (output / "ktconv.json").touch()
     state.remove_earlier_run()
-    assert sorted(path.name for path in output.iterdir()) == [".ktconv", "a", "kept", SHARD]
+    assert sorted(path.name for path in output.iterdir()) == [".ktconv", "a", "c", "kept", SHARD]
+    assert [path.name for path in (output / "a").iterdir()] == ["c"]
+    assert (tmp_path / "c").exists()
     assert [path.name for path in journal.directory.iterdir()] == []
+
+
+def test_files_of_others_in_folders_are_refused(model: Path, tmp_path: Path) -> None:
+    """Also in those of layers, and of chat templates; --overwrite removes what a run wrote."""
+    source = shutil.copytree(model, tmp_path / "model")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tools.jinja").touch()
+    output, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "x.kt").touch()
+    convert(source, output, numa=1, layout="layers")
+    plan = make_plan(open_checkpoint(source), Options(layout="layers"))
+    state = state_of(plan, output)
+    state.refuse_foreign_files()
+    ours = {path for path in output.rglob("*") if not path.is_dir()}
+    layer = next(output.glob("_layer_*"))
+    for mine in (
+        layer / "notes.txt",
+        layer / "_numa_0" / "x.kt",
+        layer / ".hidden",
+        output / "additional_chat_templates" / "mine.jinja",
+    ):
+        mine.touch()
+        with pytest.raises(OutputError, match=f"contains {mine.relative_to(output)}, which"):
+            state.refuse_foreign_files()
+        mine.unlink()
+    link = layer / "_numa_1"
+    link.symlink_to(elsewhere)
+    with pytest.raises(OutputError, match=f"contains {link.relative_to(output)}, which"):
+        state.refuse_foreign_files()
+    mine.touch()  # after the refusal
+    Journal(output).create()
+    state.remove_earlier_run()
+    assert not any(map(os.path.lexists, ours))
+    kept = {path for path in output.rglob("*") if path.is_symlink() or not path.is_dir()}
+    assert kept == {mine, link} and link.is_symlink() and (elsewhere / "x.kt").exists()
+
+
+def test_a_folder_without_a_record_is_of_a_killed_run(model: Path, tmp_path: Path) -> None:
+    """Its unit was final, and not in the journal yet."""
+    output = tmp_path / "out"
+    convert(model, output, numa=1, layout="layers")
+    manifest = json.loads((output / "ktconv.json").read_text())
+    key, record = next(iter(manifest["units"].items()))
+    folder = record["files"][0]["name"].split("/")[0]
+    manifest["units"][key] = None
+    (output / "ktconv.json").write_text(json.dumps(manifest))
+    state = state_of(make_plan(open_checkpoint(model), Options(layout="layers")), output)
+    (output / folder / "notes.txt").touch()
+    with pytest.raises(OutputError, match=f"contains {folder}/notes.txt, which"):
+        state.refuse_foreign_files()
+    (output / folder / "notes.txt").unlink()
+    state.refuse_foreign_files()
+    Journal(output).create()
+    state.remove_earlier_run()
+    assert [path.name for path in output.iterdir()] == [".ktconv"]
 
 
 def test_units_that_are_there_as_planned(model: Path, plan: Plan, tmp_path: Path) -> None:

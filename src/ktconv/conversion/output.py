@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from ktconv.conversion.plan import Plan, Unit
 from ktconv.conversion.target import Target
 from ktconv.errors import KtconvError, OutputError
-from ktconv.system.files import io_error, remove, sync, translated
+from ktconv.system.files import io_error, remove, remove_empty, sync, translated
 from ktconv.system.regular_files import opened_regular
 from ktconv.system.text import path_of, path_text
 from ktconv.writer.journal import (
@@ -40,7 +41,8 @@ class OutputState:
     # ---- known and foreign files ----
 
     def claim(self) -> Record:
-        """Part of run.json and manifest: every top-level name that this conversion writes."""
+        """Part of run.json and manifest: every file that this conversion writes, and folders of
+        layers, whose files are in the records of units."""
         return {"files": sorted(map(path_text, self._planned_names()))}
 
     def refuse_foreign_files(self) -> None:
@@ -60,9 +62,15 @@ class OutputState:
         known = self._earlier_names() if ours else set()
         if self._journal.has_run() and not is_run_record(self._journal.peek_run()):
             known |= self._planned_names()  # of a damaged record, which names nothing
+        files = _Files(known)
         for name in names:
-            if not name.startswith(".") and name not in known:
+            if name.startswith("."):
+                continue
+            if name not in files.tops:
                 raise self._foreign(name)
+            for path, is_folder in _tree(self._output, name):
+                if not is_folder and path not in files:
+                    raise self._foreign(path)
 
     def _foreign(self, name: str) -> OutputError:
         if (self._output / MANIFEST).exists() and read_manifest(self._output) is None:
@@ -78,12 +86,12 @@ class OutputState:
     def _planned_names(self) -> set[str]:
         names = {name for unit in self._plan.units for name in unit.shard_names}
         names |= {unit.folder for unit in self._plan.units if unit.folder}
-        names |= {path.parts[0] for path in self._plan.sidecars} | {MANIFEST, CARD}
+        names |= set(map(str, self._plan.sidecars)) | {MANIFEST, CARD}
         names |= set(self._plan.made_files)
         return names | ({INDEX} if self._plan.target.has_index else set())
 
     def _earlier_names(self) -> set[str]:
-        """Top-level names that earlier runs wrote or began, whatever their settings were."""
+        """Files and folders that earlier runs wrote or began, whatever their settings were."""
         manifest = read_manifest(self._output)
         names = set(_names_in(manifest.record if manifest else None))
         if self._journal.has_run():
@@ -91,14 +99,19 @@ class OutputState:
             names |= {MANIFEST}
         for key in self._journal.unit_keys():
             names |= set(_names_in({"units": {key: self._journal.read_unit(key)}}))
-        return {path_of(name) for name in names if _is_plain(name)}
+        return {path_of(name) for name in names if _is_inside(name)}
 
     def remove_earlier_run(self) -> None:
-        """Remove the files that `_earlier_names` lists: the index first, and last the records that
-        name the files, so that a run after a kill can go on."""
-        names = self._earlier_names() - {INDEX, MANIFEST}
-        for name in [INDEX, *sorted(names)]:
-            remove(self._output / name)
+        """Remove the files that `_earlier_names` lists, and folders that are empty then: the index
+        first, and last the records that name the files, so that a run after a kill can go on."""
+        files = _Files(self._earlier_names() - {INDEX, MANIFEST})
+        remove(self._output / INDEX)
+        for name in sorted(files.tops):
+            for inner, is_folder in _tree(self._output, name):
+                if is_folder:
+                    remove_empty(self._output / inner)
+                elif inner in files:
+                    remove(self._output / inner)
         state = self._journal.directory
         for path in state.iterdir():
             if path.name not in ("lock", self._journal.run_file.name):
@@ -180,8 +193,41 @@ class OutputState:
                     remove(path)
 
 
+class _Files:
+    """Files that earlier runs wrote, by their names in records."""
+
+    def __init__(self, names: set[str]) -> None:
+        self._names = names
+        self.tops = {name.partition("/")[0] for name in names}
+        self._unrecorded = names - {name.partition("/")[0] for name in names if "/" in name}
+
+    def __contains__(self, path: str) -> bool:
+        """Whether a path is one of them. A folder that no record of a unit describes, as after a
+        kill, has the .kt files of a layer."""
+        top = path.partition("/")[0]
+        return path in self._names or (top in self._unrecorded and path.endswith(".kt"))
+
+
+def _tree(output: Path, name: str) -> Iterator[tuple[str, bool]]:
+    """A file, link or folder of the output, and all that is below it: paths from the output, True
+    with folders, which come after what is in them. Links are not followed."""
+    if (output / name).is_symlink() or not (output / name).is_dir():
+        yield name, False
+        return
+    for place, folders, files in os.walk(output / name, topdown=False, onerror=_raise_unless_gone):
+        inside = os.path.relpath(place, output)
+        links = [one for one in folders if Path(place, one).is_symlink()]
+        yield from ((f"{inside}/{one}", False) for one in sorted([*files, *links]))
+        yield inside, True
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # another run replaces a folder
+        raise io_error("read", error.filename, error) from error
+
+
 def _names_in(record: Any) -> Iterator[str]:
-    """Top-level names in run.json, a manifest or its units, which can be damaged."""
+    """Files and folders of run.json, a manifest or its units, which can be damaged."""
     if not isinstance(record, dict):
         return
     files = record.get("files")
@@ -191,9 +237,11 @@ def _names_in(record: Any) -> Iterator[str]:
     units = record.get("units")
     for unit in units.values() if isinstance(units, dict) else []:
         if is_unit_record(unit):
-            yield from (file["name"].split("/")[0] for file in unit["files"])
+            yield from (file["name"] for file in unit["files"])
 
 
-def _is_plain(name: str) -> bool:
-    """Whether a name from a record, whose file may be removed, is one of the directory itself."""
-    return name == Path(name).name and name[:1] not in ("", ".")
+def _is_inside(name: str) -> bool:
+    """Whether a name from a record, whose file may be removed, is that of a file below the
+    directory, and not hidden."""
+    parts = Path(name).parts
+    return name == "/".join(parts) and name[:1] not in ("", ".") and ".." not in parts
