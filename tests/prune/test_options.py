@@ -69,6 +69,30 @@ def test_adapters(kept: Path, tmp_path: Path) -> None:
     assert ktconv("verify", tmp_path / "one", "--source", EXAMPLE).exit_code == 0
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("quantize-cpu", "--method=int4"),
+        ("quantize-cpu", "--method=gguf-q8_0"),
+        ("quantize-cpu", "--method=fp8"),
+        ("quantize-gpu", "--scheme=MXFP8", "--expert-layout=stacked"),
+    ],
+    ids=lambda words: words[1],
+)
+def test_cards_say_which_experts_stay(words: tuple[str, ...], kept: Path, tmp_path: Path) -> None:
+    """And the command gives the same output again."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    ktconv_done(words[0], EXAMPLE, first, *words[1:], "--prune", kept)
+    card = (first / "README.md").read_text()
+    assert "- Kept are 3 of 8 experts (layers 0-1); `ktconv.json` says which\n" in card
+    command = next(line for line in card.splitlines() if line.startswith("    ktconv quantize-"))
+    given = {"tiny-moe": EXAMPLE, "OUTPUT": second, "ktconv.json": first / "ktconv.json"}
+    again = command.split()[1:]
+    assert "--prune" in again
+    ktconv_done(*(given.get(word, word) for word in again))
+    assert all_files(first) == all_files(second)
+
+
 def test_recipes_number_the_experts_that_stay(kept: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     text = (

@@ -38,6 +38,7 @@ from ktconv.repack.recut import (
 from ktconv.repack.sources import check_same_source
 from ktconv.repack.tree import Tree, TreeLayer
 from ktconv.source.model_source import ModelSource, source_or_none
+from ktconv.source.pruning.kept import recorded_pruning
 from ktconv.source.reading.reader import SourceReader
 from ktconv.system.units import counted
 from ktconv.targets.card import command_line
@@ -245,6 +246,8 @@ def _refuse_unequal(packed: CompleteWeights, tensors: Sequence[TensorId], option
             mapped=manifest is not None and manifest.naming is not None,
             tower=manifest.tower if manifest else None,
             adapters=(manifest and manifest.adapters) or (),
+            pruned=manifest is not None
+            and recorded_pruning(manifest.record, str(manifest.path)) is not None,
         )
         raise UnequalScales(
             f"{packed.directory} cannot be joined into --numa {options.numa} without its source: "

@@ -44,6 +44,7 @@ def command_line(
     mapped: bool = False,
     tower: str | None = None,
     adapters: Sequence[str] = (),
+    pruned: bool = False,
 ) -> str:
     """The command that reproduces the output."""
     words = ["ktconv quantize-cpu", shlex.quote(name), "OUTPUT", f"--method {options.method}"]
@@ -63,7 +64,7 @@ def command_line(
         words.append("--map FILE.toml")
     if tower is not None:
         words.append(f"--tower {tower}")
-    words += adapter_words(adapters)
+    words += view_words(adapters, pruned)
     if options.exclude_experts:
         words.append("--exclude-experts FILE --allow-partial")
     words += [
@@ -81,17 +82,19 @@ def command_line(
     return " ".join(words)
 
 
-def adapter_words(adapters: Sequence[str]) -> list[str]:
-    """The options that name adapters, whose directories were elsewhere for whoever reads it."""
-    return [
+def view_words(adapters: Sequence[str], pruned: bool) -> list[str]:
+    """The options that change a source: adapters, whose directories were elsewhere for whoever
+    reads it, and fewer experts."""
+    words = [
         f"--adapter {shlex.quote(str(one._replace(directory=Path(_one_line(one.directory.name)))))}"
         for one in chosen(adapters)
     ]
+    return [*words, "--prune ktconv.json"] if pruned else words
 
 
-def adapter_lines(plan: AnyPlan[Any]) -> str:
-    """A line of the list for each adapter that was added to the weights, and one where weights
-    outside the experts were encoded again for them."""
+def view_lines(plan: AnyPlan[Any]) -> str:
+    """A line of the list for each adapter that was added to the weights, one where weights outside
+    the experts were encoded again for them, and one where experts were dropped."""
     again = len(plan.checkpoint.encoded_again) if plan.others else 0
     lines = "".join(
         f"- LoRA in all weights: {_one_line(one.directory.name)}"
@@ -104,6 +107,8 @@ def adapter_lines(plan: AnyPlan[Any]) -> str:
             f"- Encoded in FP8 again, with LoRA: {counted(again, 'weight')} outside the experts, "
             f"which `ktconv.json` names ({ENCODED_AGAIN})\n"
         )
+    if (pruning := plan.checkpoint.pruning) is not None:
+        lines += f"- Kept are {pruning.in_words}; `ktconv.json` says which\n"
     return lines
 
 
@@ -244,9 +249,13 @@ def model_card(plan: Plan, source: SourceCard, errors: ErrorSummary) -> str:
     """The card of a conversion."""
     name, options = source.name or model_name(plan.checkpoint.path), plan.target.options
     mapped, tower = plan.checkpoint.mapped is not None, plan.checkpoint.tower
-    adapters = plan.checkpoint.adapters
     command = command_line(
-        source.argument or name, options, mapped=mapped, tower=tower, adapters=adapters
+        source.argument or name,
+        options,
+        mapped=mapped,
+        tower=tower,
+        adapters=plan.checkpoint.adapters,
+        pruned=plan.checkpoint.pruning is not None,
     )
     if plan.checkpoint.side_directory not in (None, plan.checkpoint.path):
         command += " --config DIR"
@@ -297,7 +306,7 @@ def card(
 - Activation of the experts: {in_words(activations)}
 - Tensors: {where}{_backward(plan)}
 - Codes by {codes_in_words(options)}
-{errors}{adapter_lines(plan)}- `ktconv.json` {recorded}
+{errors}{view_lines(plan)}- `ktconv.json` {recorded}
 
 Made with ktconv {__version__}:
 

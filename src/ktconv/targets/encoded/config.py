@@ -12,12 +12,12 @@ from ktconv.source.activations import in_words
 from ktconv.source.source_card import SourceCard
 from ktconv.system.units import format_ranges, format_size
 from ktconv.targets.card import (
-    adapter_lines,
-    adapter_words,
     errors_line,
     header,
     model_name,
     uneven_paragraph,
+    view_lines,
+    view_words,
 )
 from ktconv.targets.consumers import mismatch_of, model_types
 from ktconv.targets.encoded.engines import ENGINES, engine_lines, why_not
@@ -107,8 +107,8 @@ def card(plan: Plan, source: SourceCard, errors: ErrorSummary) -> str:
         command += " --config DIR"
     if plan.checkpoint.mapped is not None:
         command += " --map FILE.toml"
-    command = " ".join([command, *adapter_words(plan.checkpoint.adapters)])
-    adapters = adapter_lines(plan)
+    changed = view_words(plan.checkpoint.adapters, plan.checkpoint.pruning is not None)
+    command = " ".join([command, *changed])
     recorded = "contains a checksum of every tensor and the quantization error of every matrix."
     tool = " and llm-compressor" if options.method == "gptq" else ""
     note = "\nThe other experts of these layers are not in this checkpoint.\n" if chosen else ""
@@ -128,7 +128,7 @@ def card(plan: Plan, source: SourceCard, errors: ErrorSummary) -> str:
 - MoE layers: {format_ranges([layer.index for layer in plan.moe_layers])}
 - Experts per layer: {", ".join(map(str, counts))}
 - Activation of the experts: {in_words(activations)}
-{adapters}- `ktconv.json` {recorded}
+{view_lines(plan)}- `ktconv.json` {recorded}
 {errors_line(errors, plan.checkpoint.layers)}{note}
 {_use(plan, chosen)}
 
@@ -261,7 +261,7 @@ def command_line(name: str, options: Options) -> str:
     row = SCHEMES[options.scheme]
     words = [f"ktconv {row.command}", name, "OUTPUT"]
     if row.command == "quantize-gpu":
-        words += [f"--method {options.method}", f"--scheme {options.scheme}"]
+        words += [f"--algorithm {options.method}", f"--scheme {options.scheme}"]
         words += [f"--group-size {options.group_size}"] if len(row.groups) > 1 else []
     elif row is MIXED:
         words += [f"--recipe {RECIPE_TOML}"]

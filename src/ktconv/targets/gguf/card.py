@@ -8,7 +8,7 @@ from ktconv import __version__
 from ktconv.conversion.records import ErrorSummary
 from ktconv.source.source_card import SourceCard
 from ktconv.system.units import format_ranges, format_size
-from ktconv.targets.card import adapter_lines, adapter_words, errors_line, header, model_name
+from ktconv.targets.card import errors_line, header, model_name, view_lines, view_words
 from ktconv.targets.gguf.target import Plan
 
 
@@ -21,7 +21,7 @@ def command_line(name: str, plan: Plan) -> str:
     words += ["--importance FILE"] if options.importance else []
     words += [] if options.mtp else ["--no-mtp"]
     words += ["--requantize"] if options.requantize else []
-    words += adapter_words(plan.checkpoint.adapters)
+    words += view_words(plan.checkpoint.adapters, plan.checkpoint.pruning is not None)
     return " ".join(words)
 
 
@@ -50,7 +50,7 @@ The routed experts of {name} in GGUF files:
 - MoE layers: {format_ranges([layer.index for layer in plan.moe_layers])}
 - Tensors: `blk.{{layer}}.ffn_{{{",".join(plan.moe_layers[0].projections)}}}_exps.weight`
 - Scales and codes by a search for the smallest squared error of each block{weighed}
-{errors_line(errors, plan.checkpoint.layers)}{adapter_lines(plan)}- `ktconv.json` has a checksum \
+{errors_line(errors, plan.checkpoint.layers)}{view_lines(plan)}- `ktconv.json` has a checksum \
 and the quantization error of every tensor.
 
 {chr(10).join(loads)}
