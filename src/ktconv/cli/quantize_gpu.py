@@ -21,7 +21,7 @@ from ktconv.system.units import parse_ranges, parse_size
 
 ScaleRule = Literal["amax", "search"]  # as in target.py; a test compares them
 ExpertLayout = Literal["numbered", "stacked", "stacked-flat"]  # as stacking.LAYOUTS
-GpuMethod = Literal["rtn", "gptq"]  # as quantize_gpu.run.METHODS
+GpuMethod = Literal["rtn", "gptq"]  # as llm_compressor.run.METHODS
 # As encoded.scheme.names_of; a test compares them.
 Scheme = Literal["W4A16", "W8A16", "FP8_BLOCK", "FP8_DYNAMIC", "MXFP4A16", "MXFP8", "NVFP4A16"]
 
