@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import struct
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from helpers.paths import EXAMPLE
 
 from ktconv.prune import Choice, choose
 from ktconv.source import ModelSource, open_checkpoint
+from ktconv.system.stores import MadePath
 
 pytestmark = pytest.mark.slow
 
@@ -167,6 +170,16 @@ def test_gptq_of_llm_compressor(kept: Path, tmp_path: Path) -> None:
     pytest.importorskip("llmcompressor")
     result = ktconv("quantize-gpu", EXAMPLE, tmp_path / "none", "--algorithm=gptq", "--prune", kept)
     assert "--prune cannot be combined with --algorithm gptq" in refused(result)
+
+
+def test_what_nothing_uses_is_freed(kept: Path) -> None:
+    """Made files and their store name each other, which the collector of cycles must see."""
+    checkpoint = open_checkpoint(ModelSource(EXAMPLE, prune=kept))
+    [path, *_] = (one.file for one in checkpoint.other_tensors if isinstance(one.file, MadePath))
+    store = weakref.ref(path.store)
+    del checkpoint, path, _
+    gc.collect()
+    assert store() is None
 
 
 def test_gguf(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The parts of a source checkpoint, as described by its headers.
 
-Objects have the positions of bytes, never the bytes themselves.
+Objects have the positions of bytes, never the bytes themselves. Of those with `gc=False` there are
+very many: the collector of cycles does not see them, so no file's store may refer to its own.
 """
 
 from __future__ import annotations

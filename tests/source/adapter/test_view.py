@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from ktconv.source.reading.matrices import MatrixReader, buffer_bytes
 from ktconv.source.reading.merged import exact
 from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
 from ktconv.source.reading.tensors import SourceTensors
+from ktconv.system.stores import MadePath
 from ktconv.targets.packed.target import Options
 
 pytestmark = pytest.mark.slow
@@ -319,6 +322,18 @@ def test_some_projections(model: tuple[Path, Weights], tmp_path: Path) -> None:
     assert checkpoint.layers[0].experts[1]["up"] == plain.layers[0].experts[1]["up"]
     down = SourceTensors(checkpoint).expert(checkpoint.layers[0], 1)[2].values()
     np.testing.assert_array_equal(down, with_lora(model[1].down[1], [(pairs[1, "down"], 2.0)]))
+
+
+def test_what_nothing_uses_is_freed(model: tuple[Path, Weights], tmp_path: Path) -> None:
+    """Made files and their store name each other, which the collector of cycles must see."""
+    adapter = write_adapter(tmp_path / "adapter", modules_of(pairs_of(2, INNER, HIDDEN)))
+    checkpoint = open_checkpoint(ModelSource(model[0], adapter=(str(adapter),)))
+    path = checkpoint.layers[0].experts[0]["down"].tensor.file
+    assert isinstance(path, MadePath)
+    store = weakref.ref(path.store)
+    del checkpoint, path
+    gc.collect()
+    assert store() is None
 
 
 def test_any_part_of_a_made_file(

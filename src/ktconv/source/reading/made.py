@@ -7,39 +7,29 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from msgspec import Struct, field
 
-from ktconv.source.types import TensorRef
 from ktconv.system.opened import Opened, State
 from ktconv.system.stores import FileStore, MadePath
 
-
-class Made(Protocol):
-    """A tensor of a made file."""
-
-    @property
-    def tensor(self) -> TensorRef: ...
-
-
-M = TypeVar("M", bound=Made)
+M = TypeVar("M")
 
 
 class Contents(Struct, Generic[M]):
-    """The tensors of a made file, in order."""
+    """The tensors of a made file, in order; not as TensorRefs (see source.types)."""
 
     path: Path  # of the source
     starts: list[int] = field(default_factory=list)
     made: list[M] = field(default_factory=list)
     nbytes: int = 0
 
-    def add(self, one: M) -> TensorRef:
-        """Append a tensor, which begins at `nbytes`."""
+    def add(self, one: M, nbytes: int) -> None:
+        """Append a tensor, which begins at `self.nbytes`."""
         self.starts.append(self.nbytes)
         self.made.append(one)
-        self.nbytes += one.tensor.nbytes
-        return one.tensor
+        self.nbytes += nbytes
 
     def within(self, offset: int, nbytes: int) -> Iterator[tuple[M, int, int]]:
         """The tensors that bytes from `offset` on are of, with the first byte and how many of
@@ -47,7 +37,8 @@ class Contents(Struct, Generic[M]):
         at, done = bisect_right(self.starts, offset) - 1, 0
         while done < nbytes:
             start = offset + done - self.starts[at]
-            size = min(self.made[at].tensor.nbytes - start, nbytes - done)
+            end = self.starts[at + 1] if at + 1 < len(self.starts) else self.nbytes
+            size = min(end - self.starts[at] - start, nbytes - done)
             yield self.made[at], start, size
             done, at = done + size, at + 1
 

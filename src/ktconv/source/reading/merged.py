@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,7 +51,9 @@ class Part(Protocol):
 class _Made(Struct, frozen=True):
     """A matrix of a made file."""
 
-    tensor: TensorRef  # there
+    name: str
+    file: Path
+    dtype: str
     matrix: ExpertMatrix  # in the source
     parts: Sequence[Part]
     encoded: EncodedSums | None = None
@@ -82,7 +85,8 @@ class MergedFiles(MadeFiles[_Made]):
         nbytes = tensor.nbytes if scales else matrix.rows * matrix.cols * _SIZES[dtype]
         found = TensorRef(tensor.name, path, dtype, shape, own.nbytes, nbytes)
         self._rows = max(self._rows, matrix.cols)
-        return own.add(_Made(found, matrix, parts, encoded, scales))
+        own.add(_Made(tensor.name, path, dtype, matrix, parts, encoded, scales), nbytes)
+        return found
 
     @property
     def memory(self) -> int:  # type: ignore[override]
@@ -104,7 +108,7 @@ class MergedFiles(MadeFiles[_Made]):
         if made.scales:
             target[:] = self._scales(made)[0][start : start + len(target)]
             return
-        row_bytes = made.matrix.cols * _SIZES[made.tensor.dtype]
+        row_bytes = made.matrix.cols * _SIZES[made.dtype]
         step = max(1, _PIECE_BYTES // (8 * made.matrix.cols) // _ROWS) * _ROWS
         first = start // row_bytes // _ROWS * _ROWS
         stop = -(-(start + len(target)) // row_bytes)
@@ -112,10 +116,10 @@ class MergedFiles(MadeFiles[_Made]):
             rows = range(row, min(row + step, -(-stop // _ROWS) * _ROWS, made.matrix.rows))
             sums = self._sums(made, rows)
             if made.encoded is None:
-                stored = _stored(made.tensor, sums).reshape(-1).view(np.uint8)
+                stored = _stored(made, sums).reshape(-1).view(np.uint8)
             else:
                 scales = self._scales(made)[1]
-                stored = made.encoded.codes(rows, _finite(made.tensor, sums), scales).reshape(-1)
+                stored = made.encoded.codes(rows, _finite(made, sums), scales).reshape(-1)
             low = max(start, rows.start * row_bytes)
             high = min(start + len(target), rows.stop * row_bytes)
             piece = stored[low - rows.start * row_bytes : high - rows.start * row_bytes]
@@ -128,7 +132,7 @@ class MergedFiles(MadeFiles[_Made]):
         def pieces() -> Iterator[tuple[range, F32]]:
             for row in range(0, made.matrix.rows, step):
                 rows = range(row, min(row + step, made.matrix.rows))
-                yield rows, _finite(made.tensor, self._sums(made, rows))
+                yield rows, _finite(made, self._sums(made, rows))
 
         assert made.encoded is not None
         return made.encoded.scales(pieces)
@@ -201,28 +205,28 @@ def _rounded(values: F32, bits: int, axis: int) -> F64:
     return found
 
 
-def _stored(tensor: TensorRef, values: F32) -> Any:
+def _stored(made: _Made, values: F32) -> Any:
     """Values as a tensor has them. CheckpointError for one that its dtype does not have."""
-    if tensor.dtype == "BF16":
+    if made.dtype == "BF16":
         stored: Any = f32_to_bf16(values)
         finite = (stored & 0x7F80 != 0x7F80).all()
     else:
         with np.errstate(over="ignore"):
-            stored = values.astype("<f2" if tensor.dtype == "F16" else "<f4", copy=False)
+            stored = values.astype("<f2" if made.dtype == "F16" else "<f4", copy=False)
         finite = np.isfinite(stored).all()
     if not finite:
-        raise _beyond(tensor)
+        raise _beyond(made)
     return stored
 
 
-def _finite(tensor: TensorRef, sums: F32) -> F32:
+def _finite(made: _Made, sums: F32) -> F32:
     if not np.isfinite(sums).all():
-        raise _beyond(tensor)
+        raise _beyond(made)
     return sums
 
 
-def _beyond(tensor: TensorRef) -> CheckpointError:
+def _beyond(made: _Made) -> CheckpointError:
     return CheckpointError(
-        f"{tensor.name} in {tensor.file} is beyond {tensor.dtype}",
+        f"{made.name} in {made.file} is beyond {made.dtype}",
         "give a smaller weight with the adapter, or check that it is of this model",
     )

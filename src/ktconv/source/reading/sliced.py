@@ -24,7 +24,6 @@ from ktconv.system.stores import Span
 class _Cut(Struct, frozen=True):
     """A tensor of a made file."""
 
-    tensor: TensorRef  # there
     origin: TensorRef  # in the source
     outer: int
     count: int
@@ -82,7 +81,8 @@ class SlicedFiles(MadeFiles[_Cut]):
             offset=own.nbytes,
             nbytes=nbytes,
         )
-        return own.add(_Cut(found, tensor, outer, count, tuple(kept)))
+        own.add(_Cut(tensor, outer, count, tuple(kept)), nbytes)
+        return found
 
     def advise(self, spans: Sequence[Span]) -> None:
         advise([one for span in spans for one in self._origins(span)])
