@@ -32,6 +32,7 @@ from helpers.families import (
     simple_config,
     write_checkpoint,
 )
+from msgspec.structs import replace
 
 import ktconv
 from ktconv.formats import FORMATS, reference, tensor_name
@@ -340,6 +341,7 @@ def test_the_revision_of_a_record() -> None:
         assert options_of_record({**record, "search": unknown}) is None
     amax = Options(scale="amax")
     assert "search" not in amax.as_dict() and amax.rule == "amax" and amax.search == 0
+    assert replace(Options(), scale="amax") == amax
 
 
 def test_a_record_of_options_that_exclude_one_another() -> None:
