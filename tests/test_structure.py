@@ -80,7 +80,7 @@ def test_no_module_lies_loose() -> None:
 
 
 def test_records_are_structs() -> None:
-    """A dataclass costs as much time at start-up as a hundred of them."""
+    """A dataclass takes as long to define as fifty of them."""
     dataclasses = re.compile(r"^\s*(from|import) dataclasses\b", re.MULTILINE)
     assert not [name for name, path in modules().items() if dataclasses.search(path.read_text())]
 
