@@ -85,6 +85,12 @@ def test_records_are_structs() -> None:
     assert not [name for name, path in modules().items() if dataclasses.search(path.read_text())]
 
 
+def test_named_tuples_have_no_second_base() -> None:
+    """Python 3.10 refuses to import a module with such a class."""
+    second = re.compile(r"^\s*class .*\bNamedTuple,|^\s*class .*, NamedTuple\b", re.MULTILINE)
+    assert not [name for name, path in modules().items() if second.search(path.read_text())]
+
+
 def test_targets_need_neither_torch_nor_llm_compressor() -> None:
     """Who only wants to know what an output consists of installs neither."""
     code = """

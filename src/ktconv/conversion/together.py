@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+from msgspec import Struct
 
 from ktconv.conversion.pipeline import Task
 from ktconv.conversion.run import BaseRequest
@@ -57,7 +59,7 @@ def have_room(tasks: Sequence[MatrixTask], buffers: Buffers) -> bool:
     return stored <= len(buffers.source) and packed <= len(buffers.packed)
 
 
-class Together(NamedTuple, Generic[One]):
+class Together(Struct, Generic[One], frozen=True):
     """Tasks that `run_all` runs as one."""
 
     tasks: Sequence[One]
