@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import wraps
 from inspect import Parameter, signature
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -81,7 +81,7 @@ def with_options(
 ) -> Run:
     """Give a command `options` in place of its parameter `place`, which gets what `make` makes of
     their values, by name."""
-    hints, whole = get_type_hints(command, include_extras=True), signature(command)
+    whole = signature(command, eval_str=True)  # get_type_hints of Python 3.10 adds Optional
     names = [one.name for one in options]
 
     @wraps(command)
@@ -95,7 +95,7 @@ def with_options(
             parameters += options
         else:
             kind = Parameter.KEYWORD_ONLY
-            parameters.append(one.replace(kind=kind, annotation=hints.get(name, one.annotation)))
+            parameters.append(one.replace(kind=kind))
     changed: Any = run
     changed.__signature__ = whole.replace(parameters=parameters)
     changed.__annotations__ = {one.name: one.annotation for one in parameters}
