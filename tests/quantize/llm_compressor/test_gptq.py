@@ -38,6 +38,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.torch]
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 PARTS = ("weight_packed", "weight_scale", "weight_shape")
 LONG = 512  # tokens of a sample where quality counts: few samples, as each passes every expert
+EXPERTS = 6  # of 16 in models that are cut; a token has 4
 EVALUATED = 5  # windows of 512 tokens from the start of a model's text; calibration has the rest
 
 if find_spec("llmcompressor") is None:  # not imported: ktconv quiets it before
@@ -188,7 +189,7 @@ def three(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
     the file that names them)"""
     directory = tmp_path_factory.mktemp("three")
     model, chosen = cut(directory / "model", layers=3), directory / "hot.json"
-    experts = {str(layer): [2, 11] for layer in range(3)}
+    experts = {str(layer): [2, 5] for layer in range(3)}
     chosen.write_text(json.dumps({"schema": 1, "experts": experts}))
     quantize(model, directory / "clean", text, samples=2, experts=chosen)
     return model, directory / "clean", chosen
@@ -323,15 +324,15 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cut(directory: Path, fused: bool = False, layers: int = 1) -> Path:
-    """Writes the first layers; `fused` (of one) as transformers stores experts, all of a layer in
-    two tensors."""
+    """Writes the first layers with the first experts; `fused` (of one) as transformers stores
+    experts, all of a layer in two tensors."""
     import torch
     from safetensors.torch import load_file, save_file
 
     source = MODELS / "tiny-qwen3moe"
     directory.mkdir()
     config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": layers}
-    config["layer_types"] = ["full_attention"] * layers
+    config |= {"layer_types": ["full_attention"] * layers, "num_local_experts": EXPERTS}
     (directory / "config.json").write_text(json.dumps(config))
     for path in source.glob("tokenizer*"):
         shutil.copy(path, directory / path.name)
@@ -340,11 +341,15 @@ def cut(directory: Path, fused: bool = False, layers: int = 1) -> Path:
         for shard in sorted(source.glob("*.safetensors"))
         for name, tensor in load_file(shard).items()
         if ".layers." not in name or int(name.split(".layers.")[1].split(".")[0]) < layers
+        if ".experts." not in name or int(name.split(".experts.")[1].split(".")[0]) < EXPERTS
     }
+    for layer in range(layers):
+        router = f"model.layers.{layer}.mlp.gate.weight"
+        weights[router] = weights[router][:EXPERTS].clone()
     if fused:
         prefix = "model.layers.0.mlp.experts"
         taken = {
-            proj: [weights.pop(f"{prefix}.{expert}.{proj}.weight") for expert in range(16)]
+            proj: [weights.pop(f"{prefix}.{expert}.{proj}.weight") for expert in range(EXPERTS)]
             for proj in PROJECTIONS
         }
         both = [torch.cat(pair) for pair in zip(taken["gate_proj"], taken["up_proj"], strict=True)]
@@ -376,7 +381,7 @@ def test_the_library_by_itself_comes_to_the_same(torch: Any, text: Path, tmp_pat
     from ktconv.quantize.llm_compressor.gptq.rounding import Rounding
 
     model, chosen = cut(tmp_path / "model", layers=2), tmp_path / "hot.json"
-    experts = {str(layer): [2, 7, 11] for layer in range(2)}
+    experts = {str(layer): [2, 3, 5] for layer in range(2)}
     chosen.write_text(json.dumps({"schema": 1, "experts": experts}))
     quantize(model, tmp_path / "output", text, experts=chosen)
     found = tensors(tmp_path / "output")
@@ -384,7 +389,7 @@ def test_the_library_by_itself_comes_to_the_same(torch: Any, text: Path, tmp_pat
     samples = read_samples(
         Calibration(str(text), samples=4, max_seq_len=128), load_tokenizer(model)
     )
-    expected = oneshot_experts(model, [2, 7, 11], samples.ids, weights, 0.1)
+    expected = oneshot_experts(model, [2, 3, 5], samples.ids, weights, 0.1)
     assert len(expected) == 2 * 3 * 3
     for name, weight in expected.items():
         packed = {part: as_tensor(torch, found[f"{name}.{part}"]) for part in PARTS}
@@ -475,7 +480,7 @@ def test_an_encoded_model_is_calibrated_as_its_values_are(
         quantize(tmp_path / directory, tmp_path / f"{directory}-out", text, **changed)
     found, expected = (tensors(tmp_path / f"{name}-out") for name in ("encoded", "plain"))
     experts = {name for name in expected if ".mlp.experts." in name}
-    assert len(experts) == 3 * 3 * 16
+    assert len(experts) == 3 * 3 * EXPERTS
     assert {name for name in found if ".mlp.experts." in name} == experts
     assert all(found[name] == expected[name] for name in experts)
     attention = "model.layers.0.self_attn.q_proj.weight"
@@ -485,10 +490,10 @@ def test_an_encoded_model_is_calibrated_as_its_values_are(
 
 def test_only_chosen_experts_are_quantized(small: Path, text: Path, tmp_path: Path) -> None:
     chosen = tmp_path / "hot.json"
-    chosen.write_text(json.dumps({"schema": 1, "experts": {"0": [2, 7, 11]}}))
+    chosen.write_text(json.dumps({"schema": 1, "experts": {"0": [2, 3, 5]}}))
     quantize(small, tmp_path / "output", text, experts=chosen)
     found = {name.split(".")[5] for name in tensors(tmp_path / "output") if ".experts." in name}
-    assert found == {"2", "7", "11"}
+    assert found == {"2", "3", "5"}
 
 
 def test_eight_bits_with_a_scale_per_row(small: Path, text: Path, tmp_path: Path) -> None:
