@@ -339,11 +339,16 @@ def test_text_that_hides_or_turns_around_is_made_visible() -> None:
 def test_any_value_may_stand_anywhere(value: Any) -> None:
     result = a_failed_result(layers=1, experts=2)
     result["failures"] = result["failures"][-2:]
-    # In two places at a time, of parts of the page that know nothing of each other.
+    units = result["provenance"]["manifest"]["units"]
+    result["provenance"]["manifest"]["units"] = dict(list(units.items())[:3])  # all are alike
+    # Whole sections alone; else a place in each part of the page that knows nothing of others.
     paths = list(_leaves(result))
-    manifest = [path for path in paths if path[0] == "provenance"]
-    others = [path for path in paths if path[0] != "provenance"]
-    for places in zip_longest(manifest, others):
+    whole = [(path,) for path in paths if len(path) == 1]
+    parts = [
+        [path for path in paths if len(path) > 1 and path[0] == name]
+        for name in dict.fromkeys(path[0] for path in paths)
+    ]
+    for places in [*whole, *zip_longest(*parts)]:
         changed = result
         for path in filter(None, places):
             changed = _with(changed, path, value)
