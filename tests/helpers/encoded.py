@@ -44,7 +44,7 @@ def pairs(nibbles: U8) -> U8:
 
 def stream(numbers: U8, bits: int) -> NDArray[np.uint32]:
     """Words of a little-endian stream of bits per row."""
-    each = numbers[:, :, None] >> np.arange(bits, dtype=np.uint8) & 1
+    each = np.unpackbits(numbers[:, :, None], axis=2, count=bits, bitorder="little")
     packed = np.packbits(each.reshape(len(numbers), -1), axis=1, bitorder="little")
     return np.ascontiguousarray(packed).view(np.uint32)
 
