@@ -128,12 +128,12 @@ INLINE void errors_of(const runs *run, const int length, const vf d[3], const bo
 }
 
 /* The best factor for the codes that are nearest with factor 1 / over; score: by how much it makes
- * the error smaller than that of zeros. `plain`: all columns count 1. */
+ * the error smaller than that of zeros. */
 INLINE vf fitted(const runs *run, const int length, vf over, const book kind, float low, float high,
-                 const int plain, vf *score) {
+                 vf *score) {
   vf xq = {0}, qq = {0};
   for (int k = 0; k < length; k++) {
-    const vf q = level(run->x[k] * over, kind, low, high), wq = plain ? q : run->w[k] * q;
+    const vf q = level(run->x[k] * over, kind, low, high), wq = run->w[k] * q;
     xq += wq * run->x[k];
     qq += wq * q;
   }
@@ -151,10 +151,9 @@ INLINE vf largest(const runs *run, const int length) {
 }
 
 /* How factors are searched: `count` with which the largest weight gets a number near the lowest or
- * the highest level, `step` apart and a third of them within it; the best one is fitted `again`.
- * `plain`: all columns count 1. */
+ * the highest level, `step` apart and a third of them within it; the best one is fitted `again`. */
 typedef struct search {
-  int count, again, plain;
+  int count, again;
   float step;
 } search;
 
@@ -167,7 +166,7 @@ INLINE vf searched(const runs *run, const int length, const book kind, float low
     const float target = end + step * (float)(n % how.count - how.count / 3);
     const vf factor = n < 2 * how.count ? over * target : inverse(best);
     vf score;
-    const vf d = fitted(run, length, factor, kind, low, high, how.plain, &score);
+    const vf d = fitted(run, length, factor, kind, low, high, &score);
     const vi better = score > best_score;
     best = pick(better, d, best);
     best_score = pick(better, score, best_score);
@@ -224,7 +223,7 @@ INLINE void put_q4_0(const runs *run, vf d, int lanes, uint8_t *out) {
 }
 
 ALONE void q4_0_blocks(const runs *run, int lanes, uint8_t *out) {
-  const vf d = searched(run, RUN, LINEAR, -8, 7, (search){9, 3, 0, 0.25f});
+  const vf d = searched(run, RUN, LINEAR, -8, 7, (search){9, 3, 0.25f});
   put_q4_0(run, halved(run, RUN, d, LINEAR, -8, 7), lanes, out);
 }
 
@@ -233,7 +232,7 @@ ALONE void q4_0_blocks(const runs *run, int lanes, uint8_t *out) {
 ALONE void q8_0_blocks(const runs *run, int lanes, uint8_t *out) {
   vi codes[RUN];
   vf d = size_of(largest(run, RUN)) * (1.0f / 127.0f), score;
-  d = pick(d > 0, fitted(run, RUN, inverse(d), LINEAR, -127, 127, 0, &score), d);
+  d = pick(d > 0, fitted(run, RUN, inverse(d), LINEAR, -127, 127, &score), d);
   d = halved(run, RUN, d, LINEAR, -127, 127);
   codes_of(run, d, LINEAR, -127, 127, codes);
   for (int k = 0; k < RUN; k++) codes[k] -= 127;
@@ -244,7 +243,7 @@ ALONE void q8_0_blocks(const runs *run, int lanes, uint8_t *out) {
 
 ALONE void iq4_nl_blocks(const runs *run, int lanes, uint8_t *out) {
   vi codes[RUN];
-  const search how = {7, 3, 0, 5.0f};
+  const search how = {7, 3, 5.0f};
   const vf d = halved(run, RUN, searched(run, RUN, IQ4, -127, 113, how), IQ4, -127, 113);
   codes_of(run, d, IQ4, -127, 113, codes);
   const vi halves = half_codes(d);
@@ -283,7 +282,7 @@ INLINE void q6_k_block(const runs *run, uint8_t *out) {
   vf factor[SIX], best_scale[SIX];
   float peak = 0, d_of_best = 0, best_sum = 0;
   for (int p = 0; p < SIX; p++) {
-    factor[p] = searched(run + p, 16, LINEAR, -32, 31, (search){7, 3, 0, 0.5f});
+    factor[p] = searched(run + p, 16, LINEAR, -32, 31, (search){7, 3, 0.5f});
     for (int lane = 0; lane < LANES; lane++) {
       const float size = factor[p][lane] < 0 ? -factor[p][lane] : factor[p][lane];
       if (size > (peak < 0 ? -peak : peak)) peak = factor[p][lane];
@@ -628,8 +627,10 @@ static kt_status blocks_any(const kt_blocks_job *job) {
   int length = RUN, vectors = 1;
   switch (job->dtype) {
   case KT_Q4_0:
-    if (job->importance) encode = q4_0_blocks;
-    if (!job->importance) encode = q4_0_plain_blocks, vectors = 2;
+    if (job->importance)
+      encode = q4_0_blocks;
+    else
+      encode = q4_0_plain_blocks, vectors = 2;
     break;
   case KT_Q8_0: encode = q8_0_blocks; break;
   case KT_IQ4_NL: encode = iq4_nl_blocks; break;
