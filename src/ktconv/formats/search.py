@@ -29,8 +29,8 @@ _STEPS = 2  # by least squares
 _LANES, _BLOCK = 16, 512
 # The scales among which compensated codes choose, as multiples of the searched one: compensation
 # moves weights, so that another scale is best for a row (docs/calibration.md has what this gains).
-SMALLER, LARGER = (0.92, 0.85), (1.08, 1.15)
-MULTIPLES = (1.0, *SMALLER, *LARGER)
+# The first of equally good ones is taken.
+MULTIPLES = (1.0, 0.85, 0.92, 1.08, 1.15)
 _SMALLEST, _LARGEST = 2.0**-60, 2.0**60  # of the largest weight in a row that is searched
 
 

@@ -4,7 +4,7 @@ With H = X^T X of a matrix's inputs, the squared error of its outputs is the sum
 d H d^T, d the errors of the row's weights. Columns are rounded one after the other, those with the
 largest inputs first, and each error is compensated by the columns that follow (Frantar et al.,
 "GPTQ", https://arxiv.org/abs/2210.17323; the factor is that of their section 3.3). A row is done
-under its searched scales, then under smaller and larger multiples of them as long as errors fall.
+once for each of MULTIPLES of its searched scales, and the result with the smallest error stays.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Struct
 
 from ktconv import native
-from ktconv.formats.search import LARGER, SMALLER
+from ktconv.formats.search import MULTIPLES
 from ktconv.native import Layout
 from ktconv.system.arrays import F32, F64, I8, I32, I64
 
@@ -120,21 +120,16 @@ def codes_under(
 def best_codes(
     layout: Layout, weights: F32, factor: Factor, scale: F32, group_of_col: I32
 ) -> tuple[I8, F32]:
-    """Codes int8 [N, K] and scales [N, G]: for each row those of the multiple of its scales, from 1
-    down or else up, beyond which the error of its outputs does not fall."""
+    """Codes int8 [N, K] and scales [N, G]: for each row those of MULTIPLES with the smallest error
+    of its outputs, the first of equal ones."""
+    first, *others = MULTIPLES
+    assert first == 1
     codes, least = codes_under(layout, weights, factor, scale, group_of_col)
     chosen = scale.copy()
-    left = np.arange(len(weights))  # rows for which nothing is better than 1 so far
-    for side in (SMALLER, LARGER):
-        rows = left
-        for multiple in side:
-            if not len(rows):
-                break
-            candidate = native.stored_scale(layout, scale[rows] * np.float32(multiple))
-            found, loss = codes_under(layout, weights[rows], factor, candidate, group_of_col)
-            better = loss < least[rows]
-            rows = rows[better]
-            codes[rows], chosen[rows] = found[better], candidate[better]
-            least[rows] = loss[better]
-            left = np.setdiff1d(left, rows, assume_unique=True)
+    for multiple in others:
+        candidate = native.stored_scale(layout, scale * np.float32(multiple))
+        found, loss = codes_under(layout, weights, factor, candidate, group_of_col)
+        better = np.flatnonzero(loss < least)
+        codes[better], chosen[better] = found[better], candidate[better]
+        least[better] = loss[better]
     return codes, chosen
