@@ -56,7 +56,7 @@ def quiet(_: str) -> None:
 
 
 def test_rows_of_all_that_was_asked_for() -> None:
-    """Of some methods; `bench --method all` has the others."""
+    """Rows of three methods; `bench --method all` has the others."""
     heard: list[str] = []
     methods = ("int8", "bf16", "mxfp4")
     asked = request(methods, tokens=(1, 2), threads=(1, 2), isas=("scalar",))

@@ -145,7 +145,7 @@ def test_files_of_others_in_folders_are_refused(model: Path, tmp_path: Path) -> 
 
 
 def test_a_folder_without_a_record_is_of_a_killed_run(model: Path, tmp_path: Path) -> None:
-    """Its unit was final, and not in the journal yet."""
+    """A kill between the final name of a unit and its line in the journal."""
     output = tmp_path / "out"
     convert(model, output, numa=1, layout="layers")
     manifest = json.loads((output / "ktconv.json").read_text())

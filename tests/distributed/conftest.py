@@ -98,7 +98,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture
 def nodes() -> Any:
-    """What Ray has started."""
+    """Processes that Ray has started."""
     pytest.importorskip("ray")
     return running.both()[0]
 

@@ -242,7 +242,7 @@ def test_a_format_is_refused_before_the_model_is_loaded(
 
 
 def test_an_output_of_another_model_is_refused(int4: Path, tmp_path: Path) -> None:
-    """Its sizes are the same, but its first expert computes something else."""
+    """A model of the same sizes is refused, as its first expert computes something else."""
     from safetensors.torch import load_file, save_file
 
     other = shutil.copytree(EXAMPLE, tmp_path / "other")

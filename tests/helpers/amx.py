@@ -87,8 +87,8 @@ class Emulator:
             self._lib.kt_amx_emulator_step(ctypes.c_uint64(0))
 
     def long_gaps(self) -> int:
-        """How often more instructions than the limit, other than AMX's, were between two products
-        of a thread."""
+        """Number of gaps between two products of a thread with more instructions than the limit;
+        AMX's do not count."""
         return int(self._lib.kt_amx_emulator_gaps())
 
     def environment(self, report: Path) -> dict[str, str]:

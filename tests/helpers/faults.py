@@ -1,4 +1,4 @@
-"""What goes wrong with requests to the servers of tests, and how often ktconv tries again."""
+"""Faults that servers of tests answer requests with, and how often ktconv tries again."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ INLINE places e4m3_places(const float_kind n, __m512i code) {
       _mm512_sub_epi32(_mm512_set1_epi32(254 << 23), _mm512_max_epi32(power, least_power));
   return (places){_mm512_castsi512_ps(here), _mm512_castsi512_ps(per_step),
                   _mm512_add_epi32(before, odd),
-                  /* where the code is no number, no magnitude is small enough to have it */
+                  /* no magnitude may have a code that is not a number */
                   _mm512_mask_mov_epi32(_mm512_set1_epi32(INT32_MIN), is_number, until)};
 }
 
