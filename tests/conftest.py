@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import re
 import shutil
@@ -206,6 +207,26 @@ def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         # when they begin: this one would keep the models of all tests.
         patch.setattr(options, "gc", SimpleNamespace(freeze=lambda: None))
         yield path
+
+
+class Records(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """All that is logged from here on at the level of its logger, warnings if it has none."""
+    kept = Records()
+    logging.getLogger().addHandler(kept)
+    yield kept.records
+    logging.getLogger().removeHandler(kept)
 
 
 @pytest.fixture(scope="session")

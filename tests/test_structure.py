@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from helpers.paths import NATIVE
@@ -27,8 +28,13 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(module: str, path: Path) -> Iterator[str]:
+@cache
+def imports(module: str, path: Path) -> tuple[str, ...]:
     """What a module imports of the package, in functions too."""
+    return tuple(_imports(module, path))
+
+
+def _imports(module: str, path: Path) -> Iterator[str]:
     parent = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

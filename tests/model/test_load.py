@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from logging import getLogger, getLogRecordFactory
+from logging import LogRecord, getLogger, getLogRecordFactory
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +244,7 @@ def test_sections_keep_no_code(torch: Any, tmp_path: Path) -> None:
 
 
 def test_what_libraries_log_commands_no_terminal(
-    torch: Any, planted: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    torch: Any, planted: Path, monkeypatch: pytest.MonkeyPatch, logged: list[LogRecord]
 ) -> None:
     from transformers import AutoConfig
 
@@ -257,7 +257,7 @@ def test_what_libraries_log_commands_no_terminal(
     with pytest.raises(CheckpointError, match="enough"):
         load.load_config(planted)
     shown = r"unknown key a\u001b[31m\u000d" + "\n" + r"    Error: forged\u202e"
-    assert [record.getMessage() for record in caplog.records] == [shown]
+    assert [record.getMessage() for record in logged] == [shown]
     assert getLogRecordFactory() is before
 
 
