@@ -168,12 +168,12 @@ def test_differences_are_named_by_their_path() -> None:
     ours = {"options": {"numa": 1, "same": 0, "new": True}, "source": {"a": 1}, "version": "2"}
     there = {"options": {"numa": 2, "same": 0, "old": []}, "source": 5, "more": 1}
     assert differences(ours, there) == [
-        "more: 1 there, nothing now",
-        "options.new: nothing there, True now",
+        "more: 1 there, not set now",
+        "options.new: not set there, True now",
         "options.numa: 2 there, 1 now",
-        "options.old: [] there, nothing now",
+        "options.old: [] there, not set now",
         "source: 5 there, {'a': 1} now",
-        "version: nothing there, 2 now",
+        "version: not set there, 2 now",
     ]
     assert changed(ours, there) == [one for one in differences(ours, there) if one[:4] != "more"]
     assert differences(ours, ours) == changed(ours, {**ours, "more": 1}) == []
@@ -181,7 +181,7 @@ def test_differences_are_named_by_their_path() -> None:
 
 @pytest.mark.parametrize(("length", "shown"), [(60, "x" * 60), (61, "x" * 57 + "...")])
 def test_long_values_are_cut(length: int, shown: str) -> None:
-    assert differences({"a": "x" * length}, {}) == [f"a: nothing there, {shown} now"]
+    assert differences({"a": "x" * length}, {}) == [f"a: not set there, {shown} now"]
 
 
 def test_json_numbers_beyond_floats_are_no_error(tmp_path: Path) -> None:

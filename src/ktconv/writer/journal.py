@@ -251,7 +251,7 @@ def differences(ours: Record, theirs: Record, path: str = "") -> list[str]:
 
 
 def _short(value: object) -> str:
-    text = "nothing" if value is None else str(value)
+    text = "not set" if value is None else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
