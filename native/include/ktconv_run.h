@@ -474,6 +474,25 @@ typedef struct kt_routed_layer {
 kt_status kt_routed_layer_run(const kt_routed_layer *layer, kt_pool *pool, const void *normed,
                               const void *h, void *y, void *scratch, size_t scratch_size);
 
+/* Decoder layers one behind the other, of one hidden size. */
+typedef struct kt_decoder_layer {
+  const kt_attention_layer *attention;
+  const kt_routed_layer *routed;
+} kt_decoder_layer;
+
+/* Bytes of scratch, 64-byte aligned, for steps with up to so many tokens; 0 for layers and sizes
+ * that cannot be. */
+size_t kt_decoder_layers_scratch_size(const kt_decoder_layer *layer, int64_t count, int64_t tokens,
+                                      const kt_pool *pool);
+
+/* Both calls of each of `count` layers, to the bit. y [count, hidden] has the output of each, which
+ * is the next one's x: only that of step[0] is read. Steps may share h and normed. `expert_ns`:
+ * what kt_moe_forward took of it, in nanoseconds. Layers that cannot be are refused before the
+ * first runs; after another error keys, values and outputs of those before are there. */
+kt_status kt_decoder_layers_run(const kt_decoder_layer *layer, int64_t count, kt_pool *pool,
+                                const kt_attention_step *step, void *y, int64_t *expert_ns,
+                                void *scratch, size_t scratch_size);
+
 /* ---- Work that streams start ---------------------------------------------------- *
  *
  * A CUDA stream starts a task by one host function and waits for it by another: kt_task_start and

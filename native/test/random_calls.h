@@ -65,6 +65,8 @@
   X(kt_attention_layer_scratch_size)                                                               \
   X(kt_attention_layer_run)                                                                        \
   X(kt_routed_layer_run)                                                                           \
+  X(kt_decoder_layers_scratch_size)                                                                \
+  X(kt_decoder_layers_run)                                                                         \
   X(kt_train_saved_size)                                                                           \
   X(kt_train_scratch_size)                                                                         \
   X(kt_train_forward)                                                                              \

@@ -218,6 +218,7 @@ static const subject subjects[] = {
     {"attention", attention_case, 6},
     {"decoder layer", decoder_layer_case, 6},
     {"router and experts", routed_layer_case, 2},
+    {"decoder layers", decoder_layers_case, 6},
     {"weights refused", weights_refusal_case, WEIGHTS_REFUSALS},
     {"compensate refused", compensate_refusal_case, 11},
     {"encoded sizes", encoded_sizes_case, 10},

@@ -99,8 +99,8 @@ static void attention_case(int number) {
   forget(&k);
 }
 
-static void decoder_layer_case(int number) {
-  const int64_t hidden = draw_cols(), cols = 2 * draw_cols(), key_heads = 1 + below(3);
+static inline kt_attention_layer draw_attention(int64_t hidden) {
+  const int64_t cols = 2 * draw_cols(), key_heads = 1 + below(3);
   const int64_t heads = key_heads * (1 + below(4)), keys = key_heads * cols;
   kt_attention_layer l = {.before = draw_norm(hidden), .after = draw_norm(hidden)};
   l.projection[0] = draw_linear(heads * cols, hidden);
@@ -108,17 +108,33 @@ static void decoder_layer_case(int number) {
   l.out = draw_linear(hidden, heads * cols);
   l.key_heads = key_heads, l.cols = cols, l.scale = 0.1f;
   if (one_in(2)) l.query_norm = draw_norm(cols), l.key_norm = draw_norm(one_in(2) ? cols : keys);
-  kt_attention_step s = {.x = seal(draw_bf16(hidden)),
-                         .cosine = seal(draw_bf16(cols)),
-                         .sine = seal(draw_bf16(cols)),
-                         .tokens = number ? below(300) : 0};
-  s.room = s.tokens + 1 + below(2);
-  const size_t cache = (size_t)(keys * s.room) * 2, size = (size_t)hidden * 2;
+  return l;
+}
+
+static inline kt_attention_step draw_step(const kt_attention_layer *l, int64_t tokens) {
+  return (kt_attention_step){.x = seal(draw_bf16(l->out.rows)),
+                             .cosine = seal(draw_bf16(l->cols)),
+                             .sine = seal(draw_bf16(l->cols)),
+                             .tokens = tokens,
+                             .room = tokens + 1 + below(2)};
+}
+
+/* Bytes of keys, or of values. */
+static inline size_t cache_size(const kt_attention_layer *l, const kt_attention_step *s) {
+  return (size_t)(l->key_heads * l->cols * s->room) * 2;
+}
+
+static void decoder_layer_case(int number) {
+  const int64_t hidden = draw_cols();
+  const kt_attention_layer l = draw_attention(hidden);
+  const int64_t keys = l.key_heads * l.cols;
+  kt_attention_step s = draw_step(&l, number ? below(300) : 0);
+  const size_t cache = cache_size(&l, &s), size = (size_t)hidden * 2;
   const void *const before = seal(draw_bf16(keys * s.room));
   const size_t scratch_size = kt_attention_layer_scratch_size(&l, s.tokens);
   counted(OF_kt_attention_layer_scratch_size, scratch_size > 0);
   snprintf(inputs, sizeof inputs, "hidden %d, %d heads of %d, %d columns, %d tokens", (int)hidden,
-           (int)heads, (int)key_heads, (int)cols, (int)s.tokens);
+           (int)(l.projection[0].rows / l.cols), (int)l.key_heads, (int)l.cols, (int)s.tokens);
   kept k = {0};
   const int kept_pieces = piece_count;
   for (int i = 0; i < level_count; i++) {
@@ -139,26 +155,35 @@ static void decoder_layer_case(int number) {
   forget(&k);
 }
 
-/* Of experts whose kernels compute integers: the same bits on every level. */
-static void routed_layer_case(int number) {
+/* Experts whose kernels compute integers: the same bits on every level. */
+static inline layer draw_integers(int number) {
   int format = 0;
-  while (layouts[format].format != (number ? KT_FORMAT_INT8 : KT_FORMAT_INT4)) format++;
+  while (layouts[format].format != (number % 2 ? KT_FORMAT_INT8 : KT_FORMAT_INT4)) format++;
   whole = 1;
   const layer l = draw_layer(format, 0);
   whole = 0;
+  return l;
+}
+
+static inline kt_routed_layer draw_routed(const kt_moe *moe) {
+  return (kt_routed_layer){.gate = draw_linear(moe->experts, moe->hidden),
+                           .router = {.experts = moe->experts,
+                                      .top_k = 1 + below(moe->experts),
+                                      .groups = 1,
+                                      .keep = 1,
+                                      .group_score = 1,
+                                      .renormalise = one_in(2),
+                                      .jitter = -1.0f,
+                                      .p_norm = 1.0f,
+                                      .factor = 1.0f},
+                           .moe = moe,
+                           .rounded = one_in(2)};
+}
+
+static void routed_layer_case(int number) {
+  const layer l = draw_integers(number);
   const int64_t hidden = l.moe.hidden;
-  const kt_routed_layer r = {.gate = draw_linear(l.moe.experts, hidden),
-                             .router = {.experts = l.moe.experts,
-                                        .top_k = 1 + below(l.moe.experts),
-                                        .groups = 1,
-                                        .keep = 1,
-                                        .group_score = 1,
-                                        .renormalise = one_in(2),
-                                        .jitter = -1.0f,
-                                        .p_norm = 1.0f,
-                                        .factor = 1.0f},
-                             .moe = &l.moe,
-                             .rounded = one_in(2)};
+  const kt_routed_layer r = draw_routed(&l.moe);
   const void *const normed = seal(draw_bf16(hidden)), *const h = seal(draw_bf16(hidden));
   const size_t size = (size_t)hidden * 2;
   seal(l.expert);
@@ -174,6 +199,85 @@ static void routed_layer_case(int number) {
     EXPECTED(KT_OK, CALLED(kt_routed_layer_run, &r, pool, normed, h, y, room(scratch_size, 64),
                            scratch_size));
     compare(&k, 0, "routed", y, size, 0);
+    release_rooms(kept_pieces);
+  }
+  forget(&k);
+}
+
+enum { MOST_DECODERS = 3 };
+
+/* Keys and values of each step, as they were before. */
+static inline void give_caches(const kt_decoder_layer *d, int64_t count, kt_attention_step *s,
+                               const void *const *before) {
+  for (int64_t i = 0; i < count; i++) {
+    const size_t size = cache_size(d[i].attention, &s[i]);
+    s[i].keys = memcpy(room(size, 2), before[i], size);
+    s[i].values = memcpy(room(size, 2), before[i], size);
+  }
+}
+
+/* Layers one behind the other in one call, in two calls each: the same bits in all they write. */
+static void decoder_layers_case(int number) {
+  const layer l = draw_integers(number);
+  const int64_t hidden = l.moe.hidden, count = 1 + number / 2 % MOST_DECODERS;
+  const size_t size = (size_t)hidden * 2;
+  seal(l.expert);
+  kt_attention_layer attention[MOST_DECODERS], narrow = draw_attention(1);
+  kt_routed_layer routed[MOST_DECODERS];
+  kt_decoder_layer d[MOST_DECODERS];
+  kt_attention_step one[MOST_DECODERS], two[MOST_DECODERS];
+  const void *before[MOST_DECODERS];
+  int64_t most = 0;
+  for (int64_t i = 0; i < count; i++) {
+    attention[i] = draw_attention(hidden), routed[i] = draw_routed(&l.moe);
+    d[i] = (kt_decoder_layer){&attention[i], &routed[i]};
+    one[i] = draw_step(&attention[i], below(300));
+    before[i] = seal(draw_bf16((int64_t)cache_size(&attention[i], &one[i]) / 2));
+    most = one[i].tokens > most ? one[i].tokens : most;
+  }
+  snprintf(inputs, sizeof inputs, "hidden %d, %d layers, up to %d tokens", (int)hidden, (int)count,
+           (int)most);
+  kept k = {0};
+  const int kept_pieces = piece_count;
+  for (int i = 0; i < level_count; i++) {
+    use_level(i);
+    kt_pool *const pool = ONE_OF(pools);
+    const size_t scratch_size = kt_decoder_layers_scratch_size(d, count, most, pool);
+    counted(OF_kt_decoder_layers_scratch_size, scratch_size > 0);
+    void *const y = room(size * (size_t)count, 2), *const scratch = room(scratch_size, 64);
+    void *const h = room(size, 2), *const normed = room(size, 2);
+    for (int64_t n = 0; n < count; n++) {
+      one[n].h = h, one[n].normed = normed;
+      two[n] = one[n];
+      if (n > 0) one[n].x = NULL;
+    }
+    give_caches(d, count, one, before);
+    give_caches(d, count, two, before);
+    int64_t ns = -1;
+    EXPECTED(KT_OK,
+             CALLED(kt_decoder_layers_run, d, count, pool, one, y, &ns, scratch, scratch_size));
+    if (ns <= 0) FAILED("experts took %d ns", (int)ns);
+    for (int64_t n = 0; n < count; n++) {
+      uint8_t *const by_two = room(size, 2);
+      if (n > 0) two[n].x = (uint8_t *)y + (size_t)(n - 1) * size;
+      EXPECTED(KT_OK, kt_attention_layer_run(d[n].attention, pool, two + n, scratch, scratch_size));
+      EXPECTED(KT_OK,
+               kt_routed_layer_run(d[n].routed, pool, normed, h, by_two, scratch, scratch_size));
+      const size_t cache = cache_size(d[n].attention, &one[n]);
+      if (memcmp(by_two, (uint8_t *)y + (size_t)n * size, size) ||
+          memcmp(one[n].keys, two[n].keys, cache) || memcmp(one[n].values, two[n].values, cache))
+        FAILED("layer %d is not that of two calls", (int)n);
+    }
+    compare(&k, 0, "outputs", y, size * (size_t)count, 0);
+    EXPECTED(KT_ERR_SCRATCH, CALLED(kt_decoder_layers_run, d, count, pool, one, y, &ns, NULL, 0));
+    REFUSED_CALL(CALLED(kt_decoder_layers_run, d, 0, pool, one, y, &ns, scratch, scratch_size));
+    const kt_decoder_layer odd[] = {d[0], {&narrow, d[0].routed}}, none[] = {d[0], {0}};
+    REFUSED_CALL(CALLED(kt_decoder_layers_run, odd, 2, pool, one, y, &ns, scratch, scratch_size));
+    REFUSED_CALL(CALLED(kt_decoder_layers_run, none, 2, pool, one, y, &ns, scratch, scratch_size));
+    counted(OF_kt_decoder_layers_scratch_size, !kt_decoder_layers_scratch_size(odd, 2, most, pool));
+    one[count - 1].tokens = one[count - 1].room;
+    REFUSED_CALL(CALLED(kt_decoder_layers_run, d, count, pool, one, y, &ns, scratch, scratch_size));
+    one[count - 1].tokens = two[count - 1].tokens;
     release_rooms(kept_pieces);
   }
   forget(&k);
@@ -203,6 +307,7 @@ static void dense_refusal_case(int number) {
   REFUSED_CALL(CALLED(kt_attend, &a, pool, room(64, 64), 64));
   REFUSED_CALL(CALLED(kt_attention_layer_run, NULL, pool, NULL, NULL, 0));
   REFUSED_CALL(CALLED(kt_routed_layer_run, NULL, pool, x, x, y, NULL, 0));
+  REFUSED_CALL(CALLED(kt_decoder_layers_run, NULL, 1, pool, NULL, y, NULL, NULL, 0));
 }
 
 #endif

@@ -1,4 +1,5 @@
-/* A decoder layer of one token, from the kernels of its parts. */
+/* Decoder layers of one token, from the kernels of their parts. */
+#include "../pool/turn.h"
 #include "dense.h"
 
 #include <string.h>
@@ -165,11 +166,10 @@ static int routes(const kt_routed_layer *l) {
          l->gate.rows == l->router.experts + l->router.sinks && l->gate.rows <= KT_MAX_ROUTED;
 }
 
-kt_status kt_routed_layer_run(const kt_routed_layer *layer, kt_pool *pool, const void *normed,
-                              const void *h, void *y, void *scratch, size_t scratch_size) {
-  if (!routes(layer) || !pool || !kt_is_bf16_array(normed) || !kt_is_bf16_array(h) ||
-      !kt_is_bf16_array(y))
-    return KT_ERR_ARGUMENT;
+/* kt_routed_layer_run of what fits; nanoseconds of the experts are added to `expert_ns`. */
+static kt_status route(const kt_routed_layer *layer, kt_pool *pool, const void *normed,
+                       const void *h, void *y, int64_t *expert_ns, void *scratch,
+                       size_t scratch_size) {
   uint16_t product[KT_MAX_ROUTED], *const to = product;
   float logits[KT_MAX_ROUTED], weights[KT_MAX_ROUTED];
   int64_t ids[KT_MAX_ROUTED];
@@ -191,7 +191,65 @@ kt_status kt_routed_layer_run(const kt_routed_layer *layer, kt_pool *pool, const
                             .id_size = sizeof *ids,
                             .x_dtype = KT_BF16,
                             .y_dtype = KT_BF16};
+  const int64_t began = kt_nanoseconds();
   status = kt_moe_forward(layer->moe, pool, &call, scratch, scratch_size);
+  *expert_ns += kt_nanoseconds() - began;
   if (!status) add(layer->moe->hidden, h, y);
+  return status;
+}
+
+kt_status kt_routed_layer_run(const kt_routed_layer *layer, kt_pool *pool, const void *normed,
+                              const void *h, void *y, void *scratch, size_t scratch_size) {
+  if (!routes(layer) || !pool || !kt_is_bf16_array(normed) || !kt_is_bf16_array(h) ||
+      !kt_is_bf16_array(y))
+    return KT_ERR_ARGUMENT;
+  int64_t expert_ns = 0;
+  return route(layer, pool, normed, h, y, &expert_ns, scratch, scratch_size);
+}
+
+/* ---- One behind the other ------------------------------------------------------ */
+
+static int all_fit(const kt_decoder_layer *layer, int64_t count) {
+  if (!layer || count < 1) return 0;
+  for (int64_t i = 0; i < count; i++) {
+    const kt_attention_layer *const a = layer[i].attention;
+    if (!a || !fits(a) || hidden_of(a) != hidden_of(layer[0].attention)) return 0;
+    if (!routes(layer[i].routed) || layer[i].routed->moe->hidden != hidden_of(a)) return 0;
+  }
+  return 1;
+}
+
+size_t kt_decoder_layers_scratch_size(const kt_decoder_layer *layer, int64_t count, int64_t tokens,
+                                      const kt_pool *pool) {
+  if (!all_fit(layer, count) || !pool) return 0;
+  size_t largest = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const kt_routed_layer *const routed = layer[i].routed;
+    const size_t attention = kt_attention_layer_scratch_size(layer[i].attention, tokens);
+    const size_t experts = kt_moe_scratch_size(routed->moe, 1, routed->router.top_k, pool);
+    if (!attention || !experts) return 0;
+    const size_t size = attention > experts ? attention : experts;
+    largest = size > largest ? size : largest;
+  }
+  return largest;
+}
+
+kt_status kt_decoder_layers_run(const kt_decoder_layer *layer, int64_t count, kt_pool *pool,
+                                const kt_attention_step *step, void *y, int64_t *expert_ns,
+                                void *scratch, size_t scratch_size) {
+  if (!all_fit(layer, count) || !pool || !step || !kt_is_bf16_array(y) || !expert_ns)
+    return KT_ERR_ARGUMENT;
+  const int64_t hidden = hidden_of(layer[0].attention);
+  uint16_t *const outputs = y;
+  kt_status status = KT_OK;
+  *expert_ns = 0;
+  for (int64_t i = 0; i < count && !status; i++) {
+    kt_attention_step one = step[i];
+    if (i > 0) one.x = outputs + (i - 1) * hidden;
+    status = kt_attention_layer_run(layer[i].attention, pool, &one, scratch, scratch_size);
+    if (!status)
+      status = route(layer[i].routed, pool, one.normed, one.h, outputs + i * hidden, expert_ns,
+                     scratch, scratch_size);
+  }
   return status;
 }

@@ -8,7 +8,6 @@
 #include "turn.h"
 
 #include <sched.h>
-#include <stdint.h>
 #include <time.h>
 
 #if defined(__linux__)
@@ -33,7 +32,7 @@ static void pause_cpu(void) {
 #endif
 }
 
-static int64_t nanoseconds(void) {
+int64_t kt_nanoseconds(void) {
   struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
   return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
@@ -124,10 +123,10 @@ static int spin(kt_turn *turn, unsigned now) {
 
 int kt_turn_wait(kt_turn *turn, unsigned now) {
   if (spin(turn, now)) return 0;
-  const int64_t start = nanoseconds();
-  for (int64_t time = start; time < start + AWAKE_NS; time = nanoseconds()) {
+  const int64_t start = kt_nanoseconds();
+  for (int64_t time = start; time < start + AWAKE_NS; time = kt_nanoseconds()) {
     if (time >= start + SPIN_NS) sched_yield();
-    if (spin(turn, now)) return nanoseconds() >= start + AWAKE_NS;
+    if (spin(turn, now)) return kt_nanoseconds() >= start + AWAKE_NS;
   }
   wait_asleep(turn, now);
   return 1;

@@ -3,6 +3,7 @@
 #define KT_TURN_H
 
 #include <stdatomic.h>
+#include <stdint.h>
 
 /* Twice the number; odd while a thread sleeps. One word, so that whoever counts it up learns of
  * sleepers by the same operation and touches the memory no more: it may be gone by then. */
@@ -20,5 +21,8 @@ int kt_turn_wait(kt_turn *turn, unsigned now);
 
 /* Counts up, by one thread at a time, and wakes who sleeps. */
 void kt_turn_next(kt_turn *turn);
+
+/* Of a clock that no one sets. */
+int64_t kt_nanoseconds(void);
 
 #endif

@@ -42,9 +42,12 @@ from ktconv.native.dense import (
     NORM_KINDS,
     Attention,
     AttentionLayer,
+    DecoderLayers,
     Linear,
     Norm,
     RoutedLayer,
+    bytes_at,
+    decoder_step,
     dense_is_fast,
     rotate,
 )

@@ -7,6 +7,7 @@ them and keeps their memory.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 from ktconv._native import ffi, lib
@@ -236,3 +237,50 @@ class RoutedLayer:
         )
         if status:
             check(status)
+
+
+class DecoderLayers:
+    """Decoder layers one behind the other, for one token, each in two parts. One thread at a
+    time."""
+
+    __slots__ = ("_c", "_expert_ns", "_keep")
+
+    def __init__(self, layers: Sequence[tuple[AttentionLayer, RoutedLayer]]) -> None:
+        self._keep, self._expert_ns = layers, ffi.new("int64_t *")
+        self._c: Any = ffi.new("kt_decoder_layer[]", len(layers))
+        for into, (attention, routed) in zip(self._c, layers, strict=True):
+            into.attention, into.routed = attention._c, routed._c
+
+    def scratch_size(self, first: int, count: int, tokens: int, pool: Pool) -> int:
+        """Bytes of scratch of `count` layers, where up to `tokens` tokens are there; 0 for sizes
+        that cannot be."""
+        size = lib.kt_decoder_layers_scratch_size(self._c + first, count, tokens, open_pool(pool))
+        return int(size)
+
+    def run(self, pool: Pool, first: int, steps: Sequence[bytes], y: int, scratch: Array) -> float:
+        """Seconds of the experts of layers from `first` on, as many as `steps`, each made by
+        `decoder_step`. y [layers, hidden] are their outputs, each the input of the next: of the
+        steps only the first has one. ValueError for what the C library refuses."""
+        status = lib.kt_decoder_layers_run(
+            self._c + first,
+            len(steps),
+            open_pool(pool),
+            ffi.from_buffer(_STEP_POINTER, b"".join(steps)),
+            _cast(_POINTER, y),
+            self._expert_ns,
+            ffi.from_buffer(scratch),
+            scratch.nbytes,
+        )
+        if status:
+            check(status)
+        return int(self._expert_ns[0]) / 1e9
+
+
+# A layer's part of a call: x, cosine and sine, keys and values, which have so many tokens, and room
+# for as many; two arrays [hidden] that are used.
+decoder_step = _STEP.pack
+
+
+def bytes_at(address: int, size: int) -> Any:
+    """Memory at an address, which compares by its bytes and can be assigned."""
+    return ffi.buffer(_cast(_POINTER, address), size)
