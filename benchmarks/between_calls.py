@@ -1,16 +1,16 @@
-"""Python between the calls of the C library, while `ktconv generate` writes tokens.
+"""Python around the calls of the C library, while `ktconv generate` writes tokens.
 
     python benchmarks/between_calls.py OUTPUT --source MODEL
 
-A decoder layer takes two calls: attention with the norms, the router with the experts. Printed is
-the time from the end of one to the beginning of the next, medians over layers and tokens: within a
-layer, from layer to layer, and their sum, which is all Python of a layer; then the calls.
+Decoder layers on kernels that follow one another take one call a token. Printed are medians over
+tokens: time in these calls; Python of the layers, which is the rest of the time from the beginning
+of the first to the end of the last, and that of each behind the second, when code is in the caches
+again; and what a token takes outside of the layers.
 """
 
 from __future__ import annotations
 
 import argparse
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
@@ -22,26 +22,25 @@ from ktconv.generate.request import Sampling
 from ktconv.native import dense
 from ktconv.source.model_source import ModelSource
 
-ATTENTION, EXPERTS = "kt_attention_layer_run", "kt_routed_layer_run"
+LAYERS = "kt_decoder_layers_run"
 
 
 class Watched:
-    """The C library, whose two calls of a layer note when they begin and end."""
+    """The C library, whose call for layers adds its nanoseconds to the last of `spent`."""
 
     def __init__(self, lib: Any) -> None:
-        self.calls: list[tuple[str, int, int]] = []
+        self.spent: list[list[int]] = []
         self._lib = lib
-        for name in (ATTENTION, EXPERTS):
-            setattr(self, name, self._noting(name, getattr(lib, name)))
+        setattr(self, LAYERS, self._noting(getattr(lib, LAYERS)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lib, name)
 
-    def _noting(self, name: str, function: Any) -> Any:
+    def _noting(self, function: Any) -> Any:
         def call(*given: Any) -> Any:
             began = perf_counter_ns()
             status = function(*given)
-            self.calls.append((name, began, perf_counter_ns()))
+            self.spent[-1].append(perf_counter_ns() - began)
             return status
 
         return call
@@ -57,26 +56,32 @@ def main() -> None:
 
     opened = OpenedModel(given.output, ModelSource(given.source))
     with opened.loaded(print) as one:
-        watched = Watched(dense.lib)
-        dense.lib = watched
+        dense.lib = watched = Watched(dense.lib)
+        layers = one.model.get_decoder().layers
+        began, second, ended = list[int](), list[int](), list[int]()
+
+        def begin(*_: Any) -> None:
+            began.append(perf_counter_ns())
+            watched.spent.append([])
+
+        layers[0].register_forward_pre_hook(begin)
+        layers[1].register_forward_hook(lambda *_: second.append(perf_counter_ns()))
+        layers[-1].register_forward_hook(lambda *_: ended.append(perf_counter_ns()))
         ids = [1 + number % 1000 for number in range(given.prompt)]
-        generate(
+        _, timing = generate(
             one.model, ids, given.tokens, Sampling(), frozenset(), lambda _: True, one.step_threads
         )
-        layers = one.outside.decoder_layers
-    calls = watched.calls
-    assert [name for name, *_ in calls[: 2 * layers]] == [ATTENTION, EXPERTS] * layers
-
-    gaps: dict[str, list[float]] = {ATTENTION: [], EXPERTS: []}  # by the call that follows
-    for number, ((_, _, end), (name, begin, _)) in enumerate(pairwise(calls)):
-        if (number + 1) % (2 * layers):  # within a token
-            gaps[name].append((begin - end) / 1000)
-    within, between = (median(gaps[name]) for name in (EXPERTS, ATTENTION))
-    print(f"{layers} layers, {len(calls) // (2 * layers)} tokens after {given.prompt}")
-    print(f"us within a layer {within:.1f}, from layer to layer {between:.1f}")
-    print(f"us of Python a layer: {within + between:.1f}")
-    for name in (ATTENTION, EXPERTS):
-        print(f"us in {name}: {median((e - b) / 1000 for one, b, e in calls if one == name):.0f}")
+    count = len(timing.steps_s)  # tokens after the prompt's passes
+    spans = [end - begin for begin, end in zip(began, ended, strict=True)][-count:]
+    spent = watched.spent[-count:]
+    python = [span - sum(calls) for span, calls in zip(spans, spent, strict=True)]
+    outside = [1e9 * step - span for step, span in zip(timing.steps_s, spans, strict=True)]
+    print(f"{len(layers)} layers, {count} tokens after {given.prompt}, calls: {len(spent[-1])}")
+    print(f"us in the calls of a token: {median(map(sum, spent)) / 1e3:.0f}")
+    print(f"us of Python a layer: {median(python) / 1e3 / len(layers):.1f}")
+    behind = [end - one for one, end in zip(second, ended, strict=True)][-count:]
+    print(f"us of each behind the second: {median(behind) / 1e3 / (len(layers) - 2):.1f}")
+    print(f"us of a token outside the layers: {median(outside) / 1e3:.0f}")
 
 
 if __name__ == "__main__":

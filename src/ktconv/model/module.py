@@ -160,9 +160,14 @@ class PackedExperts(nn.Module):
     def is_plain(self) -> bool:
         """Whether a call is one of the C library: experts of the output alone, without LoRA, and
         nothing around them."""
-        around = self._identities or self.own or self.lora is not None or self.adapters is not None
+        around = self._identities or self.own or self.is_adapted
         experts = self.experts
         return not around and not experts.weight_on_input and experts.norm is None
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether LoRA computes in the place of the experts, or adds to them."""
+        return self.lora is not None or self.adapters is not None
 
     @property
     def skip_address(self) -> int:

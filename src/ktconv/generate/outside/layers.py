@@ -1,4 +1,4 @@
-"""Whole decoder layers of one token, in two calls of the C library: up to the experts, and these.
+"""Whole decoder layers of one token, all that follow one another in one call of the C library.
 
 A layer is known by its modules, which are known themselves, and by what it answers to a trial: to
 the bit what its own code makes of the same modules.
@@ -6,9 +6,8 @@ the bit what its own code makes of the same modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,9 +16,10 @@ from torch import Tensor, nn
 
 from ktconv import native
 from ktconv.generate.outside.attention import Attending
-from ktconv.generate.outside.cache import GrowingLayer
+from ktconv.generate.outside.cache import GrowingLayer, growing
 from ktconv.generate.outside.linears import is_bf16, replaced_forward
 from ktconv.generate.outside.routers import KnownRouter
+from ktconv.generate.outside.together import Member, Together
 from ktconv.generate.outside.trial import answer_of
 from ktconv.model.module import PackedExperts
 from ktconv.runtime import workspace
@@ -45,13 +45,35 @@ class Known(Struct, frozen=True):
 def layers_on(model: Any, pool: Pool, known: Known, watch: Watch | None) -> Iterator[int]:
     """Decoder layers that consist of known modules compute one token on `pool` inside; how many."""
     with ExitStack() as stack:
-        count = 0
+        found = []
         for module in list(model.modules()):
-            made = _layer_of(module, pool, known, watch)
+            made = _layer_of(module, pool, known)
             if made is not None:
                 stack.enter_context(replaced_forward(module, made))
-                count += 1
-        yield count
+                found.append(made)
+        for run in _runs(found):
+            _join(run, pool, watch)
+        yield len(found)
+
+
+def _runs(found: Sequence[_Forward]) -> list[list[_Forward]]:
+    """Layers on kernels alone that follow one another, in the order of a model's modules."""
+    runs: list[list[_Forward]] = []
+    before = None
+    for one in found:
+        if one.member is not None:
+            if before is None or not one.follows(before):
+                runs.append([])
+            runs[-1].append(one)
+        before = one
+    return runs
+
+
+def _join(run: Sequence[_Forward], pool: Pool, watch: Watch | None) -> None:
+    members = [one.member for one in run if one.member is not None]
+    together = Together(members, pool, watch)
+    for place, one in enumerate(run):
+        one.place = together, place
 
 
 _CHILDREN = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -59,21 +81,21 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _NORMS = ("q_norm", "k_norm")
 
 
-def _layer_of(
-    module: Any, pool: Pool, known: Known, watch: Watch | None
-) -> Callable[..., Any] | None:
+def _layer_of(module: Any, pool: Pool, known: Known) -> _Forward | None:
     """The function of a layer that is known."""
-    if set(dict(module.named_children())) != _CHILDREN or _has_own_arrays(module):
+    if set(dict(module.named_children())) != _CHILDREN or _has_arrays(module):
         return None
     attention = module.self_attn
     number = getattr(attention, "layer_idx", None)
     block = _attention_of(module, known)
     if block is None or not isinstance(number, int):
         return None
-    forward = _Forward(module, number, block, pool, None, watch)
+    forward = _Forward(module, number, block, pool)
     if not _answers_alike(forward, known.attending):
         return None
-    forward.routed = _routed_of(module.mlp, pool, known)
+    routed = _routed_of(module.mlp, pool, known)
+    if routed is not None:
+        forward.member = Member(number, block, routed, module.mlp.experts)
     return forward
 
 
@@ -84,7 +106,7 @@ def _attention_of(module: Any, known: Known) -> native.AttentionLayer | None:
     scale = getattr(attention, "scaling", None)
     if not {*_PROJECTIONS, "o_proj"} <= set(children) <= {*_PROJECTIONS, *_NORMS, "o_proj"}:
         return None
-    if _has_own_arrays(attention) or not isinstance(cols, int) or not isinstance(scale, float):
+    if _has_more(attention) or not isinstance(cols, int) or not isinstance(scale, float):
         return None
     norms = [known.norms.get(children[one]) if one in children else None for one in _NORMS]
     linears = [known.linears.get(children[one]) for one in (*_PROJECTIONS, "o_proj")]
@@ -109,28 +131,31 @@ def _attention_of(module: Any, known: Known) -> native.AttentionLayer | None:
     return made if made.scratch_size(0) else None
 
 
-def _has_own_arrays(module: nn.Module) -> bool:
-    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return bool(own) or bool(module._forward_hooks) or bool(module._forward_pre_hooks)
+def _has_arrays(module: nn.Module) -> bool:
+    return bool([*module.parameters(recurse=False), *module.buffers(recurse=False)])
+
+
+def _has_more(module: nn.Module) -> bool:
+    """Whether a module that is not called has arrays of its own, or hooks."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks) or _has_arrays(module)
 
 
 class _Forward:
-    """A layer's forward: on the kernels for one token whose keys and values have room."""
+    """The forward of a layer: on the kernels for one token whose keys and values have room."""
 
-    def __init__(
-        self,
-        module: Any,
-        number: int,
-        block: native.AttentionLayer,
-        pool: Pool,
-        routed: native.RoutedLayer | None,
-        watch: Watch | None,
-    ) -> None:
+    def __init__(self, module: Any, number: int, block: native.AttentionLayer, pool: Pool) -> None:
         self.own, self.mlp, self.number = module.forward, module.mlp, number
         self.cols = module.self_attn.head_dim
         self.hidden = module.self_attn.q_proj.in_features
-        self.routed, self.watch = routed, watch
+        self.member: Member | None = None  # of a layer whose experts are on kernels too,
+        self.place: tuple[Together, int] | None = None  # among those around it
         self._block, self._pool = block, pool
+
+    def follows(self, other: _Forward) -> bool:
+        """Whether a model that calls its layers in turn calls this one next, for the same sizes."""
+        alike = self.hidden == other.hidden and self.cols == other.cols
+        return alike and other.member is not None and self.number == other.number + 1
 
     def __call__(
         self,
@@ -142,7 +167,13 @@ class _Forward:
         position_embeddings: Any = None,
         **more: Any,
     ) -> Any:
-        kept = self._kept(hidden_states, attention_mask, past_key_values, position_embeddings)
+        given = hidden_states, attention_mask, past_key_values, position_embeddings
+        if self.place is not None:
+            together, place = self.place
+            y = together.handed(place, *given)
+            if y is not None:
+                return y
+        kept = self._kept(*given)
         if kept is None:
             return self.own(
                 hidden_states,
@@ -153,6 +184,11 @@ class _Forward:
                 position_embeddings=position_embeddings,
                 **more,
             )
+        if self.place is not None and self.member is not None and self.member.experts.is_plain:
+            together, place = self.place
+            return together.computed(
+                place, hidden_states, kept, past_key_values, position_embeddings
+            )
         return self._computed(hidden_states, kept, position_embeddings)
 
     def _kept(self, x: Tensor, mask: Any, cache: Any, rotation: Any) -> GrowingLayer | None:
@@ -162,14 +198,7 @@ class _Forward:
         if not is_bf16(x) or torch.is_grad_enabled() or type(rotation) is not tuple:
             return None
         alike = all(one.shape == (1, 1, self.cols) and is_bf16(one) for one in rotation)
-        layer = cache.layers[self.number] if self.number < len(cache.layers) else None
-        if not alike or type(layer) is not GrowingLayer or layer.memory[0].shape[0] != 1:
-            return None
-        if layer.dtype is not torch.bfloat16:
-            return None
-        if layer.count == layer.room:
-            layer.reserve(2 * layer.room)
-        return layer
+        return growing(cache, self.number) if alike else None
 
     def _computed(self, x: Tensor, kept: GrowingLayer, rotation: tuple[Tensor, Tensor]) -> Tensor:
         tokens, pool = kept.count, self._pool
@@ -177,12 +206,11 @@ class _Forward:
         memory = workspace.take(pool, self._block.scratch_size(tokens))
         try:
             cosine, sine = rotation
-            keys, values = kept.memory
             self._block.run(
                 pool,
                 x.data_ptr(),
                 (cosine.data_ptr(), sine.data_ptr()),
-                (keys.data_ptr(), values.data_ptr()),
+                kept.places,
                 tokens,
                 kept.room,
                 h.data_ptr(),
@@ -191,24 +219,8 @@ class _Forward:
             )
         finally:
             workspace.give(pool, memory)
-        kept.extend(tokens + 1)
-        return self.with_experts(h, normed)
-
-    def with_experts(self, h: Tensor, normed: Tensor) -> Tensor:
-        """h and what the rest of the layer makes of `normed`."""
-        if self.routed is None:
-            found = self.mlp(normed)
-            y: Tensor = h + found
-            return y
-        began = perf_counter()
-        y = torch.empty_like(h)
-        memory = workspace.take(self._pool, self.routed.scratch_size(self._pool))
-        try:
-            self.routed.run(self._pool, normed.data_ptr(), h.data_ptr(), y.data_ptr(), memory)
-        finally:
-            workspace.give(self._pool, memory)
-        if self.watch is not None:
-            self.watch(perf_counter() - began)
+        kept.count = tokens + 1
+        y: Tensor = h + self.mlp(normed)
         return y
 
 
@@ -252,8 +264,9 @@ def _answers_alike(forward: _Forward, attending: Attending) -> bool:
         scales, attending.scales = attending.scales, None
     if len(scales) != 1 or not isinstance(theirs, Tensor):
         return False  # attention that is more than the kernels have
-    with torch.inference_mode():
-        ours = forward(x, past_key_values=caches[1], **given)
+    ours = answer_of(forward, x, past_key_values=caches[1], **given)
+    if not isinstance(ours, Tensor):
+        return False  # a block of experts that gives more than its output
     both = zip(caches[0].one.memory, caches[1].one.memory, strict=True)
     return torch.equal(theirs, ours) and all(torch.equal(*one) for one in both)
 
@@ -261,7 +274,7 @@ def _answers_alike(forward: _Forward, attending: Attending) -> bool:
 def _routed_of(mlp: Any, pool: Pool, known: Known) -> native.RoutedLayer | None:
     """The kernels of a block of a router and experts, and nothing else."""
     children = dict(mlp.named_children())
-    if set(children) != {"gate", "experts"} or _has_own_arrays(mlp):
+    if set(children) != {"gate", "experts"} or _has_more(mlp):
         return None
     router, experts = known.routers.get(children["gate"]), children["experts"]
     if router is None or type(experts) is not PackedExperts or not experts.is_plain:
