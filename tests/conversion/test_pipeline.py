@@ -80,9 +80,14 @@ class Planned:
     done: list[str] = field(default_factory=list)
 
     def stage(self, unit: Unit) -> Staged:
-        return self.staged[int(unit.key)]
+        staged = self.staged[int(unit.key)]
+        if staged.fail == "stage":
+            raise OSError("stage")
+        return staged
 
     def tasks(self, unit: Unit) -> list[Step]:
+        if self.staged[int(unit.key)].fail == "tasks":
+            raise OSError("tasks")
         return self.steps(int(unit.key))
 
     def confirm(self, unit: Unit) -> None:
@@ -114,10 +119,33 @@ def test_results_are_dropped_unit_by_unit() -> None:
     assert max(alive) <= 5 * 4
 
 
-@pytest.mark.parametrize("where", ["run", "spans", "commit"])
+def test_tasks_run_while_the_next_unit_is_opened() -> None:
+    """Its files are allocated then, which takes long in memory."""
+    ran = threading.Semaphore(0)
+    seen: list[bool] = []
+
+    class Counted(Step):
+        def run(self, *rest: Any) -> dict[str, Any]:
+            result = super().run(*rest)
+            ran.release()
+            return result
+
+    class Slow(Planned):
+        def stage(self, unit: Unit) -> Staged:
+            if unit.key == "1":  # returns when all tasks of unit 0 are done
+                seen.extend(ran.acquire(timeout=60) for _ in range(3))
+            return super().stage(unit)
+
+    work = Slow([Staged(), Staged()], lambda n: [Counted([]) for _ in range(3)])
+    work.run()
+    assert (seen, work.done) == ([True] * 3, ["0", "1"])
+
+
+@pytest.mark.parametrize("where", ["run", "spans", "commit", "stage", "tasks"])
 def test_an_error_in_any_thread_ends_all(where: str) -> None:
     """It is raised, nothing hangs, and what was not committed is abandoned."""
-    staged = [Staged(where if where == "commit" and n == 2 else "") for n in range(6)]
+    in_unit = where in ("commit", "stage", "tasks")
+    staged = [Staged(where if in_unit and n == 2 else "") for n in range(6)]
     work = Planned(staged, lambda n: [Step([], where if n == 2 else "") for _ in range(3)])
     before = threading.active_count()
     with pytest.raises(OSError, match=where):

@@ -101,6 +101,7 @@ class Pipeline:
         self._ready_bytes = 0
         self._taken_bytes = 0
         self._open: list[_OpenUnit] = []
+        self._opening = False  # a unit, by one of the workers
         self._error: BaseException | None = None
         self._stopped = False
         self._commits: queue.SimpleQueue[_OpenUnit | None] = queue.SimpleQueue()
@@ -168,28 +169,42 @@ class Pipeline:
                     self._commits.put(opened)
 
     def _take(self) -> tuple[_OpenUnit, Task] | None:
-        with self._changed:
-            while not self._stopped:
-                self._refill()
-                if self._ready:
-                    opened, task = self._ready.popleft()
-                    self._ready_bytes -= task.source_bytes
-                    self._taken_bytes += task.source_bytes
-                    if self._taken_bytes >= self._wanted_bytes:
-                        self._taken_enough.notify()
-                    return opened, task
-                if not self._units:
+        while True:
+            with self._changed:
+                while not (self._stopped or self._ready or self._may_open):
+                    if not self._units and not self._opening:
+                        return None
+                    self._changed.wait()
+                if self._stopped:
                     return None
-                self._changed.wait()
-        return None
+                if not self._may_open:
+                    return self._take_ready()
+                unit, self._opening = self._units.popleft(), True
+            self._start_unit(unit)
 
-    def _refill(self) -> None:
-        while self._units and self._ready_bytes < PREFETCH_BYTES and len(self._open) < OPEN_UNITS:
-            unit = self._units.popleft()
-            opened = _OpenUnit(unit, self._work.stage(unit))
+    @property
+    def _may_open(self) -> bool:
+        """Whether the next unit is to be opened now, by who asks."""
+        few = self._ready_bytes < PREFETCH_BYTES and len(self._open) < OPEN_UNITS
+        return bool(self._units) and few and not self._opening
+
+    def _take_ready(self) -> tuple[_OpenUnit, Task]:
+        opened, task = self._ready.popleft()
+        self._ready_bytes -= task.source_bytes
+        self._taken_bytes += task.source_bytes
+        if self._taken_bytes >= self._wanted_bytes:
+            self._taken_enough.notify()
+        return opened, task
+
+    def _start_unit(self, unit: Unit) -> None:
+        """Open a unit. Without the lock: its files are allocated, which takes long in memory, and
+        other workers have tasks meanwhile."""
+        opened = _OpenUnit(unit, self._work.stage(unit))
+        with self._changed:
             self._open.append(opened)
             self._observer.unit_started(unit.key)
-            tasks = self._work.tasks(unit)
+        tasks = self._work.tasks(unit)
+        with self._changed:
             opened.pending = len(tasks)
             for task in tasks:
                 self._ready.append((opened, task))
@@ -197,6 +212,8 @@ class Pipeline:
                 self._prefetch.put(task)
             if not tasks:  # a layer none of whose experts are converted
                 self._commits.put(opened)
+            self._opening = False
+            self._changed.notify_all()
 
     def _advance(self, source_bytes: int) -> None:
         with self._changed:
