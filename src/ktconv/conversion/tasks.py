@@ -189,14 +189,27 @@ def write_stretches(
             data = native.array_at(native.address_of(data), np.uint8, (size,))
         staging.write(first.name, data.data, first.offset)
         if not verify:
-            _digest(run, data)
+            for one in run:
+                one.digest.update(one.data)
             continue
         pieces = [Piece(one.name, one.data.nbytes, one.offset) for one in run]
         with written(staging, pieces, target[:size]) as found:
-            total = native.same_bytes(found, data)
-            if total != sum(one.total for one in run) % 2**64:
-                _name_other(run, found)
-            _digest(run, found)
+            start = 0
+            for one in run:
+                stop = start + one.data.nbytes
+                _take_back(one, found[start:stop])
+                start = stop
+
+
+def _take_back(one: Stretch, found: U8) -> None:
+    """Checksum of a stretch as it was read back. VerificationError unless it is what was compared:
+    asked next, while a cache has it."""
+    one.digest.update(found)
+    if refuse_other(one.name, found, one.data) != one.total:
+        raise VerificationError(
+            f"{one.name} changed in memory between its comparison with the source and writing",
+            "check this machine's memory, then run the same command again",
+        )
 
 
 def _runs(stretches: Sequence[Stretch], staging: Staging) -> Iterator[list[Stretch]]:
@@ -213,31 +226,6 @@ def _runs(stretches: Sequence[Stretch], staging: Staging) -> Iterator[list[Stret
         end = (address + size, file, start + size) if size % _WORD == 0 else None
     if run:
         yield run
-
-
-def _digest(run: Sequence[Stretch], data: U8) -> None:
-    start = 0
-    for one in run:
-        stop = start + one.data.nbytes
-        one.digest.update(data[start:stop].data)
-        start = stop
-
-
-def _name_other(run: Sequence[Stretch], found: U8) -> None:
-    """Raise what is wrong with one of these stretches, as it was read back."""
-    start = 0
-    for one in run:
-        stop = start + one.data.nbytes
-        if refuse_other(one.name, found[start:stop], one.data) != one.total:
-            raise VerificationError(
-                f"{one.name} changed in memory between its comparison with the source and writing",
-                "check this machine's memory, then run the same command again",
-            )
-        start = stop
-    raise VerificationError(
-        f"{run[0].name} changed in memory while it was compared with what was written",
-        "check this machine's memory, then run the same command again",
-    )
 
 
 def write_tensor(
