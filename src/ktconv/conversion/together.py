@@ -17,8 +17,9 @@ from ktconv.source.reading.reader import Span
 from ktconv.writer.staging import Staging
 
 # Of matrices that are converted together, as written and in the source. Python runs cold after a
-# call that reads megabytes, and takes a third of the time for five matrices as for each alone.
-TOGETHER_BYTES = 4 << 20
+# call that reads megabytes, and takes a third of the time for five matrices as for each alone;
+# with twice as many a fifth less once more.
+TOGETHER_BYTES = 8 << 20
 TOGETHER_STORED = 4 * TOGETHER_BYTES
 TOGETHER_FILES = 4  # of the source, which a worker has open at once: a process can have few
 
