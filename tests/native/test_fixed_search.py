@@ -116,13 +116,20 @@ def test_same_bits_at_parts_of_a_level(level: str, fmt: str) -> None:
 @FORMATS_SEARCHED
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F8_E4M3"])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_sources(isa: str, fmt: str, dtype: str, transposed: bool) -> None:
-    source = Source(fmt, 32, 384, dtype, transposed, seed=3, rule="search", block=(48, 80))
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sources(isa: str, fmt: str, dtype: str, transposed: bool, weighted: bool) -> None:
+    """More columns than the audit compares at once; with an importance rows are searched in
+    binary32."""
+    source = Source(
+        fmt, 32, 1152, dtype, transposed, seed=3, rule="search", weighted=weighted, block=(48, 80)
+    )
     bits = source.bits()
     weight, scale = quantize_pack(source, source.matrix(bits))
     expected = reference.quantize_pack(FORMATS[fmt], source.values(bits), source.reference_choice)
     assert_same("scales", scale, expected[1])
     assert_same("packed", weight, expected[0])
+    audit = native.audit(fmt, source.matrix(bits), 32, 0, weight, scale, source.choice)
+    assert_same("scales of the audit", audit.row_scale, expected[1])
 
 
 @pytest.mark.parametrize(("fmt", "top"), [("int4", 7), ("int8", 127)])

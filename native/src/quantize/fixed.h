@@ -52,13 +52,20 @@ KT_INLINE kt_fixed_levels kt_fixed_levels_of(const int bits) {
   return bits == 4 ? (kt_fixed_levels){10, 7, 7680} : (kt_fixed_levels){7, 127, 16320};
 }
 
-/* Magnitudes as integers: RNE(|w| * factor), in any order. cols % 64 == 0. */
+/* Magnitudes as integers: RNE(|w| * factor), in any order. cols % 64 == 0. moments: NULL of INT8,
+ * which needs none. */
 typedef void kt_fixed_row_fn(const uint8_t *row, int64_t cols, int form, float factor, int16_t *to,
                              kt_fixed_moments *moments);
 
+/* A row of integers, and of INT4 their sum. */
+typedef struct kt_fixed_row {
+  const int16_t *m;
+  int64_t cols, sum;
+} kt_fixed_row;
+
 /* Sums for `count` steps, 2 or 4. */
-typedef void kt_fixed_sums_fn(const int16_t *row, int64_t cols, int bits, const uint16_t *inverse,
-                              int count, kt_fixed_sums *sums);
+typedef void kt_fixed_sums_fn(const kt_fixed_row *row, int bits, const uint16_t *inverse, int count,
+                              kt_fixed_sums *sums);
 
 kt_fixed_sums_fn kt_fixed_sums_scalar, kt_fixed_sums_avx2, kt_fixed_sums_avx512, kt_fixed_sums_vnni,
     kt_fixed_sums_neon;
@@ -142,26 +149,22 @@ KT_INLINE void kt_fixed_predict(int64_t cols, int rows, const kt_fixed_moments *
   }
 }
 
-KT_INLINE const int16_t *kt_fixed_row(const kt_fixed_rows *rows, int r) {
-  return rows->room + r * rows->stride;
-}
-
 /* Tries steps a and b of INT4. */
-KT_INLINE void kt_fixed_try_pair(const kt_fixed_rows *rows, int r, int a, int b,
-                                 kt_fixed_best *best, kt_fixed_sums_fn *sum) {
+KT_INLINE void kt_fixed_try_pair(const kt_fixed_row *row, int a, int b, kt_fixed_best *best,
+                                 kt_fixed_sums_fn *sum) {
   const uint16_t *const step = kt_fixed_step_4 - KT_FIXED_FIRST;
   const uint16_t *const inverses = kt_fixed_inverse_4 - KT_FIXED_FIRST;
   const uint16_t inverse[2] = {inverses[a], inverses[b]};
   kt_fixed_sums sums[2];
-  sum(kt_fixed_row(rows, r), rows->cols, 4, inverse, 2, sums);
+  sum(row, 4, inverse, 2, sums);
   kt_fixed_try(best, step[a], sums[0], a);
   kt_fixed_try(best, step[b], sums[1], b);
 }
 
 /* The best of steps `low`, low + 2, low + 4, with these sums, and of more steps beyond that as long
  * as the best is the outermost. */
-KT_INLINE kt_fixed_best kt_fixed_climb(const kt_fixed_rows *rows, int r, int low,
-                                       const kt_fixed_sums *sums, kt_fixed_sums_fn *sum) {
+KT_INLINE kt_fixed_best kt_fixed_climb(const kt_fixed_row *row, int low, const kt_fixed_sums *sums,
+                                       kt_fixed_sums_fn *sum) {
   kt_fixed_best best = {.gain = INT64_MIN};
   int high = low + 4;
   for (int i = 0; i < 3; i++)
@@ -170,59 +173,57 @@ KT_INLINE kt_fixed_best kt_fixed_climb(const kt_fixed_rows *rows, int r, int low
     if (best.number == low && low > KT_FIXED_FIRST + 1) {
       const int next = low - 2;
       low = low - 4 < KT_FIXED_FIRST ? KT_FIXED_FIRST : low - 4;
-      kt_fixed_try_pair(rows, r, next, low, &best, sum);
+      kt_fixed_try_pair(row, next, low, &best, sum);
     } else if (best.number == high && high < KT_FIXED_LAST - 1) {
       const int next = high + 2;
       high = high + 4 > KT_FIXED_LAST ? KT_FIXED_LAST : high + 4;
-      kt_fixed_try_pair(rows, r, next, high, &best, sum);
+      kt_fixed_try_pair(row, next, high, &best, sum);
     } else {
       return best;
     }
   }
 }
 
-KT_INLINE void kt_fixed_search_4(const kt_fixed_rows *rows, const kt_fixed_moments *moments,
+KT_INLINE void kt_fixed_search_4(const kt_fixed_row *row, int rows, const kt_fixed_moments *moments,
                                  kt_fixed_best *best, kt_fixed_sums_fn *sum) {
   const uint16_t *const inverses = kt_fixed_inverse_4 - KT_FIXED_FIRST;
   int first[KT_FIXED_ROWS];
   kt_fixed_sums sums[KT_FIXED_ROWS][KT_FIXED_AT_ONCE];
-  kt_fixed_predict(rows->cols, rows->count, moments, first);
-  for (int r = 0; r < rows->count; r++) {
+  kt_fixed_predict(row->cols, rows, moments, first);
+  for (int r = 0; r < rows; r++) {
     const int n = first[r];
     const uint16_t inverse[KT_FIXED_AT_ONCE] = {inverses[n], inverses[n + 2], inverses[n + 4],
                                                 inverses[0]};
-    sum(kt_fixed_row(rows, r), rows->cols, 4, inverse, KT_FIXED_AT_ONCE, sums[r]);
+    sum(row + r, 4, inverse, KT_FIXED_AT_ONCE, sums[r]);
   }
-  for (int r = 0; r < rows->count; r++) {
-    best[r] = kt_fixed_climb(rows, r, first[r], sums[r], sum);
+  for (int r = 0; r < rows; r++) {
+    best[r] = kt_fixed_climb(row + r, first[r], sums[r], sum);
     kt_fixed_try(best + r, kt_fixed_step_4[0 - KT_FIXED_FIRST], sums[r][3], 0);
   }
-  for (int r = 0; r < rows->count; r++) {
+  for (int r = 0; r < rows; r++) {
     const int n = best[r].number, before = n > KT_FIXED_FIRST ? n - 1 : n;
-    kt_fixed_try_pair(rows, r, before, n < KT_FIXED_LAST ? n + 1 : n, best + r, sum);
+    kt_fixed_try_pair(row + r, before, n < KT_FIXED_LAST ? n + 1 : n, best + r, sum);
   }
 }
 
 /* Tries four steps of INT8. */
-KT_INLINE void kt_fixed_try_bytes(const kt_fixed_rows *rows, int r, int from, kt_fixed_best *best,
+KT_INLINE void kt_fixed_try_bytes(const kt_fixed_row *row, int from, kt_fixed_best *best,
                                   kt_fixed_sums_fn *sum) {
   kt_fixed_sums sums[KT_FIXED_AT_ONCE];
-  sum(kt_fixed_row(rows, r), rows->cols, 8, kt_fixed_inverse_8 + from, KT_FIXED_AT_ONCE, sums);
+  sum(row, 8, kt_fixed_inverse_8 + from, KT_FIXED_AT_ONCE, sums);
   for (int i = 0; i < KT_FIXED_AT_ONCE; i++)
     kt_fixed_try(best, kt_fixed_step_8[from + i], sums[i], from + i);
 }
 
-KT_INLINE void kt_fixed_search_8(const kt_fixed_rows *rows, kt_fixed_best *best,
-                                 kt_fixed_sums_fn *sum) {
-  for (int r = 0; r < rows->count; r++) {
-    best[r] = (kt_fixed_best){.gain = INT64_MIN};
-    kt_fixed_try_bytes(rows, r, 0, best + r, sum);
-    if (rows->cols < KT_FIXED_SHORT) {
-      kt_fixed_try_bytes(rows, r, 4, best + r, sum);
-      kt_fixed_try_bytes(rows, r, 8, best + r, sum);
-    }
-    if (rows->cols >= KT_FIXED_LONG) kt_fixed_try_bytes(rows, r, 12, best + r, sum);
+KT_INLINE kt_fixed_best kt_fixed_search_8(const kt_fixed_row *row, kt_fixed_sums_fn *sum) {
+  kt_fixed_best best = {.gain = INT64_MIN};
+  kt_fixed_try_bytes(row, 0, &best, sum);
+  if (row->cols < KT_FIXED_SHORT) {
+    kt_fixed_try_bytes(row, 4, &best, sum);
+    kt_fixed_try_bytes(row, 8, &best, sum);
   }
+  if (row->cols >= KT_FIXED_LONG) kt_fixed_try_bytes(row, 12, &best, sum);
+  return best;
 }
 
 /* Scales of rows whose largest magnitudes are `amax`. Rows beyond 2^-60 .. 2^60 have the scale of
@@ -231,17 +232,20 @@ KT_INLINE void kt_fixed_scales(const kt_weight_format *format, const kt_fixed_ro
                                const float *amax, float *scale, kt_fixed_row_fn *integers,
                                kt_fixed_sums_fn *sum) {
   kt_fixed_moments moments[KT_FIXED_ROWS] = {{0}};
+  kt_fixed_row row[KT_FIXED_ROWS];
   kt_fixed_best best[KT_FIXED_ROWS];
+  const int is_int4 = format->max_level == 7;
   for (int r = 0; r < rows->count; r++) {
     const int usual = amax[r] >= 0x1p-60f && amax[r] <= 0x1p60f;
+    int16_t *const to = rows->room + r * rows->stride;
     integers(rows->data + r * rows->row_size, rows->cols, rows->form,
-             usual ? (float)KT_FIXED_MOST / amax[r] : 0.0f, rows->room + r * rows->stride,
-             moments + r);
+             usual ? (float)KT_FIXED_MOST / amax[r] : 0.0f, to, is_int4 ? moments + r : NULL);
+    row[r] = (kt_fixed_row){to, rows->cols, moments[r].sum};
   }
-  if (format->max_level == 7)
-    kt_fixed_search_4(rows, moments, best, sum);
+  if (is_int4)
+    kt_fixed_search_4(row, rows->count, moments, best, sum);
   else
-    kt_fixed_search_8(rows, best, sum);
+    for (int r = 0; r < rows->count; r++) best[r] = kt_fixed_search_8(row + r, sum);
   for (int r = 0; r < rows->count; r++) {
     const double unit = (double)amax[r] / (double)KT_FIXED_MOST;
     const double steps = (double)best[r].sums.product / (double)best[r].sums.square;
@@ -264,7 +268,7 @@ KT_INLINE void kt_fixed_row_scalar(const uint8_t *row, int64_t cols, int form, f
     sum += m;
     square += part * part;
   }
-  *moments = (kt_fixed_moments){sum, square};
+  if (moments) *moments = (kt_fixed_moments){sum, square};
 }
 
 #endif

@@ -37,10 +37,10 @@ KT_INLINE int64_t kt_fixed_total_avx2(__m256i sums) {
 }
 
 KT_INLINE void kt_fixed_form_avx2(const uint8_t *row, int64_t cols, const int form, float factor,
-                                  int16_t *to, kt_fixed_moments *moments) {
+                                  int16_t *to, const int measured, kt_fixed_moments *moments) {
   const __m256i one = _mm256_set1_epi16(1);
   const __m256 factors = _mm256_set1_ps(factor);
-  *moments = (kt_fixed_moments){0, 0};
+  kt_fixed_moments found = {0, 0};
   for (int64_t k = 0, end; k < cols; k = end) {
     __m256i sum = _mm256_setzero_si256(), square = sum;
     end = cols - k < KT_FIXED_BLOCK ? cols : k + KT_FIXED_BLOCK;
@@ -50,17 +50,22 @@ KT_INLINE void kt_fixed_form_avx2(const uint8_t *row, int64_t cols, const int fo
       sum = _mm256_add_epi32(sum, _mm256_madd_epi16(m, one));
       square = _mm256_add_epi32(square, _mm256_madd_epi16(part, part));
     }
-    moments->sum += kt_fixed_total_avx2(sum);
-    moments->square += kt_fixed_total_avx2(square);
+    found.sum += kt_fixed_total_avx2(sum);
+    found.square += kt_fixed_total_avx2(square);
   }
+  if (measured) *moments = found;
 }
 
 static inline void kt_fixed_row_avx2(const uint8_t *row, int64_t cols, int form, float factor,
                                      int16_t *to, kt_fixed_moments *moments) {
-  if (form == KT_ROW_BF16)
-    kt_fixed_form_avx2(row, cols, KT_ROW_BF16, factor, to, moments);
+  if (form == KT_ROW_BF16 && moments)
+    kt_fixed_form_avx2(row, cols, KT_ROW_BF16, factor, to, 1, moments);
+  else if (form == KT_ROW_BF16)
+    kt_fixed_form_avx2(row, cols, KT_ROW_BF16, factor, to, 0, NULL);
+  else if (moments)
+    kt_fixed_form_avx2(row, cols, KT_ROW_F32, factor, to, 1, moments);
   else
-    kt_fixed_form_avx2(row, cols, KT_ROW_F32, factor, to, moments);
+    kt_fixed_form_avx2(row, cols, KT_ROW_F32, factor, to, 0, NULL);
 }
 
 #endif

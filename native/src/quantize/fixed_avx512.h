@@ -35,10 +35,10 @@ KT_INLINE int64_t kt_fixed_total_avx512(__m512i sums) {
 }
 
 KT_INLINE void kt_fixed_form_avx512(const uint8_t *row, int64_t cols, const int form, float factor,
-                                    int16_t *to, kt_fixed_moments *moments) {
+                                    int16_t *to, const int measured, kt_fixed_moments *moments) {
   const __m512i one = _mm512_set1_epi16(1);
   const __m512 factors = _mm512_set1_ps(factor);
-  *moments = (kt_fixed_moments){0, 0};
+  kt_fixed_moments found = {0, 0};
   for (int64_t k = 0, end; k < cols; k = end) {
     __m512i sum = _mm512_setzero_si512(), square = sum;
     end = cols - k < KT_FIXED_BLOCK ? cols : k + KT_FIXED_BLOCK;
@@ -48,17 +48,22 @@ KT_INLINE void kt_fixed_form_avx512(const uint8_t *row, int64_t cols, const int 
       sum = _mm512_add_epi32(sum, _mm512_madd_epi16(m, one));
       square = _mm512_add_epi32(square, _mm512_madd_epi16(part, part));
     }
-    moments->sum += kt_fixed_total_avx512(sum);
-    moments->square += kt_fixed_total_avx512(square);
+    found.sum += kt_fixed_total_avx512(sum);
+    found.square += kt_fixed_total_avx512(square);
   }
+  if (measured) *moments = found;
 }
 
 static inline void kt_fixed_row_avx512(const uint8_t *row, int64_t cols, int form, float factor,
                                        int16_t *to, kt_fixed_moments *moments) {
-  if (form == KT_ROW_BF16)
-    kt_fixed_form_avx512(row, cols, KT_ROW_BF16, factor, to, moments);
+  if (form == KT_ROW_BF16 && moments)
+    kt_fixed_form_avx512(row, cols, KT_ROW_BF16, factor, to, 1, moments);
+  else if (form == KT_ROW_BF16)
+    kt_fixed_form_avx512(row, cols, KT_ROW_BF16, factor, to, 0, NULL);
+  else if (moments)
+    kt_fixed_form_avx512(row, cols, KT_ROW_F32, factor, to, 1, moments);
   else
-    kt_fixed_form_avx512(row, cols, KT_ROW_F32, factor, to, moments);
+    kt_fixed_form_avx512(row, cols, KT_ROW_F32, factor, to, 0, NULL);
 }
 
 #endif

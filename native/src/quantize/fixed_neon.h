@@ -36,7 +36,7 @@ KT_INLINE int64_t kt_fixed_total_neon(int32x4_t sum) {
 
 static inline void kt_fixed_row_neon(const uint8_t *row, int64_t cols, int form, float factor,
                                      int16_t *to, kt_fixed_moments *moments) {
-  *moments = (kt_fixed_moments){0, 0};
+  kt_fixed_moments found = {0, 0};
   for (int64_t k = 0, end; k < cols; k = end) {
     int32x4_t sum = vdupq_n_s32(0), square = sum;
     end = cols - k < KT_FIXED_BLOCK ? cols : k + KT_FIXED_BLOCK;
@@ -46,9 +46,10 @@ static inline void kt_fixed_row_neon(const uint8_t *row, int64_t cols, int form,
       sum = vpadalq_s16(sum, m);
       square = kt_fixed_dot_neon(square, part, part);
     }
-    moments->sum += kt_fixed_total_neon(sum);
-    moments->square += kt_fixed_total_neon(square);
+    found.sum += kt_fixed_total_neon(sum);
+    found.square += kt_fixed_total_neon(square);
   }
+  if (moments) *moments = found;
 }
 
 #endif

@@ -20,13 +20,14 @@ static void add_block(const int16_t *row, int64_t cols, kt_fixed_levels levels, 
   sums->square += square;
 }
 
-void kt_fixed_sums_scalar(const int16_t *row, int64_t cols, int bits, const uint16_t *inverse,
-                          int count, kt_fixed_sums *sums) {
+void kt_fixed_sums_scalar(const kt_fixed_row *row, int bits, const uint16_t *inverse, int count,
+                          kt_fixed_sums *sums) {
+  const int64_t cols = row->cols;
   for (int i = 0; i < count; i++) {
     sums[i] = (kt_fixed_sums){0, 0};
     for (int64_t k = 0; k < cols; k += BLOCK)
-      add_block(row + k, cols - k < BLOCK ? cols - k : BLOCK, kt_fixed_levels_of(bits), inverse[i],
-                sums + i);
+      add_block(row->m + k, cols - k < BLOCK ? cols - k : BLOCK, kt_fixed_levels_of(bits),
+                inverse[i], sums + i);
   }
 }
 

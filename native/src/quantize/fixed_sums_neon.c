@@ -37,14 +37,14 @@ KT_INLINE void sum_row(const int16_t *row, int64_t cols, const int bits, const u
   }
 }
 
-void kt_fixed_sums_neon(const int16_t *row, int64_t cols, int bits, const uint16_t *inverse,
-                        int count, kt_fixed_sums *sums) {
+void kt_fixed_sums_neon(const kt_fixed_row *row, int bits, const uint16_t *inverse, int count,
+                        kt_fixed_sums *sums) {
   if (bits == 8)
-    sum_row(row, cols, 8, inverse, KT_FIXED_AT_ONCE, sums);
+    sum_row(row->m, row->cols, 8, inverse, KT_FIXED_AT_ONCE, sums);
   else if (count == 2)
-    sum_row(row, cols, 4, inverse, 2, sums);
+    sum_row(row->m, row->cols, 4, inverse, 2, sums);
   else
-    sum_row(row, cols, 4, inverse, KT_FIXED_AT_ONCE, sums);
+    sum_row(row->m, row->cols, 4, inverse, KT_FIXED_AT_ONCE, sums);
 }
 
 #endif
