@@ -35,7 +35,7 @@ typedef struct kt_audit_job {
   kt_audit_sums_fn *sums;     /* of it */
   const int *steps;           /* likewise: sizes of the steps of INT4, from number -2 on */
   const float *importance;    /* of it: [cols], or NULL */
-  float *scratch;             /* KT_AUDIT_ROWS rows of cols + 16 */
+  float *scratch;             /* KT_AUDIT_ROWS rows of values, then of integers (packed_values.h) */
 } kt_audit_job;
 
 typedef void kt_audit_fn(const kt_audit_job *job, kt_audit *audit);

@@ -3,15 +3,14 @@
 #ifndef KT_AUDIT_PACKED_FIXED_H
 #define KT_AUDIT_PACKED_FIXED_H
 
-#include "packed.h"
-#include "source.h"
+#include "packed_values.h"
 
 #include <math.h>
 
-/* A level may have its own: sums of integers have no order. */
+/* A level may have its own: sums of integers have no order. `measured`: adds to *of. */
 #ifndef KT_AUDIT_OWN_INTEGERS
 INLINE void add_weights(const void *weights, int64_t cols, const int halves, float factor,
-                        int16_t *to, moments *of) {
+                        int16_t *to, const int measured, moments *of) {
   int64_t ones = 0, squares = 0;
   for (int64_t c = 0; c < cols; c++) {
     const float w = halves ? from_bits((uint32_t)half_at((const uint8_t *)weights + 2 * c) << 16)
@@ -21,6 +20,7 @@ INLINE void add_weights(const void *weights, int64_t cols, const int halves, flo
     ones += rounded;
     squares += (rounded >> 5) * (rounded >> 5);
   }
+  if (!measured) return;
   of->ones += ones;
   of->squares += squares;
 }
@@ -79,8 +79,7 @@ static void first_steps(int64_t cols, const moments *of, int *number) {
 
 /* A row, and the best step that was found for it. */
 typedef struct fixed_row {
-  const int16_t *weight;
-  int64_t cols;
+  integer_row of;
   int best; /* its number, or place */
   int64_t gain;
   integer_sums sums;
@@ -95,7 +94,7 @@ INLINE void consider(fixed_row *row, int number, int step, integer_sums sums) {
 static void consider_two(const kt_audit_job *job, fixed_row *row, int a, int b) {
   const int step[2] = {job->steps[a + 2], job->steps[b + 2]};
   integer_sums sums[2];
-  job->sums(row->weight, row->cols, 4, step, 2, sums);
+  job->sums(&row->of, 4, step, 2, sums);
   consider(row, a, step[0], sums[0]);
   consider(row, b, step[1], sums[1]);
 }
@@ -121,7 +120,7 @@ static void search_int4_rows(const kt_audit_job *job, const moments *of, fixed_r
   for (int r = 0; r < KT_AUDIT_ROWS; r++) {
     const int *const from = job->steps + first[r] + 2;
     const int step[4] = {from[0], from[2], from[4], job->steps[2]};
-    job->sums(row[r].weight, row[r].cols, 4, step, 4, found[r]);
+    job->sums(&row[r].of, 4, step, 4, found[r]);
   }
   for (int r = 0; r < KT_AUDIT_ROWS; r++) climb(job, row + r, first[r], found[r]);
   for (int r = 0; r < KT_AUDIT_ROWS; r++) {
@@ -133,12 +132,12 @@ static void search_int4_rows(const kt_audit_job *job, const moments *of, fixed_r
 static void search_int8_row(const kt_audit_job *job, fixed_row *row) {
   static const int steps[4][4] = {
       {261, 258, 254, 250}, {265, 263, 256, 247}, {268, 259, 252, 244}, {246, 241, 234, 225}};
-  const int is_short = row->cols < 512, is_long = row->cols >= 8192;
+  const int is_short = row->of.cols < 512, is_long = row->of.cols >= 8192;
   const int wanted[4] = {1, is_short, is_short, is_long};
   for (int set = 0; set < 4; set++) {
     integer_sums found[4];
     if (!wanted[set]) continue;
-    job->sums(row->weight, row->cols, 8, steps[set], 4, found);
+    job->sums(&row->of, 8, steps[set], 4, found);
     for (int i = 0; i < 4; i++) consider(row, 4 * set + i, steps[set][i], found[i]);
   }
 }
@@ -151,41 +150,49 @@ INLINE int is_plain_bf16(const kt_matrix *m) {
   return !m->block_scale && !m->row_factor && !m->col_factor;
 }
 
-/* Integers of KT_AUDIT_ROWS rows from `row` on, in scratch. */
-INLINE void load_integers(const kt_audit_job *job, int64_t row, int64_t pitch, moments *of) {
+/* Integers of a row: sums of 4096 columns fit 32 bits. halves: of bf16, else of binary32. */
+INLINE void row_integers(const void *weights, int64_t cols, const int halves, float factor,
+                         int16_t *to, const int measured, moments *of) {
+  const int64_t size = halves ? 2 : 4;
+  for (int64_t col = 0; col < cols; col += 4096)
+    add_weights((const uint8_t *)weights + col * size, least(4096, cols - col), halves, factor,
+                to + col, measured, of);
+}
+
+/* Integers of KT_AUDIT_ROWS rows from `row` on, behind their values in scratch; of INT4, moments.
+ * kept: whether scratch has the values. */
+static int16_t *load_integers(const kt_audit_job *job, int64_t row, int kept, moments *of) {
   const kt_matrix *const m = job->source;
-  const int halves = is_plain_bf16(m);
-  const int64_t block = is_across(m) ? KT_AUDIT_GATHERED : halves ? 4096 : KT_AUDIT_BLOCK;
-  const int64_t in_strip = is_across(m) ? row % (2 * KT_AUDIT_ROWS) : 0;
-  int16_t *const integers = (int16_t *)(void *)job->scratch;
-  for (int64_t col = 0, width; col < m->cols; col += width) {
-    uint8_t room[ROOM_BYTES];
-    width = least(block, m->cols - col);
-    const stored from = stored_from(m, row - in_strip, col, width, room);
-    for (int64_t r = 0; r < KT_AUDIT_ROWS; r++) {
-      const float amax = job->amax[row + r], factor = is_fixed_row(amax) ? 32767.0f / amax : 0.0f;
-      const stored here = stored_on(from, in_strip + r);
-      int16_t *const to = integers + r * pitch + col;
-      float w[KT_AUDIT_BLOCK];
-      if (halves) {
-        add_weights(here.data, width, 1, factor, to, of + r);
-        continue;
-      }
-      source_values(m, here, row + r, col, width, w);
-      add_weights(w, width, 0, factor, to, of + r);
-    }
+  const int halves = is_plain_bf16(m), is_int4 = job->format->planes == 2;
+  const int64_t cols = m->cols, pitch = scratch_pitch(m);
+  int16_t *const integers = (int16_t *)(void *)(job->scratch + KT_AUDIT_ROWS * pitch);
+  if (!halves && !kept) load_values(job, row);
+  for (int64_t r = 0; r < KT_AUDIT_ROWS; r++) {
+    const float amax = job->amax[row + r], factor = is_fixed_row(amax) ? 32767.0f / amax : 0.0f;
+    int16_t *const to = integers + r * pitch;
+    const float *const values = job->scratch + r * pitch;
+    const uint8_t *const stored = (const uint8_t *)m->data + (row + r) * m->row_stride * 2;
+    if (halves && is_int4)
+      row_integers(stored, cols, 1, factor, to, 1, of + r);
+    else if (halves)
+      row_integers(stored, cols, 1, factor, to, 0, of + r);
+    else if (is_int4)
+      row_integers(values, cols, 0, factor, to, 1, of + r);
+    else
+      row_integers(values, cols, 0, factor, to, 0, of + r);
   }
+  return integers;
 }
 
 /* Replaces the scales of amax in job->rule, of KT_AUDIT_ROWS rows from `row` on. */
-static __attribute__((noinline)) void search_fixed_rows(const kt_audit_job *job, int64_t row) {
-  const int64_t cols = job->source->cols, pitch = cols + 16;
-  const int16_t *const integers = (const int16_t *)(const void *)job->scratch;
+static __attribute__((noinline)) void search_fixed_rows(const kt_audit_job *job, int64_t row,
+                                                        int kept) {
+  const int64_t cols = job->source->cols, pitch = scratch_pitch(job->source);
   moments of[KT_AUDIT_ROWS] = {{0, 0}};
   fixed_row rows[KT_AUDIT_ROWS];
-  load_integers(job, row, pitch, of);
+  const int16_t *const integers = load_integers(job, row, kept, of);
   for (int r = 0; r < KT_AUDIT_ROWS; r++)
-    rows[r] = (fixed_row){integers + r * pitch, cols, 0, INT64_MIN, {0, 0}};
+    rows[r] = (fixed_row){{integers + r * pitch, cols, of[r].ones}, 0, INT64_MIN, {0, 0}};
   if (job->format->planes == 2)
     search_int4_rows(job, of, rows);
   else

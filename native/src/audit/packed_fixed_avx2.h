@@ -17,33 +17,43 @@ INLINE int64_t total_of(__m256i sums) {
   return _mm_cvtsi128_si64(two) + _mm_extract_epi64(two, 1);
 }
 
-/* 8 columns from c on. */
-INLINE __m256i integers_of(const void *weights, int64_t c, const int halves, __m256 factor) {
-  __m256 w;
+INLINE __m256i integers_of(__m256i bits, __m256 factor) {
+  return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_castsi256_ps(bits), factor));
+}
+
+/* Bits of 16 columns, in any order. */
+INLINE void magnitudes_of(const void *weights, int64_t c, const int halves, __m256i bits[2]) {
   if (halves) {
+    const __m256i zero = _mm256_setzero_si256();
     const void *const from = (const uint16_t *)weights + c;
-    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
-    w = _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
-  } else {
-    w = _mm256_loadu_ps((const float *)weights + c);
+    const __m256i all = _mm256_loadu_si256((const __m256i *)from);
+    const __m256i positive = _mm256_andnot_si256(_mm256_set1_epi16(INT16_MIN), all);
+    bits[0] = _mm256_unpacklo_epi16(zero, positive);
+    bits[1] = _mm256_unpackhi_epi16(zero, positive);
+    return;
   }
-  const __m256 magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), w);
-  return _mm256_cvtps_epi32(_mm256_mul_ps(magnitude, factor));
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  const __m256 low = _mm256_loadu_ps((const float *)weights + c);
+  const __m256 high = _mm256_loadu_ps((const float *)weights + c + 8);
+  bits[0] = _mm256_castps_si256(_mm256_andnot_ps(sign, low));
+  bits[1] = _mm256_castps_si256(_mm256_andnot_ps(sign, high));
 }
 
 /* 4096 columns at most. */
 INLINE void add_weights(const void *w, int64_t cols, const int halves, float factor, int16_t *to,
-                        moments *of) {
+                        const int measured, moments *of) {
   const __m256 factors = _mm256_set1_ps(factor);
   __m256i ones = _mm256_setzero_si256(), squares = ones;
   for (int64_t c = 0; c < cols; c += 16) {
-    const __m256i low = integers_of(w, c, halves, factors);
-    const __m256i high = integers_of(w, c + 8, halves, factors);
+    __m256i bits[2];
+    magnitudes_of(w, c, halves, bits);
+    const __m256i low = integers_of(bits[0], factors), high = integers_of(bits[1], factors);
     const __m256i m = _mm256_packs_epi32(low, high), part = _mm256_srli_epi16(m, 5);
     _mm256_storeu_si256((__m256i *)(void *)(to + c), m);
     ones = _mm256_add_epi32(ones, _mm256_add_epi32(low, high));
     squares = _mm256_add_epi32(squares, _mm256_madd_epi16(part, part));
   }
+  if (!measured) return;
   of->ones += total_of(ones);
   of->squares += total_of(squares);
 }

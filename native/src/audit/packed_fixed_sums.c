@@ -21,11 +21,13 @@ static void sums_of_block(const int16_t *row, int64_t cols, int bits, uint32_t i
   sums->square += square;
 }
 
-void kt_audit_sums_scalar(const int16_t *row, int64_t cols, int bits, const int *step, int count,
+void kt_audit_sums_scalar(const integer_row *row, int bits, const int *step, int count,
                           integer_sums *sums) {
+  const int64_t cols = row->cols;
   for (int i = 0; i < count; i++) {
     sums[i] = (integer_sums){0, 0};
     for (int64_t c = 0; c < cols; c += BLOCK)
-      sums_of_block(row + c, least(BLOCK, cols - c), bits, inverse_of(step[i], bits), sums + i);
+      sums_of_block(row->weight + c, least(BLOCK, cols - c), bits, inverse_of(step[i], bits),
+                    sums + i);
   }
 }

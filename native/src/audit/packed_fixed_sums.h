@@ -9,14 +9,20 @@ typedef struct moments {
   int64_t ones, squares;
 } moments;
 
+/* A row of weights as integers; of INT4, their sum. */
+typedef struct integer_row {
+  const int16_t *weight;
+  int64_t cols, total;
+} integer_row;
+
 /* Of weights and codes under some step: their products; the codes' squares. */
 typedef struct integer_sums {
   int64_t product, square;
 } integer_sums;
 
 /* Sums of a row for `count` steps: 4, or 2 of INT4. */
-typedef void kt_audit_sums_fn(const int16_t *row, int64_t cols, int bits, const int *step,
-                              int count, integer_sums *sums);
+typedef void kt_audit_sums_fn(const integer_row *row, int bits, const int *step, int count,
+                              integer_sums *sums);
 kt_audit_sums_fn kt_audit_sums_scalar, kt_audit_sums_avx2, kt_audit_sums_avx512, kt_audit_sums_vnni;
 
 /* 2^26 over a step of INT4, 2^23 over one of INT8: the nearest integer. */

@@ -268,10 +268,11 @@ static void finish_row(const kt_audit_job *job, int64_t row, row_state *state, k
   if (job->squared) job->squared[row] = error, job->squared[job->source->rows + row] = source;
 }
 
-/* `width` columns of the rows compared at once: unpacked, then row after row. */
+/* `width` columns of the rows compared at once: unpacked, then row after row. keep: their values,
+ * in scratch. */
 INLINE void compare_block(const kt_audit_job *job, stored s, int64_t row, int64_t at_once,
                           int64_t col, int64_t width, const int grouped, const int cut,
-                          const float *step, row_state *state) {
+                          const float *step, int keep, row_state *state) {
   const int64_t run_bytes = units_in(width, s.unit.cols) * s.unit.bytes;
   int8_t codes[2 * KT_AUDIT_ROWS][KT_AUDIT_BLOCK];
   const kt_audit_format *const format = job->format;
@@ -293,6 +294,7 @@ INLINE void compare_block(const kt_audit_job *job, stored s, int64_t row, int64_
     const stored from = stored_on(s, r);
     prefetch(from.data + run_bytes, run_bytes);
     source_values(job->source, from, row + r, col, width, w);
+    if (keep) keep_values(job, r, col, width, w);
     const float limit = cut && step[r] > 0 ? format->top * step[r] : INFINITY;
     if (grouped)
       compare_row(w, codes[r], step[r], limit, cut, 0, KT_AUDIT_GROUP_COLS, width, state + r);
@@ -308,6 +310,7 @@ INLINE void audit_rows(const kt_audit_job *job, const int grouped, const int cut
   const int across = is_across(m);
   const int64_t at_once = across || grouped ? 2 * KT_AUDIT_ROWS : KT_AUDIT_ROWS;
   const int64_t block = across ? KT_AUDIT_GATHERED : KT_AUDIT_BLOCK;
+  const int kept = cut && at_once == KT_AUDIT_ROWS && !(job->fixed && is_plain_bf16(m));
   for (int64_t row = 0; row < m->rows; row += at_once) {
     row_state state[2 * KT_AUDIT_ROWS];
     float step[2 * KT_AUDIT_ROWS]; /* between two codes */
@@ -320,13 +323,13 @@ INLINE void audit_rows(const kt_audit_job *job, const int grouped, const int cut
       for (int64_t col = g * job->group, width; col < end; col += width) {
         width = least(block, end - col);
         compare_block(job, stored_from(m, row, col, width, room), row, at_once, col, width, grouped,
-                      cut, step, state);
+                      cut, step, kept, state);
       }
       for (int64_t r = 0; r < at_once; r++) finish_group(job, row + r, g, &state[r].group, audit);
     }
     for (int64_t r = 0; r < at_once; r++) finish_row(job, row + r, state + r, audit);
     for (int64_t r = 0; job->searched && r < at_once; r += KT_AUDIT_ROWS)
-      (job->fixed ? search_fixed_rows : search_rows)(job, row + r);
+      (job->fixed ? search_fixed_rows : search_rows)(job, row + r, kept);
   }
 }
 

@@ -2,8 +2,7 @@
 #ifndef KT_AUDIT_PACKED_SEARCH_H
 #define KT_AUDIT_PACKED_SEARCH_H
 
-#include "packed.h"
-#include "source.h"
+#include "packed_values.h"
 
 #include <math.h>
 
@@ -183,38 +182,23 @@ static float searched_scale(const searched *row) {
   return best.scale;
 }
 
-/* The magnitudes of KT_AUDIT_ROWS rows from `row` on, in scratch. */
-INLINE void load_magnitudes(const kt_audit_job *job, int64_t row, int64_t pitch) {
-  const kt_matrix *const m = job->source;
-  const int64_t block = is_across(m) ? KT_AUDIT_GATHERED : KT_AUDIT_BLOCK;
-  const int64_t in_strip = is_across(m) ? row % (2 * KT_AUDIT_ROWS) : 0;
-  for (int64_t col = 0, width; col < m->cols; col += width) {
-    uint8_t room[ROOM_BYTES];
-    width = least(block, m->cols - col);
-    const stored from = stored_from(m, row - in_strip, col, width, room);
-    for (int64_t r = 0; r < KT_AUDIT_ROWS; r++) {
-      float *const to = job->scratch + r * pitch + col;
-      source_values(m, stored_on(from, in_strip + r), row + r, col, width, to);
-      for (int64_t c = 0; c < width; c++) to[c] = fabsf(to[c]);
-    }
-  }
-}
-
 /* Whether weights have 11 bits at most: times the 7 of a code, no more than the 24 of binary32. */
 INLINE int has_short_weights(const kt_matrix *m) {
   if (m->row_factor || m->col_factor) return 0;
   return m->round_to_bf16 || ((m->dtype == KT_BF16 || m->dtype == KT_F16) && !m->block_scale);
 }
 
-/* Replaces the scales of amax in job->rule, of KT_AUDIT_ROWS rows from `row` on, by those of the
- * search. */
-static __attribute__((noinline)) void search_rows(const kt_audit_job *job, int64_t row) {
-  const int64_t pitch = job->source->cols + 16;
-  load_magnitudes(job, row, pitch);
-  for (int64_t r = 0; r < KT_AUDIT_ROWS; r++)
+/* Replaces the scales of amax in job->rule, of KT_AUDIT_ROWS rows from `row` on. kept: whether
+ * scratch has their values. */
+static __attribute__((noinline)) void search_rows(const kt_audit_job *job, int64_t row, int kept) {
+  const int64_t cols = job->source->cols, pitch = scratch_pitch(job->source);
+  if (!kept) load_values(job, row);
+  for (int64_t r = 0; r < KT_AUDIT_ROWS; r++) {
+    float *const weight = job->scratch + r * pitch;
+    for (int64_t c = 0; c < cols; c++) weight[c] = fabsf(weight[c]);
     for (int64_t g = 0; g < job->groups; g++) {
       const int64_t at = (row + r) * job->groups + g, col = g * job->group;
-      const searched one = {.weight = job->scratch + r * pitch + col,
+      const searched one = {.weight = weight + col,
                             .importance = job->importance ? job->importance + col : NULL,
                             .cols = job->group,
                             .amax = job->amax[at],
@@ -223,6 +207,7 @@ static __attribute__((noinline)) void search_rows(const kt_audit_job *job, int64
                             .job = job};
       if (isfinite(one.amax)) job->rule[at] = searched_scale(&one);
     }
+  }
 }
 
 #endif
