@@ -165,12 +165,12 @@ static int16_t *load_integers(const kt_audit_job *job, int64_t row, int kept, mo
   const kt_matrix *const m = job->source;
   const int halves = is_plain_bf16(m), is_int4 = job->format->planes == 2;
   const int64_t cols = m->cols, pitch = scratch_pitch(m);
-  int16_t *const integers = (int16_t *)(void *)(job->scratch + KT_AUDIT_ROWS * pitch);
+  int16_t *const integers = (int16_t *)(void *)values_at(job, KT_AUDIT_ROWS);
   if (!halves && !kept) load_values(job, row);
   for (int64_t r = 0; r < KT_AUDIT_ROWS; r++) {
     const float amax = job->amax[row + r], factor = is_fixed_row(amax) ? 32767.0f / amax : 0.0f;
     int16_t *const to = integers + r * pitch;
-    const float *const values = job->scratch + r * pitch;
+    const float *const values = values_at(job, r);
     const uint8_t *const stored = (const uint8_t *)m->data + (row + r) * m->row_stride * 2;
     if (halves && is_int4)
       row_integers(stored, cols, 1, factor, to, 1, of + r);

@@ -290,11 +290,11 @@ INLINE void compare_block(const kt_audit_job *job, stored s, int64_t row, int64_
         half_tile_codes(format, tile, codes[half] + c, KT_AUDIT_BLOCK);
       }
   for (int64_t r = 0; r < at_once; r++) {
-    float w[KT_AUDIT_BLOCK];
+    float once[KT_AUDIT_BLOCK];
+    float *const w = keep ? values_at(job, r) + col : once;
     const stored from = stored_on(s, r);
     prefetch(from.data + run_bytes, run_bytes);
     source_values(job->source, from, row + r, col, width, w);
-    if (keep) keep_values(job, r, col, width, w);
     const float limit = cut && step[r] > 0 ? format->top * step[r] : INFINITY;
     if (grouped)
       compare_row(w, codes[r], step[r], limit, cut, 0, KT_AUDIT_GROUP_COLS, width, state + r);

@@ -191,10 +191,10 @@ INLINE int has_short_weights(const kt_matrix *m) {
 /* Replaces the scales of amax in job->rule, of KT_AUDIT_ROWS rows from `row` on. kept: whether
  * scratch has their values. */
 static __attribute__((noinline)) void search_rows(const kt_audit_job *job, int64_t row, int kept) {
-  const int64_t cols = job->source->cols, pitch = scratch_pitch(job->source);
+  const int64_t cols = job->source->cols;
   if (!kept) load_values(job, row);
   for (int64_t r = 0; r < KT_AUDIT_ROWS; r++) {
-    float *const weight = job->scratch + r * pitch;
+    float *const weight = values_at(job, r);
     for (int64_t c = 0; c < cols; c++) weight[c] = fabsf(weight[c]);
     for (int64_t g = 0; g < job->groups; g++) {
       const int64_t at = (row + r) * job->groups + g, col = g * job->group;

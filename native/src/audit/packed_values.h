@@ -8,11 +8,9 @@
 /* From one row of scratch to the next. */
 INLINE int64_t scratch_pitch(const kt_matrix *m) { return m->cols + 16; }
 
-/* Columns from `col` on of the rth row. */
-INLINE void keep_values(const kt_audit_job *job, int64_t r, int64_t col, int64_t cols,
-                        const float *values) {
-  memcpy(job->scratch + r * scratch_pitch(job->source) + col, values,
-         (size_t)cols * sizeof *values);
+/* Those of the rth row. */
+INLINE float *values_at(const kt_audit_job *job, int64_t r) {
+  return job->scratch + r * scratch_pitch(job->source);
 }
 
 /* Those of KT_AUDIT_ROWS rows from `row` on. */
@@ -25,8 +23,7 @@ INLINE void load_values(const kt_audit_job *job, int64_t row) {
     width = least(block, m->cols - col);
     const stored from = stored_from(m, row - in_strip, col, width, room);
     for (int64_t r = 0; r < KT_AUDIT_ROWS; r++)
-      source_values(m, stored_on(from, in_strip + r), row + r, col, width,
-                    job->scratch + r * scratch_pitch(m) + col);
+      source_values(m, stored_on(from, in_strip + r), row + r, col, width, values_at(job, r) + col);
   }
 }
 
