@@ -91,6 +91,7 @@ SUBJECTS = {
             "audit/packed_fixed_sums_avx512.c", "audit/packed_fixed_avx2.h",
             "audit/packed_fixed_avx512.h", "audit/packed_fixed_sums.h",
             "audit/source_numbers.h", "audit/packed_runs_avx512.h", "audit/source_ggml.h",
+            "audit/packed_values.h", "audit/packed_runs_avx2.h",
         ),
         AUDIT,
     ),

@@ -2,9 +2,9 @@
  *
  * Nothing here is shared with what packs or encodes: places follow from docs/formats.md, source
  * values from the definition of their number formats (source.h). One loop for each of the two, one
- * file per level: the compiler makes of it what the level allows, but for some sums, which AVX-512
- * has by hand (packed_runs_avx512.h, encoded_*_avx512.h). As sums have lanes of their own,
- * the results have the same bits everywhere. */
+ * file per level: the compiler makes of it what the level allows, but for some sums by hand
+ * (packed_runs_*.h, packed_fixed_*, encoded_*_avx512.h). As sums have lanes of their own, the
+ * results have the same bits everywhere. */
 #ifndef KT_AUDIT_H
 #define KT_AUDIT_H
 
