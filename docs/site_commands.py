@@ -58,12 +58,9 @@ MORE = {
 
 
 def commands() -> dict[str, Any]:
-    import typer
-
     from ktconv.cli.app import application
 
-    found: dict[str, Any] = vars(typer.main.get_command(application()))["commands"]
-    return found
+    return dict(application().commands)
 
 
 def page(name: str, command: Any) -> str:
@@ -79,7 +76,7 @@ def page(name: str, command: Any) -> str:
         parts += [f"| `{_metavar(one)}` | {_meaning(one)} |" for one in arguments]
     parts.append("\n## Options")
     for panel in help.PANELS:
-        rows = [one for one in options if (one.rich_help_panel or help.RUN) == panel]
+        rows = [one for one in options if one.panel == panel]
         own = panel == help.RUN  # which has the options about help
         if rows or own:
             parts.append(f"\n### {panel}\n\n| option | meaning |\n| --- | --- |")

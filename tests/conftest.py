@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Generator, Iterator
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +18,6 @@ from typing import Any
 
 import pytest
 import threadpoolctl
-import typer.main
-import typer.testing
 from helpers import family_models
 from helpers.amx import EMULATOR, Emulator, kept_directory, load_emulator
 from helpers.disk_calls import Commands
@@ -55,8 +52,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # of tests that want several
     threadpoolctl.threadpool_limits(1)  # of NumPy, which is loaded already
-    # The tree of commands takes 40 ms to build, and tests run some thousand of them.
-    vars(typer.testing)["_get_command"] = cache(typer.main.get_command)
     # Arrays of some hundred KB are asked for and freed all the time: their pages are kept.
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # of glibc

@@ -207,7 +207,7 @@ class Source(model_source.ModelSource, frozen=True):
 
 model_source.ModelSource = ktconv.source.ModelSource = Source
 from ktconv.cli import sources
-from ktconv.cli.parsing import option
+from ktconv.cli.parameters import option
 
 class Reading(sources.Reading, frozen=True):
     accent: Annotated[str | None, option("Accent of the model.", "NAME")] = None

@@ -18,13 +18,12 @@ import helpers
 import numpy as np
 import pytest
 from bench.reports import PACK_SCHEMA, SCHEMA, problems
+from click.testing import CliRunner
 from helpers import amx
 from helpers.convert import convert
 from helpers.family_list import MADE
 from helpers.family_models import write
 from helpers.paths import EXAMPLE
-from typer.main import get_command
-from typer.testing import CliRunner
 
 from ktconv import native
 from ktconv.bench import command, pack_stage, run
@@ -314,7 +313,7 @@ def test_a_time_that_does_not_end_is_refused(seconds: str) -> None:
 
 
 def test_every_option_has_a_meaning_for_packing_or_none() -> None:
-    options = {p.opts[0] for p in get_command(app).commands["bench"].params}  # type: ignore[attr-defined]
+    options = {p.opts[0] for p in app.commands["bench"].params}
     packing = {
         "--stage", "--method", "--shape", "--isa", "--iters", "--seconds", "--seed", "--format",
     }  # fmt: skip

@@ -14,9 +14,9 @@ pytest.importorskip("torch")
 import torch
 from bench.conftest import QuickMeter
 from bench.reports import SFT_SCHEMA, problems
+from click.testing import CliRunner
 from helpers.convert import convert
 from helpers.paths import EXAMPLE
-from typer.testing import CliRunner
 
 from ktconv import native
 from ktconv.bench import command

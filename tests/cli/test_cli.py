@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import typer
+from click.testing import CliRunner
 from helpers.cli import ktconv, process
 from helpers.convert import all_files, assert_same, convert, read_folders, read_json
 from helpers.paths import ROOT
 from helpers.site import module
-from typer.testing import CliRunner
 
 import ktconv as package
 from ktconv import native
@@ -35,7 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 EXAMPLE = ROOT / "docs" / "example" / "tiny-moe"
 SITE = module("site_commands")  # makes the page of a command
-COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+COMMANDS: dict[str, Any] = dict(app.commands)
 
 
 def run(*words: object) -> Any:

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from helpers.cli import ktconv, refused
 
 from ktconv.cli.app import app
 from ktconv.cli.commands import COMMANDS
 from ktconv.cli.conflicts import Conflict
 
-PARSED: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+PARSED: dict[str, Any] = dict(app.commands)
 
 
 def table(function: str) -> tuple[Conflict, ...]:
@@ -56,7 +55,8 @@ def value_of(option: Any, folder: Path) -> str:
 
     if choices := choices_of(option):
         return str(choices[0])
-    if getattr(option, "max", None) is not None or option.metavar in ("N", "K", "T", "F", "B", "R"):
+    has_limit = getattr(option.type, "max", None) is not None
+    if has_limit or option.metavar in ("N", "K", "T", "F", "B", "R"):
         return "1"
     return {"SIZE": "1GB", "[ADDRESS]": "auto", "LIST": "1", "SHAPE": "1,1,1,1", "N,N": "2,2"}.get(
         option.metavar, str(folder / "given")

@@ -7,16 +7,15 @@ import re
 from typing import Any
 
 import pytest
-import typer
+from click.testing import CliRunner
 from helpers.cli import ktconv, process
 from helpers.paths import DOCS
-from typer.testing import CliRunner
 
 from ktconv.cli import help
 from ktconv.cli.app import app
 from ktconv.cli.commands import COMMANDS, MAIN, exit_codes
 
-PARSED: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+PARSED: dict[str, Any] = dict(app.commands)
 PARAMETERS = [(name, one) for name, command in PARSED.items() for one in command.params]
 LONGEST = 60  # lines of --help at 80 columns
 
@@ -50,12 +49,6 @@ def test_without_arguments_it_is_the_same_text() -> None:
         text.replace("\n\n", "\n").strip()
         == process("--help", COLUMNS="80").stdout.replace("\n\n", "\n").strip()
     )
-
-
-def test_completion_by_options_of_typer_still_works() -> None:
-    """`ktconv completion` is the way that help shows."""
-    text = process("--show-completion", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1").stderr
-    assert "--show-completion" in text and "requires an argument" in text  # it is an option
 
 
 # ---- one command -----------------------------------------------------------------------------
@@ -94,7 +87,7 @@ def test_help_has_exit_codes_and_panels(name: str) -> None:
     assert (" 1 a " in text) or 1 not in exit_codes(name) or "1 what was" in text
     for one in PARSED[name].params:
         if one.param_type_name == "option":
-            assert one.rich_help_panel in (None, *help.PANELS)
+            assert one.panel in help.PANELS
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -107,7 +100,7 @@ def test_help_all_has_every_detail(name: str) -> None:
             for part in help.items(block):
                 assert part in text
         if one.param_type_name == "option":
-            hidden = one.rich_help_panel == help.ADVANCED
+            hidden = one.panel == help.ADVANCED
             assert bool(re.search(rf"^  {one.opts[0]}\b(?!-)", short, re.MULTILINE)) != hidden
     advanced = f"\n{help.ADVANCED}:\n" in shown(name, "--help-all")
     assert ("advanced options, and more" in short) == advanced

@@ -81,7 +81,7 @@ def test_whatever_is_printed_is_harmless(text: str) -> None:
         print_text(text)
         print_result(False, {}, lambda: [text, text])
         notify(text)
-        with pytest.raises(BaseException, match="2"), errors_shown():  # typer.Exit(2)
+        with pytest.raises(BaseException, match="2"), errors_shown():  # click's Exit(2)
             raise CheckpointError(text, text)
     assert_harmless(out.getvalue())
     assert_harmless(err.getvalue())

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import typer
 from bench.conftest import QuickMeter
 from helpers.cli import ktconv as command
 from helpers.convert import all_files
@@ -31,7 +30,7 @@ from ktconv.errors import CheckpointError, UsageError
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
-COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+COMMANDS: dict[str, Any] = dict(app.commands)
 MODULES = (
     "bench",
     "generate",
@@ -59,7 +58,7 @@ def test_importing_is_light() -> None:
     done = python("import ktconv", "-X", "importtime")
     names = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
     assert {one for one in names if one.startswith("ktconv")} == {"ktconv", "ktconv.errors"}
-    assert not {"numpy", "typer", "torch", "inspect", "json"} & set(names)
+    assert not {"numpy", "click", "torch", "inspect", "json"} & set(names)
 
 
 def test_a_function_is_a_module_too_whatever_is_imported_first() -> None:

@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from helpers.cli import write_model
 from helpers.convert import all_files
 from helpers.disk_calls import Commands
-from typer.testing import CliRunner
 
 from ktconv.cli.app import app
 

@@ -9,10 +9,9 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import pytest
-import typer
 from helpers.cli import contents, edit_json, ktconv, ktconv_done, refused, write_model
 from helpers.paths import ROOT
 
@@ -21,7 +20,7 @@ from ktconv.targets.expert_sets import expert_set, write_expert_set
 
 pytestmark = pytest.mark.slow
 
-COMMANDS: dict[str, Any] = dict(cast("Any", typer.main.get_command(app)).commands)
+COMMANDS: dict[str, Any] = dict(app.commands)
 # Files and directories that commands read.
 READ = {
     "bench": {"--compare"},

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from helpers.convert import (
     all_files,
     assert_same,
@@ -31,7 +32,6 @@ from helpers.nemotron import BLOCK, EXPERTS, HIDDEN, INNER, LAYERS, LIST, config
 from helpers.paths import EXAMPLE
 from safetensors import deserialize
 from safetensors.numpy import save_file
-from typer.testing import CliRunner
 
 from ktconv.cli.app import app
 from ktconv.errors import CheckpointError

@@ -12,13 +12,12 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-import typer
+from click.testing import CliRunner
 from helpers.families import Tensor, bf16, write_checkpoint
 from helpers.family_list import MADE
 from helpers.family_models import of_bf16, write
 from helpers.layouts import LAYOUTS, Stacked, draw
 from helpers.paths import ROOT
-from typer.testing import CliRunner
 
 from ktconv.cli.app import app, application
 from ktconv.cli.quantize_cpu import Method
@@ -435,7 +434,7 @@ def commands(page: str) -> Iterator[list[str]]:
 
 
 def test_every_command_parses(page: str) -> None:
-    known: dict[str, Any] = vars(typer.main.get_command(application()))["commands"]
+    known: dict[str, Any] = dict(application().commands)
     found = [words for words in commands(page) if "--scheme" in words or "--method" in words]
     assert len(found) > len(LINES)
     for _, name, *words in found:

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner, Result
 from safetensors import safe_open
-from typer.testing import CliRunner, Result
 
 from helpers import disk_calls
 from helpers.families import Tensor, bf16, numbered, random_weights, simple_config, write_checkpoint

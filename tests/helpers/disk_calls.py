@@ -36,10 +36,9 @@ CALLS: dict[str, Any] = {
 }  # fmt: skip
 # What commands import; without it each process would by itself.
 IMPORTED = (
-    "pydantic.fields", "pydantic.type_adapter", "pydantic.types", "ktconv.cli.entry", "ktconv.cli",
-    "ktconv.cli.estimate", "ktconv.cli.progress", "ktconv.inspect.inspection",
-    "ktconv.quantize.packed.gptq.way", "ktconv.quantize.packed.run", "ktconv.source.remote.ahead",
-    "ktconv.verify.command",
+    "ktconv.cli.entry", "ktconv.cli", "ktconv.cli.estimate", "ktconv.cli.progress",
+    "ktconv.inspect.inspection", "ktconv.quantize.packed.gptq.way", "ktconv.quantize.packed.run",
+    "ktconv.source.remote.ahead", "ktconv.verify.command",
 )  # fmt: skip
 PYTHON_FAILED = 120  # exit code where the last flush of stdout fails
 CLOSED, READER_LEFT = "closed", "reader left"  # of standard streams

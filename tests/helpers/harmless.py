@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 
-from typer.testing import CliRunner, Result
+from click.testing import CliRunner, Result
 
 from ktconv.cli.app import app
 

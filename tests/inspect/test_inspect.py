@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from helpers.cli import ktconv
 from helpers.convert import convert
 from helpers.families import (
@@ -22,7 +23,6 @@ from helpers.families import (
     write_family,
 )
 from helpers.paths import EXAMPLE
-from typer.testing import CliRunner
 
 from ktconv.cli.app import app
 from ktconv.errors import CheckpointError, KtconvError, OutputError

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from helpers.encoded import KINDS, in_int8
 from helpers.families import (
     Tensor,
@@ -20,7 +21,6 @@ from helpers.families import (
 )
 from helpers.gpt_oss import EXPERTS, HIDDEN, INNER, SOURCE, Blocks
 from helpers.paths import EXAMPLE
-from typer.testing import CliRunner
 
 from ktconv.cli.app import app
 from ktconv.errors import CheckpointError, ResourceError

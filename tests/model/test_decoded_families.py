@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from helpers.convert import read_model
 from helpers.encoded import KINDS
 from helpers.families import Tensor, write_checkpoint
 from helpers.family_list import MADE, SAVED
 from helpers.family_models import write
 from helpers.layouts import Encode, Weights, draw, experts_of
-from typer.testing import CliRunner
 
 from ktconv.cli.app import app
 from ktconv.errors import CheckpointError

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from helpers.amx import Emulator
 from helpers.convert import convert
 from helpers.paths import EVAL, EXAMPLE
-from typer.testing import CliRunner
 
 from ktconv.cli.app import app
 from ktconv.errors import CheckpointError, ResourceError

@@ -28,10 +28,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
+import click.testing  # noqa: F401
 import hypothesis.strategies  # noqa: F401
 import numpy as np  # noqa: F401
 import pytest
-import typer.testing  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests")]

@@ -12,7 +12,7 @@ def test_loaders_need_numpy_only() -> None:
     """Neither the C library nor any other dependency, and no reader of checkpoints."""
     code = """
 import sys
-for name in ("torch", "transformers", "safetensors", "typer", "ktconv._native"):
+for name in ("torch", "transformers", "safetensors", "click", "ktconv._native"):
     sys.modules[name] = None  # importing it raises ImportError
 from ktconv.plan import expert_map, tp_slice
 assert expert_map(8, 2, 1).tolist() == [-1] * 4 + [0, 1, 2, 3]

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 from helpers.cli import write_model
 from helpers.convert import all_files, convert
 from helpers.hub_uploads import READ_ONLY, TOKEN, Hub, Repository
-from typer.testing import CliRunner, Result
 
 from ktconv.cli.app import app
 from ktconv.errors import KtconvError

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from helpers import golden
 from helpers.cli import STATE, check_reader, contents, edit_json, staged, stamps, tmpfs, write_model
 from helpers.convert import all_files, assert_same, convert, read_json, read_model
 from helpers.disk_calls import Commands
 from helpers.families import Tensor, bf16, numbered, random_weights, simple_config, write_checkpoint
-from typer.testing import CliRunner
 
 from ktconv.cli.app import app
 from ktconv.cli.options import preflight_facts, report_facts

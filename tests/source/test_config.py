@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from helpers.cli import edit_json, ktconv, write_model
 from helpers.families import (
     Tensor,
@@ -20,7 +21,6 @@ from helpers.families import (
     write_checkpoint,
 )
 from helpers.packages import needs_torch
-from typer.testing import CliRunner
 
 from ktconv.cli.app import app
 from ktconv.errors import CheckpointError

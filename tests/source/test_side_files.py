@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 from helpers.cli import contents, done, refused, run, write_model
 from helpers.convert import convert
 from helpers.corrupt import earlier_version
-from typer.testing import CliRunner, Result
 
 from ktconv.cli.app import app
 from ktconv.errors import CheckpointError

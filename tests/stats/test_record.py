@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from helpers import gguf_files
 from helpers.forked import forked
 from helpers.paths import EVAL, EXAMPLE
 from helpers.paths import MODELS as TRAINED
-from typer.testing import CliRunner
 
 from ktconv.cli.app import app
 from ktconv.conversion.pipeline import Observer

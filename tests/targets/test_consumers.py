@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from helpers.cli import done, refused, run
 from helpers.convert import convert, read_json, read_model
 from helpers.families import (
@@ -19,7 +20,6 @@ from helpers.families import (
     simple_config,
     write_checkpoint,
 )
-from typer.testing import CliRunner
 
 from ktconv.cli.app import app
 from ktconv.conversion.plan import plan_checkpoint

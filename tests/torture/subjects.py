@@ -27,7 +27,6 @@ MODULES = (
     "ktconv.repack.reshard",
     "ktconv.verify.run", "ktconv.quantize.recipes.run", "gguf", "fsspec", "aiohttp",
     "ktconv.cli.progress", "ktconv.quantize.encoded.mix", "ktconv.source.remote.ahead",
-    "typer._adapters",
 )  # fmt: skip
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from helpers.cli import ktconv
 from helpers.convert import read_json
 from safetensors.numpy import save_file
-from typer.testing import CliRunner
 
 from ktconv.cli.app import app
 from ktconv.errors import UsageError

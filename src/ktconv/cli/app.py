@@ -7,26 +7,26 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Annotated
 
-import typer
+import click
 
 from ktconv import __version__
 from ktconv.cli.commands import COMMANDS
+from ktconv.cli.parameters import callback_of, flag, parameters_of
 from ktconv.cli.parsing import Command, Group
 
 _ABOUT_ITSELF = {"-h", "--help", "--version", "--json"}  # options of `ktconv` alone
 
 
 def _root(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Show the version, and exit.")] = False,
+    context: click.Context,
+    version: Annotated[bool, flag("--version", "Show the version, and exit.")] = False,
     as_json: Annotated[
-        bool,
-        typer.Option("--json", help="With --version: what this build is, as JSON."),
+        bool, flag("--json", "With --version: what this build is, as JSON.")
     ] = False,
 ) -> None:
     if version:
         print(_build() if as_json else f"ktconv {__version__}")
-        raise typer.Exit
+        raise click.exceptions.Exit
     if as_json:
         context.fail("--json is an option of --version and of commands: ktconv COMMAND --json")
 
@@ -49,27 +49,26 @@ def _build() -> str:
     return json.dumps(facts)
 
 
-def application(names: Iterable[str] = COMMANDS) -> typer.Typer:
+def application(names: Iterable[str] = COMMANDS) -> Group:
     """`ktconv` with these of its commands."""
-    found = typer.Typer(
+    found = Group(
         name="ktconv",
-        cls=Group,
+        callback=callback_of(_root),
+        params=parameters_of(_root),
         no_args_is_help=True,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
+        invoke_without_command=True,
+        subcommand_metavar="COMMAND [ARGS]...",
         context_settings={"help_option_names": ["-h", "--help"]},
         help="Convert Mixture-of-Experts checkpoints into expert weights for CPUs and GPUs; "
         "verify, compare and measure them.",
     )
-    found.callback(invoke_without_command=True)(_root)
     for name in names:
         module, _, function = COMMANDS[name].function.partition(":")
-        command = getattr(import_module(f"ktconv.cli.{module}"), function)
-        found.command(name, cls=Command)(command)
+        found.add_command(Command(name, getattr(import_module(f"ktconv.cli.{module}"), function)))
     return found
 
 
-def application_for(words: Sequence[str]) -> typer.Typer:
+def application_for(words: Sequence[str]) -> Group:
     """`ktconv` with the command that these arguments name only, or with none where they ask about
     `ktconv` itself, which starts sooner; with all otherwise, as for a shell's completions."""
     if words and words[0] in COMMANDS:
@@ -78,8 +77,9 @@ def application_for(words: Sequence[str]) -> typer.Typer:
     return application(() if _ABOUT_ITSELF.issuperset(words) and not completes else COMMANDS)
 
 
-def __getattr__(name: str) -> typer.Typer:
+def __getattr__(name: str) -> Group:
     """`app`: with all commands."""
     if name == "app":
-        return application()
+        globals()["app"] = found = application()  # from now on no question of this function
+        return found
     raise AttributeError(name)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+import click
 
 from ktconv.cli.conflicts import Conflict, refuse_conflicts
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
 from ktconv.cli.help import ADVANCED, CASES, OUTPUT
 from ktconv.cli.output import notify, print_text
-from ktconv.cli.parsing import MOST_PARTS, choice, flag, option
+from ktconv.cli.parameters import MOST_PARTS, choice, flag, option
 from ktconv.cli.sources import source_named
 from ktconv.errors import UsageError
 
@@ -87,7 +87,7 @@ _HINTS: Hints = {MemoryError: "use fewer --experts, --tokens or --threads, or a 
 
 
 def bench(
-    context: typer.Context,
+    context: click.Context,
     mode: Annotated[
         BenchMode,
         choice(
@@ -313,4 +313,4 @@ def bench(
                     request, *show, plots=plot or (), baseline=compare, tolerance=tolerance
                 )
         if bad:
-            raise typer.Exit(1)
+            raise click.exceptions.Exit(1)

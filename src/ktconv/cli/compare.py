@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+import click
 
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
 from ktconv.cli.help import CHECKS, OUTPUT, SOURCE, SPEED
@@ -19,7 +19,7 @@ from ktconv.cli.options import (
     progress_over,
 )
 from ktconv.cli.output import JsonOption, notify, print_result
-from ktconv.cli.parsing import argument, choice, flag, option
+from ktconv.cli.parameters import argument, choice, flag, option
 from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.errors import MemoryShortError, SourceChangedError
 from ktconv.system.units import parse_size
@@ -124,4 +124,4 @@ def compare(
             facts, lines, passed = run(request, progress_over, notify, report, plot)
         print_result(as_json, facts, lambda: lines)
         if not passed:
-            raise typer.Exit(1)
+            raise click.exceptions.Exit(1)

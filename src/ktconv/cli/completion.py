@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import typer
+import click
 
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.output import print_text
+from ktconv.cli.parameters import argument
 
 Shell = Literal["bash", "zsh", "fish"]
 
 
 def completion(
-    shell: Annotated[
-        Shell,
-        typer.Argument(help="Shell to print for.", metavar="bash|zsh|fish", case_sensitive=False),
-    ],
+    shell: Annotated[Shell, argument("Shell to print for.", "bash|zsh|fish")],
 ) -> None:
     """Print the script that completes commands, options, their values and files in a shell.
 
@@ -25,7 +23,9 @@ def completion(
     Example: ktconv completion bash
     """
     with errors_shown():
-        from typer.completion import get_completion_script  # type: ignore[attr-defined]
+        from click.shell_completion import get_completion_class
 
-        name, variable = "ktconv", "_KTCONV_COMPLETE"
-        print_text(get_completion_script(prog_name=name, complete_var=variable, shell=shell))
+        kind = get_completion_class(shell)
+        assert kind is not None
+        completer = kind(click.Command("ktconv"), {}, "ktconv", "_KTCONV_COMPLETE")
+        print_text(completer.source())

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-import typer
+import click
 
 from ktconv.cli import calls
 from ktconv.cli.events import Mode, events, mode, shown_as
@@ -67,7 +67,7 @@ def _last_event() -> Iterator[None]:
     code = 0
     try:
         yield
-    except typer.Exit as error:
+    except click.exceptions.Exit as error:
         code = error.exit_code
         raise
     except BaseException as error:
@@ -145,7 +145,7 @@ def _end(message: str, hint: str | None, code: int, as_json: bool) -> NoReturn:
     if as_json:
         with suppress(OSError):  # stdout may be what went wrong
             print_error(message, hint, code)
-    raise typer.Exit(code) from None
+    raise click.exceptions.Exit(code) from None
 
 
 def print_error(message: str, hint: str | None, code: int) -> None:

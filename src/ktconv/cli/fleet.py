@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import typer
+import click
 
 from ktconv.cli.events import events, mode
 from ktconv.cli.exits import interruptible
@@ -27,7 +27,7 @@ _WITHOUT = {"--json"}
 
 
 def convert_list(
-    context: typer.Context, listed: Path, given: Sequence[object], at_once: int, as_json: bool
+    context: click.Context, listed: Path, given: Sequence[object], at_once: int, as_json: bool
 ) -> None:
     """Convert every model of a list. `given`: MODEL and OUTPUT, which a list replaces."""
     from ktconv.distributed.models.listing import read_list
@@ -60,7 +60,7 @@ def convert_list(
     facts = {"schema": 1, "runs": [run.facts() for run in fleet.runs]}
     print_result(as_json, facts, lambda: _table(fleet.runs))
     if fleet.exit_code:
-        raise typer.Exit(fleet.exit_code)
+        raise click.exceptions.Exit(fleet.exit_code)
 
 
 def _common(words: Sequence[str]) -> list[str]:
@@ -76,16 +76,14 @@ def _common(words: Sequence[str]) -> list[str]:
     return found
 
 
-def _refused(context: typer.Context, words: Sequence[str]) -> str | None:
+def _refused(context: click.Context, words: Sequence[str]) -> str | None:
     """The error of these words as arguments of the command; None: they are right."""
     if "" in words:
         return "an argument is empty"
     try:
         context.command.make_context("quantize-cpu", list(words))
-    except Exception as error:
-        if (message := getattr(error, "format_message", None)) is None:
-            raise
-        return str(message()).rstrip(".")
+    except click.ClickException as error:
+        return error.format_message().rstrip(".")
     return None
 
 

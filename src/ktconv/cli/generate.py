@@ -9,7 +9,7 @@ from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
 from ktconv.cli.help import ADVANCED, RUN, SOURCE
 from ktconv.cli.options import ThreadsOption
 from ktconv.cli.output import JsonOption, notify, print_piece, print_result
-from ktconv.cli.parsing import argument, choice, flag, option
+from ktconv.cli.parameters import argument, choice, flag, option
 from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.errors import MemoryShortError, PackedExpertsError
 from ktconv.system.units import counted

@@ -11,7 +11,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from typing import Any, get_args
+from typing import Any
 
 from ktconv.cli.commands import COMMANDS, exit_codes
 
@@ -38,13 +38,6 @@ def metavar_of(values: Sequence[str], name: str) -> str:
     return joined if len(joined) <= _MOST_VALUES else name
 
 
-def split_help(parameters: Iterable[Any]) -> None:
-    """Give each parameter `detail`: its help after the first paragraph, which stays its help."""
-    for one in parameters:
-        short, _, detail = (one.help or "").partition("\n\n")
-        one.help, one.detail = " ".join(short.split()), detail
-
-
 def with_help_all(parameters: list[Any], help_option: Any) -> list[Any]:
     """The parameters of a command with the option --help-all, ahead of --help."""
     if help_option is None:
@@ -61,7 +54,7 @@ def with_help_all(parameters: list[Any], help_option: Any) -> list[Any]:
     every.help = "Show advanced options and all details, and exit."
     help_option.help = "Show this message and exit."
     for one in (every, help_option):
-        one.detail, one.rich_help_panel = "", RUN
+        one.detail, one.panel = "", RUN
     rest = [one for one in parameters if one is not help_option]
     return [*rest, every, help_option]
 
@@ -71,10 +64,7 @@ def with_help_all(parameters: list[Any], help_option: Any) -> list[Any]:
 
 def choices_of(option: Any) -> Sequence[str]:
     """The values of an option that has no others: of its Literal type."""
-    annotation = getattr(getattr(option, "type_descriptor", None), "annotation", None)
-    kept = getattr(getattr(option, "type", None), "choices", ())  # typer before it had descriptors
-    found = [one for one in (*get_args(annotation), *kept) if isinstance(one, str)]
-    return [] if getattr(option, "is_flag", False) else found
+    return getattr(option.type, "choices", ())
 
 
 def names_of(option: Any) -> str:
@@ -92,9 +82,9 @@ def notes_of(option: Any, everything: bool) -> str:
     told = everything and all(f"- {one}: " in option.detail for one in choices)
     if len(choices) > 1 and option.metavar != "|".join(choices) and not told:
         notes.append(", ".join(choices))
-    most = getattr(option, "max", None)
+    most = getattr(option.type, "max", None)
     if everything and most is not None and most < MOST:
-        notes.append(f"{option.min:g} to {most:g}")
+        notes.append(f"{option.type.min:g} to {most:g}")
     if shown := default_of(option):
         notes.append(f"default: {shown}")
     if option.required and option.param_type_name == "option":
@@ -105,12 +95,11 @@ def notes_of(option: Any, everything: bool) -> str:
 def default_of(option: Any) -> str:
     """The default as the command line has it; "" where there is none, and for plain flags."""
     default = option.default
-    if default is None or option.param_type_name == "argument":
+    if default is None or option.required or option.param_type_name == "argument":
         return ""
-    if isinstance(default, bool) and not option.secondary_opts:
-        return ""
-    if option.secondary_opts:
-        return str((option.opts if default else option.secondary_opts)[0])
+    if option.is_flag:
+        both = option.opts, option.secondary_opts
+        return str((both[0] if default else both[1])[0]) if option.secondary_opts else ""
     return str(getattr(default, "value", default)) if default not in ((), [], "") else ""
 
 
@@ -136,7 +125,7 @@ def _panels(parameters: Iterable[Any], everything: bool) -> Iterator[tuple[str, 
     found: dict[str, list[Row]] = {panel: [] for panel in PANELS}
     for one in parameters:
         if one.param_type_name == "option" and not getattr(one, "hidden", False):
-            found[one.rich_help_panel or RUN].append((names_of(one), _meaning(one, everything)))
+            found[one.panel].append((names_of(one), _meaning(one, everything)))
     if not everything:
         found.pop(ADVANCED)
     yield from ((panel, rows) for panel, rows in found.items() if rows)
@@ -201,7 +190,7 @@ def write_command(command: Any, context: Any, formatter: Any) -> None:
 def _more(formatter: Any, name: str, parameters: Iterable[Any]) -> None:
     """Name the command that shows advanced options and details, if there are any."""
     options = [one for one in parameters if one.param_type_name == "option"]
-    advanced = sum(one.rich_help_panel == ADVANCED for one in options)
+    advanced = sum(one.panel == ADVANCED for one in options)
     if advanced or any(one.detail for one in options):
         more = f"{advanced} advanced options, and more" if advanced else "More"
         lines = textwrap.wrap(f"{more} about these: ktconv {name} --help-all", formatter.width)

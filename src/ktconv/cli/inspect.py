@@ -7,7 +7,7 @@ from typing import Annotated
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.help import SOURCE
 from ktconv.cli.output import JsonOption, document_lines, notify, print_result
-from ktconv.cli.parsing import argument, flag
+from ktconv.cli.parameters import argument, flag
 from ktconv.cli.sources import USUAL, Reading, reads_source
 
 

@@ -550,13 +550,13 @@ def load_layer(
 def _run(name: str, arguments: Mapping[str, Any]) -> Report:
     """The document of a command. The command parses the words that a shell would give it, so that
     values, defaults, limits and refusals are the same."""
-    import typer
+    import click
 
     from ktconv.cli.app import application
     from ktconv.cli.calls import called
     from ktconv.errors import KtconvError, UsageError
 
-    command = vars(typer.main.get_command(application([name])))["commands"][name]
+    command = application([name]).commands[name]
     given = dict(arguments)
     defaults = {argument_of(one): one.default for one in command.params}
     for old, new in OLD_NAMES.get(name, {}).items():
@@ -569,17 +569,14 @@ def _run(name: str, arguments: Mapping[str, Any]) -> Report:
         try:
             with command.make_context(name, words) as context:
                 command.invoke(context)
-        except typer.Exit:  # a check failed, as the document says
+        except click.exceptions.Exit:  # a check failed, as the document says
             pass
         except KtconvError as error:
             error.args = (_in_python(command, given, str(error)),)
             error.hint = error.hint and _in_python(command, given, error.hint)
             raise
-        except Exception as error:
-            wrong: Any = error
-            if not hasattr(wrong, "format_message"):
-                raise
-            message = _in_python(command, given, wrong.format_message())
+        except click.ClickException as error:
+            message = _in_python(command, given, error.format_message())
             raise UsageError(message, "see the arguments of the function") from None
     document: Report = documents[-1]
     return document

@@ -16,7 +16,7 @@ from ktconv.cli import calls, events
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, interruptible
 from ktconv.cli.help import ADVANCED, CHECKS, OUTPUT
 from ktconv.cli.output import fact_lines, notify, print_result
-from ktconv.cli.parsing import argument, choice, flag, option
+from ktconv.cli.parameters import argument, choice, flag, option
 from ktconv.errors import (
     DiskFullError,
     DiskSpaceError,

@@ -10,24 +10,26 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, TextIO
 
-import typer
+import click
 
 from ktconv.cli import calls
 from ktconv.cli.events import events
+from ktconv.cli.parameters import flag
 from ktconv.system.text import printable, valid_unicode
 from ktconv.system.units import format_size
 
 JsonOption = Annotated[
     bool,
-    typer.Option(
+    flag(
         "--json",
-        help="Print one JSON document on stdout.\n\nAn error is printed as a document too: "
+        "Print one JSON document on stdout.",
+        detail="An error is printed as a document too: "
         '`{"schema": 1, "error": {"message", "hint", "exit_code"}}`.',
     ),
 ]
 
 
-def given_options(context: typer.Context) -> frozenset[str]:
+def given_options(context: click.Context) -> frozenset[str]:
     """Options given on the command line, whatever their value: by their first long names."""
     names = {parameter.name: parameter.opts[0] for parameter in context.command.params}
     sources = {name: context.get_parameter_source(str(name)) for name in names}

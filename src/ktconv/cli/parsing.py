@@ -1,105 +1,28 @@
-"""Command-line parsing on top of typer: options, empty values, escaped messages."""
+"""Command-line parsing on top of click: empty values, names of formats, escaped messages."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
-from inspect import Parameter, signature
+from inspect import getdoc
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any
 
-import typer
-from typer.core import TyperCommand, TyperGroup
+import click
 
 from ktconv.cli import help
 from ktconv.cli.commands import COMMANDS
 from ktconv.cli.events import Events
 from ktconv.cli.exits import errors_shown, print_error
+from ktconv.cli.parameters import callback_of, parameters_of
 from ktconv.errors import UsageError
 from ktconv.system.text import printable
 
 if TYPE_CHECKING:
     from ktconv.formats.dialects import Column
 
-MOST_PARTS = 1024  # NUMA nodes of the largest machines
 WORDS = "ktconv.words"  # in the meta of a context: the arguments of the command as they were given
-
-
-def _text(words: str, detail: str) -> str:
-    """Join help and detail, which `help.split_help` takes apart again."""
-    return f"{words}\n\n{detail}" if detail else words
-
-
-def argument(words: str, metavar: str, detail: str = "") -> Any:
-    return typer.Argument(help=_text(words, detail), metavar=metavar)
-
-
-def option(
-    words: str, metavar: str, *names: str, panel: str = help.RUN, detail: str = "", **limits: Any
-) -> Any:
-    """An option with a value. `words`: its line of --help; `detail`: what --help-all and the site
-    say besides; `limits`: `min` and `max`, of whole numbers by default MOST. The first of `names`
-    is the option's name, others are old spellings."""
-    if isinstance(limits.get("min"), int):
-        limits.setdefault("max", help.MOST)
-    return typer.Option(
-        *names, help=_text(words, detail), metavar=metavar, rich_help_panel=panel, **limits
-    )
-
-
-def flag(names: str, words: str, panel: str = help.RUN, detail: str = "") -> Any:
-    """An option without a value, like "--compat" or "--mtp/--no-mtp"."""
-    return typer.Option(names, help=_text(words, detail), rich_help_panel=panel)
-
-
-def choice(
-    values: Any,
-    words: str,
-    *names: str,
-    panel: str = help.RUN,
-    detail: str = "",
-    metavar: str = "NAME",
-) -> Any:
-    """An option that takes the values of a Literal type, in any case. `metavar` stands for them
-    where they are long."""
-    return typer.Option(
-        *names,
-        help=_text(words, detail),
-        metavar=help.metavar_of(get_args(values), metavar),
-        case_sensitive=False,
-        rich_help_panel=panel,
-    )
-
-
-Run = TypeVar("Run", bound=Callable[..., None])
-
-
-def with_options(
-    command: Run, place: str, options: Sequence[Parameter], make: Callable[[dict[str, Any]], Any]
-) -> Run:
-    """Give a command `options` in place of its parameter `place`, which gets what `make` makes of
-    their values, by name."""
-    whole = signature(command, eval_str=True)  # get_type_hints of Python 3.10 adds Optional
-    names = [one.name for one in options]
-
-    @wraps(command)
-    def run(*args: Any, **given: Any) -> None:
-        made = make({name: given.pop(name) for name in names})
-        command(*args, **{place: made}, **given)
-
-    parameters: list[Parameter] = []
-    for name, one in whole.parameters.items():
-        if name == place:
-            parameters += options
-        else:
-            kind = Parameter.KEYWORD_ONLY
-            parameters.append(one.replace(kind=kind))
-    changed: Any = run
-    changed.__signature__ = whole.replace(parameters=parameters)
-    changed.__annotations__ = {one.name: one.annotation for one in parameters}
-    return cast(Run, run)
 
 
 @contextmanager
@@ -107,29 +30,20 @@ def usage_errors_printable() -> Iterator[None]:
     """Escape arguments in click's own errors as in ktconv's."""
     try:
         yield
-    except Exception as error:
-        wrong: Any = error
-        of_help = type(error).__name__ == "NoArgsIsHelpError"  # its message is the help
-        if hasattr(wrong, "format_message") and not of_help:  # of click, or typer's copy of it
-            text = printable(wrong.format_message())
-            wrong.format_message = lambda: text
+    except click.exceptions.NoArgsIsHelpError:  # its message is the help
+        raise
+    except click.ClickException as error:
+        text = printable(error.format_message())
+        vars(error)["format_message"] = lambda: text
         raise
 
 
-_OF_TYPER = ("--install-completion", "--show-completion")
-
-
-class Group(TyperGroup):
+class Group(click.Group):
     """The top-level command; handles usage errors of all subcommands."""
 
-    def get_params(self, ctx: Any) -> Any:
-        """Options of `ktconv`; typer's own for completion are hidden, and still work."""
-        found: list[Any] = super().get_params(ctx)
-        for one in found:
-            one.hidden = getattr(one, "hidden", False) or one.opts[0] in _OF_TYPER
-        return found
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
         help.write_commands(self, ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
@@ -141,27 +55,25 @@ class Group(TyperGroup):
             return super().invoke(ctx)
 
 
-class Command(TyperCommand):
+class Command(click.Command):
     """A command that rejects empty values, and reports usage errors like its other errors."""
 
-    def __init__(self, *words: Any, **about: Any) -> None:
-        super().__init__(*words, **about)
-        help.split_help(self.params)
+    def __init__(self, name: str, function: Callable[..., None]) -> None:
+        super().__init__(
+            name, callback=callback_of(function), params=parameters_of(function),
+            help=getdoc(function),
+        )  # fmt: skip
 
     def get_short_help_str(self, limit: int = 0) -> str:
         """The line of the list of commands, which shells show too."""
-        row = COMMANDS.get(str(self.name))
-        return row.summary if row else super().get_short_help_str(limit or 45)
+        return COMMANDS[str(self.name)].summary
 
     def get_params(self, ctx: Any) -> Any:
         return help.with_help_all(super().get_params(ctx), self.get_help_option(ctx))
 
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Arguments as the list of arguments has them, without the braces of newer typers."""
-        pieces = super().collect_usage_pieces(ctx)
-        return [re.sub(r"^\{([^|]*)\}", r"\1", str(piece)) for piece in pieces]
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
         help.write_command(self, ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
@@ -172,16 +84,13 @@ class Command(TyperCommand):
         refuse_empty_shown(args, as_json)
         try:
             return super().parse_args(ctx, in_dialect(self.name, with_defaults(args)))
-        except Exception as error:
-            wrong: Any = error
-            if hasattr(wrong, "format_message"):  # of click, or of the copy of it in typer
-                wrong.message = wrong.message.removeprefix("Value error, ")  # of pydantic
-                wrong.message += _mistaken_value(wrong.message, ctx.meta[WORDS])
-                if as_json:
-                    print_error(wrong.format_message(), None, wrong.exit_code)
-                if as_events:
-                    Events().failed(wrong.format_message(), None, wrong.exit_code)
-                    raise typer.Exit(wrong.exit_code) from None
+        except click.ClickException as error:
+            vars(error)["message"] += _mistaken_value(error.message, ctx.meta[WORDS])
+            if as_json:
+                print_error(error.format_message(), None, error.exit_code)
+            if as_events:
+                Events().failed(error.format_message(), None, error.exit_code)
+                raise click.exceptions.Exit(error.exit_code) from None
             raise
 
 
@@ -241,7 +150,7 @@ def _group_size(name: str, size: int, words: Sequence[str]) -> list[str]:
     given = [*spaced, *(w.partition("=")[2] for w in words if w.startswith("--group-size="))]
     if given and given[-1] != str(size):
         message = f"{name} has groups of {size}, and --group-size is {given[-1]}; omit one"
-        raise typer.BadParameter(message, param_hint="'--scheme'")
+        raise click.BadParameter(message, param_hint="'--scheme'")
     return [] if given else [f"--group-size={size}"]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.help import CPUS, GPUS, HOT, OUTPUT
 from ktconv.cli.output import JsonOption, notify, print_result
-from ktconv.cli.parsing import MOST_PARTS, argument, choice, flag, option
+from ktconv.cli.parameters import MOST_PARTS, argument, choice, flag, option
 from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.system.units import parse_size
 

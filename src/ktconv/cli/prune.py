@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
+import click
 
 from ktconv.cli import options as common
 from ktconv.cli.conflicts import one_of, refuse_conflicts
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.help import ADVANCED, OUTPUT, SELECTION
 from ktconv.cli.output import JsonOption, notify, print_result
-from ktconv.cli.parsing import choice, flag, option
+from ktconv.cli.parameters import choice, flag, option
 from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.errors import UsageError
 from ktconv.system.units import parse_size
@@ -27,7 +27,7 @@ CONFLICTS = (
 
 @reads_source("map", "tower", "adapter")
 def prune_command(
-    context: typer.Context,
+    context: click.Context,
     model: common.ModelArgument,
     output: common.OptionalOutputArgument = None,
     reading: Reading = USUAL,

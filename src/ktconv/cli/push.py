@@ -10,7 +10,7 @@ from ktconv.cli.exits import errors_shown, interruptible
 from ktconv.cli.help import OUTPUT
 from ktconv.cli.options import ProgressOption, progress_mode, progress_over
 from ktconv.cli.output import JsonOption, notify, print_result
-from ktconv.cli.parsing import argument, flag, option
+from ktconv.cli.parameters import argument, flag, option
 from ktconv.system.units import counted, format_size
 
 if TYPE_CHECKING:

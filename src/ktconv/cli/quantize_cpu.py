@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+import click
 
 from ktconv.cli import options as common
 from ktconv.cli.conflicts import Conflict, belongs, one_of, refuse_conflicts
@@ -21,7 +21,7 @@ from ktconv.cli.fleet import convert_list
 from ktconv.cli.help import ACCURACY, ADVANCED, FORMAT, OUTPUT
 from ktconv.cli.mix import Mix, MixEngine
 from ktconv.cli.output import JsonOption
-from ktconv.cli.parsing import MOST_PARTS, choice, flag, option
+from ktconv.cli.parameters import MOST_PARTS, choice, flag, option
 from ktconv.cli.ray import RAY_CONFLICTS, RayOption, RayScratchOption, on_cluster
 from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.cli.ways import NO_WAYS, Ways, chooses_codes, values_of
@@ -181,7 +181,7 @@ CONFLICTS = (
 @reads_source()
 @chooses_codes
 def quantize_cpu_command(
-    context: typer.Context,
+    context: click.Context,
     model: common.OptionalModelArgument = None,
     output: common.OptionalOutputArgument = None,
     method: Annotated[
@@ -450,7 +450,6 @@ def quantize_cpu_command(
                 as_json,
             )
             return
-        from ktconv.cli.estimate import estimate_lines, estimated
         from ktconv.quantize.packed.run import Request, prepare, quantize_cpu
         from ktconv.targets.packed.target import Options
 
@@ -478,6 +477,8 @@ def quantize_cpu_command(
                 more, words = way.about()
                 facts, lines = facts | more, [*lines, *words]
             if estimate:
+                from ktconv.cli.estimate import estimate_lines, estimated
+
                 predicted = estimated(preflight)
                 facts = {**facts, "estimate": predicted}
                 lines = [*lines, *estimate_lines(predicted)]

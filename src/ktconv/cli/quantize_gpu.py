@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+import click
 from msgspec.structs import asdict
 
 from ktconv.cli import options as common
@@ -14,7 +14,7 @@ from ktconv.cli.conflicts import Conflict, belongs, refuse_conflicts
 from ktconv.cli.exits import errors_shown
 from ktconv.cli.help import ACCURACY, ADVANCED, FORMAT, OUTPUT
 from ktconv.cli.output import JsonOption, notify
-from ktconv.cli.parsing import choice, flag, option
+from ktconv.cli.parameters import choice, flag, option
 from ktconv.cli.ray import RAY_CONFLICTS, RayOption, RayScratchOption, on_cluster
 from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.system.units import parse_ranges, parse_size
@@ -61,7 +61,7 @@ CONFLICTS = (
 
 @reads_source("tower")
 def quantize_gpu_command(
-    context: typer.Context,
+    context: click.Context,
     model: common.ModelArgument,
     output: common.OutputArgument,
     algorithm: Annotated[

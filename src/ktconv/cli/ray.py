@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ktconv.cli.conflicts import Conflict, belongs
 from ktconv.cli.help import ADVANCED
-from ktconv.cli.parsing import option
+from ktconv.cli.parameters import option
 
 if TYPE_CHECKING:
     from ktconv.cli.options import Job

@@ -9,7 +9,7 @@ from ktconv.cli import options as common
 from ktconv.cli.exits import Hints, errors_shown
 from ktconv.cli.help import OUTPUT, SOURCE
 from ktconv.cli.output import JsonOption
-from ktconv.cli.parsing import MOST_PARTS, argument, flag, option
+from ktconv.cli.parameters import MOST_PARTS, argument, flag, option
 from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.errors import MemoryLimitError
 from ktconv.system.units import parse_size

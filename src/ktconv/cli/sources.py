@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from ktconv.cli.help import ADVANCED, SOURCE
 from ktconv.cli.output import notify
-from ktconv.cli.parsing import Run, flag, option, with_options
+from ktconv.cli.parameters import Run, flag, option, with_options
 from ktconv.errors import UsageError
 from ktconv.system.units import format_size
 
@@ -214,8 +214,8 @@ def _opened(url: str, cache_dir: Path | None, output: Path | None) -> str:
     if cache_dir is not None:
         if output is not None:
             _refuse_nested(cache_dir, output)
-        from ktconv.source.remote import open_remote
         from ktconv.source.remote.cached import kept_bytes
+        from ktconv.source.remote.mirror import open_remote
 
         open_remote(url, cache_dir)
         notify(f"note: {cache_dir} keeps what is read; it has {format_size(kept_bytes(cache_dir))}")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+import click
 
 from ktconv.cli.conflicts import Conflict, one_of, refuse_conflicts
 from ktconv.cli.exits import Hints, errors_shown, interruptible
 from ktconv.cli.help import OUTPUT, SELECTION, SOURCE
 from ktconv.cli.options import ProgressOption, network_facts, progress_over
 from ktconv.cli.output import JsonOption, notify, print_result
-from ktconv.cli.parsing import argument, flag, option
+from ktconv.cli.parameters import argument, flag, option
 from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.errors import DiskFullError
 from ktconv.system.units import parse_ranges, parse_size
@@ -35,7 +35,7 @@ _HINTS: Hints = {
 
 @reads_source("config", "map", "tower")
 def stats(
-    context: typer.Context,
+    context: click.Context,
     model: Annotated[
         str,
         argument(

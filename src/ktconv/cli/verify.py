@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+import click
 
 from ktconv.cli.conflicts import Conflict, refuse_conflicts
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
@@ -21,7 +21,7 @@ from ktconv.cli.options import (
     progress_over,
 )
 from ktconv.cli.output import JsonOption, notify, print_result
-from ktconv.cli.parsing import argument, choice, flag, option
+from ktconv.cli.parameters import argument, choice, flag, option
 from ktconv.cli.ray import RayOption, reading_on
 from ktconv.cli.sources import USUAL, Reading, reads_source
 from ktconv.errors import MemoryShortError, SourceChangedError
@@ -54,7 +54,7 @@ _HINTS: Hints = {
 
 @reads_source()
 def verify(
-    context: typer.Context,
+    context: click.Context,
     output: Annotated[
         Path,
         argument(
@@ -240,4 +240,4 @@ def verify(
             facts, lines, passed = run(request, progress_over, notify, other, report, read, card)
         print_result(as_json, {**facts, **network_facts()}, lambda: lines)
         if not passed:
-            raise typer.Exit(1)
+            raise click.exceptions.Exit(1)

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, get_args
 
 from ktconv.cli.help import ACCURACY, ADVANCED
-from ktconv.cli.parsing import Run, choice, flag, option, with_options
+from ktconv.cli.parameters import Run, choice, flag, option, with_options
 from ktconv.quantize.ways import WAYS, WayRow
 
 Ways = Mapping[str, Any]  # values by names of options

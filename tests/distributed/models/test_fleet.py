@@ -125,7 +125,7 @@ WRONG = {
     "only-one-word": "line 1 of {path}: it does not begin with MODEL and OUTPUT",
     "--numa 2 model out": "line 1 of {path}: it does not begin with MODEL and OUTPUT",
     "{model} out 'without end": "line 1 of {path}: No closing quotation",
-    "{model} out --no-such-option": "line 1 of {path}: No such option: --no-such-option",
+    "{model} out --no-such-option": "line 1 of {path}: No such option",
     "{model} out --numa many": "line 1 of {path}: Invalid value for '--numa'",
     "{model} out another": "line 1 of {path}: Got unexpected extra argument",
     "{model} out --layers ''": "line 1 of {path}: an argument is empty",

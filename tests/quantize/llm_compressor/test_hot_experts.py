@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from helpers.convert import read_json, read_model
 from helpers.paths import EXAMPLE
-from typer.testing import CliRunner
 
 from ktconv.cli.app import app
 from ktconv.inspect.inspection import inspect_path

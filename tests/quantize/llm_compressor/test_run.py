@@ -14,10 +14,10 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+from click.testing import CliRunner, Result
 from helpers.cli import STATE, contents, layer_tensors, process, refused, write_model
 from helpers.families import bf16, fp8, numbered, random_weights, simple_config, write_checkpoint
 from helpers.paths import EXAMPLE
-from typer.testing import CliRunner, Result
 
 from ktconv import native
 from ktconv.cli.app import app

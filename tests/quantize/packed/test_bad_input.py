@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from helpers.cli import (
     check_reader,
     contents,
@@ -40,7 +41,6 @@ from helpers.families import (
     write_checkpoint,
     write_safetensors,
 )
-from typer.testing import CliRunner
 
 from ktconv import native
 from ktconv.cli.app import app

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from helpers.convert import all_files, assert_same, convert, read_json, read_model
 from helpers.paths import EXAMPLE
 from safetensors.numpy import save_file
-from typer.testing import CliRunner
 
 from ktconv.cli.app import app
 from ktconv.errors import CheckpointError, KtconvError, OutputError, UsageError

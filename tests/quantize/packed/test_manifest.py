@@ -233,7 +233,7 @@ def test_side_files(converted: tuple[str, Path], model: Path) -> None:
 def test_card_names_a_command_that_gives_the_same(
     model: Path, tmp_path: Path, converted: tuple[str, Path]
 ) -> None:
-    from typer.testing import CliRunner
+    from click.testing import CliRunner
 
     from ktconv.cli.app import app
 
@@ -252,7 +252,7 @@ def test_card_names_a_command_that_gives_the_same(
     "options", [{"layout": "layers"}, {"experts_only": True}, {"compat": True}, {"mtp": False}]
 )
 def test_card_repeats_options(options: dict[str, Any], model: Path, tmp_path: Path) -> None:
-    from typer.testing import CliRunner
+    from click.testing import CliRunner
 
     from ktconv.cli.app import app
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from helpers.gpu import quantize
 from helpers.gpu_corrupt import swap
 from helpers.paths import EXAMPLE, MODELS
-from typer.testing import CliRunner
 
 from ktconv.cli.app import app
 from ktconv.errors import CheckpointError, UsageError
