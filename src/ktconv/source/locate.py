@@ -79,7 +79,7 @@ def locate_model(model: str | Path, cache: Path | None = None) -> Path:
 
 
 def _remote(model: str, cache: Path | None) -> Path:
-    from ktconv.source.remote import open_remote
+    from ktconv.source.remote.mirror import open_remote
     from ktconv.source.remote.urls import parse_url
 
     return _in_directory(open_remote(model, cache), model, parse_url(model).wanted)

@@ -112,7 +112,7 @@ class ModelSource(Struct, frozen=True):
         if (pruning := self.pruning()) is not None:
             there = replace(there, prune=pruning.record())
         if isinstance(self.model, str) and self.model.startswith("hf://"):
-            from ktconv.source.remote import pinned
+            from ktconv.source.remote.mirror import pinned
 
             return replace(there, model=pinned(self.model))
         if self.is_url or not Path(self.model).exists():

@@ -94,7 +94,8 @@ def _argument(model: str, path: Path, identity: str | None) -> str | None:
     """The URL of the commit of a repository of the hub; None for what is not on the hub."""
     if identity is None:
         return None
-    from ktconv.source.remote import is_url, pinned
+    from ktconv.source.remote.mirror import pinned
+    from ktconv.source.remote.urls import is_url
 
     if is_url(model):
         return pinned(model)

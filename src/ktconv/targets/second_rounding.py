@@ -8,7 +8,6 @@ from ktconv.errors import UsageError
 from ktconv.formats.gguf import GGUF_FORMATS
 from ktconv.source import Checkpoint, ExpertMatrix
 from ktconv.system.stores import is_remote
-from ktconv.targets.encoded.scheme import SCHEMES
 from ktconv.writer.manifest import read_manifest
 
 _BLOCKS = {row.type for row in GGUF_FORMATS.values()}
@@ -41,6 +40,8 @@ def _written_by_us(checkpoint: Checkpoint) -> str | None:
     if checkpoint.is_gguf:
         method = options.get("method")
         return method if isinstance(method, str) and method in GGUF_FORMATS else None
+    from ktconv.targets.encoded.scheme import SCHEMES
+
     scheme = options.get("scheme")
     return scheme if isinstance(scheme, str) and scheme in SCHEMES else None
 

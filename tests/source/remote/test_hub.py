@@ -26,10 +26,11 @@ from helpers.faults import Fault, every_third, expect_retries
 from helpers.hub_server import TOKEN, HubServer, Repository, serving
 
 from ktconv.errors import CheckpointError, ResourceError, SourceChangedError
-from ktconv.source.remote import ahead, attempts, mirror, transfer
+from ktconv.source.remote import ahead, attempts, mirror
 from ktconv.source.remote.attempts import fetch
 from ktconv.source.remote.store import Store, open_store
 from ktconv.source.remote.urls import parse_url
+from ktconv.system.stores import transfer
 
 pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.network]
 

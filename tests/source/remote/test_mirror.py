@@ -26,9 +26,9 @@ from source.remote.conftest import Served
 
 from ktconv.errors import CheckpointError
 from ktconv.source import open_checkpoint
-from ktconv.source.remote import attempts, mirror, transfer
+from ktconv.source.remote import attempts, mirror
 from ktconv.source.remote.store import RemoteFile
-from ktconv.system.stores import local_path
+from ktconv.system.stores import local_path, transfer
 
 pytestmark = [pytest.mark.slow, pytest.mark.network]
 

@@ -27,12 +27,13 @@ from helpers.paths import ROOT
 from helpers.web_server import WebServer, serving
 
 from ktconv.errors import KtconvError
-from ktconv.source.remote import ahead, attempts, mirror, transfer
+from ktconv.source.remote import ahead, attempts, mirror
 from ktconv.source.remote.attempts import fetch
 from ktconv.source.remote.filesystem import GcsStore
 from ktconv.source.remote.store import Store, open_store
 from ktconv.source.remote.urls import parse_url
 from ktconv.source.remote.web import gguf_parts
+from ktconv.system.stores import transfer
 
 pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.network]
 

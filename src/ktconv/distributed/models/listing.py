@@ -16,8 +16,7 @@ from msgspec import Struct
 
 from ktconv.errors import UsageError
 from ktconv.source.locate import hub_model
-from ktconv.source.remote import is_url
-from ktconv.source.remote.urls import shown_model
+from ktconv.source.remote.urls import is_url, shown_model
 from ktconv.system.regular_files import read_given
 from ktconv.system.units import counted
 

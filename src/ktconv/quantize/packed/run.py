@@ -29,7 +29,6 @@ from ktconv.conversion.run import (
 from ktconv.conversion.run import Preflight as AnyPreflight
 from ktconv.conversion.together import together, with_room
 from ktconv.errors import UsageError
-from ktconv.quantize.packed.importance.way import Importance
 from ktconv.quantize.packed.task import alone, quantize_together
 from ktconv.quantize.packed.ways import Asked, Expert, Way, ways_of_table
 from ktconv.source import open_checkpoint
@@ -80,6 +79,8 @@ class Preflight(AnyPreflight[KTransformersTarget], frozen=True):
     @property
     def weights(self) -> ExpertWeights | SourceWeights | None:
         """The weights of squared errors; None: all errors count the same."""
+        from ktconv.quantize.packed.importance.way import Importance
+
         return next((way.found for way in self.ways if isinstance(way, Importance)), None)
 
 
@@ -102,7 +103,7 @@ def prepare(request: Request) -> Preflight:
         check_expert_set(excluded, layers, request.exclude_experts)
         options = replace(options, exclude_experts=excluded)
     asked = Asked(request, checkpoint, options)
-    ways = [way for kind in ways_of_table() if (way := kind.open(asked)) is not None]
+    ways = [way for kind in ways_of_table(asked) if (way := kind.open(asked)) is not None]
     facts = {way.option: way.facts for way in ways if way.facts is not None}
     if lost := sorted(options.ways.keys() - facts.keys()):
         raise UsageError(

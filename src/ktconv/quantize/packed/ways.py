@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from msgspec import Struct
 
 from ktconv.conversion.pipeline import Task
-from ktconv.quantize.ways import WAYS
+from ktconv.quantize.ways import WAYS, WayRow
 from ktconv.source import Checkpoint, MoELayer, Projection
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.reading.reader import SourceReader
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from ktconv.quantize.packed.importance.load import LayerWeights
     from ktconv.quantize.packed.importance.source_weights import NormWeights
     from ktconv.quantize.packed.run import QuantizeCpu, Request
+else:
+    LayerWeights = NormWeights = Request = Any  # help() evaluates annotations
 
 
 class Asked(Struct, frozen=True):
@@ -43,6 +45,14 @@ class Asked(Struct, frozen=True):
     def layers(self) -> Sequence[MoELayer]:
         """The layers of the model that are converted."""
         return self.checkpoint.converted(self.options.mtp)
+
+    def names(self, option: str) -> bool:
+        """Whether the request, or a record of an output that is made again, has a value of it."""
+        places = (self.request, self.options)
+        values = [
+            value for one in places for value in (getattr(one, option, None), one.ways.get(option))
+        ]
+        return any(value not in (None, False, "") for value in values)
 
 
 class Expert(Struct, frozen=True):
@@ -76,15 +86,18 @@ class Converted(Struct, frozen=True):
     layers: Sequence[MoELayer]
 
 
-def ways_of_table() -> tuple[type[Way], ...]:
-    """The class of each row, in the table's order."""
-    found = []
-    for row in WAYS:
-        module, name = row.place.split(":")
-        way: type[Way] = getattr(import_module(f"ktconv.quantize.packed.{module}"), name)
-        way.option = row.option
-        found.append(way)
-    return tuple(found)
+def ways_of_table(asked: Asked | None = None) -> tuple[type[Way], ...]:
+    """The classes of the rows, in the table's order. With `asked` those that it may open: the
+    modules of others stay unloaded."""
+    wanted = [row for row in WAYS if not (row.option and asked) or asked.names(row.option)]
+    return tuple(map(_class_of, wanted))
+
+
+def _class_of(row: WayRow) -> type[Way]:
+    module, name = row.place.split(":")
+    way: type[Way] = getattr(import_module(f"ktconv.quantize.packed.{module}"), name)
+    way.option = row.option
+    return way
 
 
 class Way(ABC):
