@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
+import msgspec
 from helpers.paths import NATIVE
 
 import ktconv
@@ -245,3 +248,15 @@ def test_families_of_weight_formats_do_not_include_one_another() -> None:
 def test_the_audit_of_c_shares_nothing_with_what_it_audits() -> None:
     shared = {path for path in included(NATIVE / "src/audit") if not path.startswith("simd/")}
     assert shared == {"cpu.h", "source/matrix.h"}
+
+
+def test_help_shows_every_record() -> None:
+    """`help()` evaluates annotations of a Struct, those too that only a type checker imports."""
+    shown = 0
+    for name, path in modules().items():
+        if "Struct" in path.read_text():
+            for record in vars(import_module(f"ktconv.{name}")).values():
+                if isinstance(record, type) and issubclass(record, msgspec.Struct):
+                    inspect.signature(record)
+                    shown += 1
+    assert shown > 300

@@ -103,6 +103,16 @@ def test_a_model_of_a_list_that_does_not_exist(tmp_path: Path) -> None:
     assert "Hint: check the path, or give org/name or a URL." in said
 
 
+@pytest.mark.parametrize(
+    "words", [("merge",), ("reshard", "--numa=2"), ("verify",), ("compare", "--source=x")]
+)
+def test_a_url_where_a_directory_belongs(words: tuple[str, ...], tmp_path: Path) -> None:
+    name, *more = words
+    given = [*more, "s3://bucket/out", *([tmp_path / "o"] if name in ("merge", "reshard") else [])]
+    said = refused(ktconv(name, *given), 2)
+    assert said == "Error: s3://bucket/out is a URL, not a directory on this machine."
+
+
 def test_a_ray_that_does_not_start() -> None:
     found = _refused("local", TimeoutError("the node timed out"))
     assert "could be started on this machine: the node timed out" in str(found)

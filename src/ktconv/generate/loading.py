@@ -25,6 +25,7 @@ from ktconv.runtime.sources import opened
 from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.source.model_source import ModelSource
 from ktconv.source.reading.tensors import SourceTensors
+from ktconv.source.remote.urls import no_directory
 from ktconv.system import machine
 from ktconv.system.stores import MadePath
 from ktconv.system.text import Notify
@@ -51,9 +52,7 @@ class OpenedModel:
 
     def __init__(self, output: Path, source: ModelSource | None) -> None:
         if not output.is_dir():
-            raise UsageError(
-                f"{output} is not a directory", "give an output of ktconv on this machine"
-            )
+            raise UsageError(no_directory(output), "give an output of ktconv on this machine")
         self.output, self._own = output, source is None
         self._experts = opened(output)
         if isinstance(self._experts, Checkpoint):  # before the rest of a model is loaded

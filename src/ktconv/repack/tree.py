@@ -29,6 +29,7 @@ from ktconv.formats import (
     output_named,
     parse_kt_path,
 )
+from ktconv.source.remote.urls import no_directory
 from ktconv.system.files import io_error
 from ktconv.system.pointers import refuse_pointer_at
 from ktconv.system.units import counted, listed
@@ -111,7 +112,7 @@ def read_tree(root: Path) -> Tree:
 def refuse_unfinished(directory: Path, wanted: str) -> None:
     """Refuse what is no directory, and one that an interrupted run left."""
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is not a directory", f"give {wanted}")
+        raise CheckpointError(no_directory(directory), f"give {wanted}")
     if Journal(directory).has_run():
         raise CheckpointError(
             f"{directory} is not finished: a conversion into it was interrupted",

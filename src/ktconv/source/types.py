@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ktconv.source.mapped import Mapped
     from ktconv.source.pruning.kept import Pruning
     from ktconv.source.settings import ModelSettings
+else:
+    Mapped = Pruning = ModelSettings = Any  # help() evaluates annotations
 
 
 class TensorRef(Struct, frozen=True, gc=False):

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    Decoder = Callable[[NDArray[np.uint32]], Any]
+else:
+    Decoder = Callable  # help() evaluates annotations
+
 _HINT = "The checkpoint is damaged, or was written by a faulty quantizer; download it again."
 
 
@@ -29,7 +33,7 @@ class Number(Struct, frozen=True):
     """
 
     nbytes: int
-    decode: Callable[[NDArray[np.uint32]], Any]
+    decode: Decoder
     rows: int = 1
     words: int = 1
     beyond: int = 0

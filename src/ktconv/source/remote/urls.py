@@ -89,6 +89,13 @@ def url_of_path(path: Path) -> str | None:
     return match and shown_model(f"{match[1]}//{match[2]}")
 
 
+def no_directory(path: Path) -> str:
+    """Message about a path that is not a directory, or is a URL where one belongs."""
+    if url := url_of_path(path):
+        return f"{url} is a URL, not a directory on this machine"
+    return f"{path} is not a directory"
+
+
 def parse_url(model: str) -> Url:
     """The parts of a URL. UsageError for a scheme or form that is not known."""
     match = _URL.fullmatch(model)

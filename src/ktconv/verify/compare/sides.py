@@ -22,6 +22,7 @@ from ktconv.formats import (
     tensor_name,
 )
 from ktconv.source import TensorRef
+from ktconv.source.remote.urls import no_directory
 from ktconv.system.arrays import F32, I8, U8, Bools
 from ktconv.system.files import translated
 from ktconv.targets.packed.weights import Geometry, PackedWeights, no_packed_experts, open_packed
@@ -42,7 +43,7 @@ class Input:
         with translated("read", directory):
             if not directory.is_dir():
                 raise UsageError(
-                    f"{directory} is not a directory",
+                    no_directory(directory),
                     "give outputs of quantize-cpu --method int4 or int8",
                 )
             self.packed: PackedWeights = open_packed(directory)

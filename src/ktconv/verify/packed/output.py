@@ -15,6 +15,7 @@ from ktconv.quantize.ways import WAYS
 from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.source.agreement import Dimensions
 from ktconv.source.model_source import ModelSource
+from ktconv.source.remote.urls import no_directory
 from ktconv.system.units import counted
 from ktconv.targets.packed.target import Options, make_plan, options_of_record
 from ktconv.targets.packed.weights import PackedWeights, no_packed_experts, open_packed
@@ -55,7 +56,7 @@ def open_cpu_output(output: Path, source: ModelSource | str | None) -> PackedOut
     Raises UsageError if there is nothing to verify, CheckpointError for an unusable source.
     """
     if not output.is_dir():
-        raise UsageError(f"{output} is not a directory", _HINT)
+        raise UsageError(no_directory(output), _HINT)
     packed = open_packed(output)
     manifest = _usable(read_manifest(output), output)
     if not packed.tensors and manifest is None and not packed.damaged:

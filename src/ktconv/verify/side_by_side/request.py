@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from ktconv.errors import UsageError
 from ktconv.source.model_source import ModelSource
+from ktconv.source.remote.urls import no_directory
 
 LEVELS = ("weights", "layers", "model")
 
@@ -51,4 +52,4 @@ class CompareRequest(Struct, frozen=True):
         if same := next((path for path, place in places if place == original), None):
             raise UsageError(f"{same} is the source", "omit it: the source has a row of its own")
         if missing := next((path for path in self.outputs if not path.is_dir()), None):
-            raise UsageError(f"{missing} is not a directory", "give outputs of ktconv")
+            raise UsageError(no_directory(missing), "give outputs of ktconv")

@@ -9,7 +9,7 @@ once for each of MULTIPLES of its searched scales, and the result with the small
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
@@ -21,6 +21,8 @@ from ktconv.system.arrays import F32, F64, I8, I32, I64
 
 if TYPE_CHECKING:
     from torch import Tensor
+else:
+    Tensor = Any  # help() evaluates annotations
 
 # Added to the diagonal, in units of its mean: the layer's profile times LEAST_DAMPING, and with few
 # tokens n times up to MORE_DAMPING, by K / n: their second moments say little about other tokens.
