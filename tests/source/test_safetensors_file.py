@@ -18,6 +18,7 @@ from hypothesis.extra import numpy as hnp
 
 from ktconv.errors import CheckpointError, ResourceError
 from ktconv.source import read_header
+from ktconv.source.safetensors_file import _checked, _sound
 from ktconv.source.strict_json import parse_object
 
 GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -140,6 +141,46 @@ def test_bad_entry(tmp_path: Path, wrong: Any, reason: str) -> None:
 def test_bad_coverage(tmp_path: Path, second: list[int], size: int, reason: str) -> None:
     header = json.dumps({"a": entry(), "b": entry(data_offsets=second)}).encode()
     assert reason in refusal(write(tmp_path, file_bytes(header, bytes(size))))
+
+
+SCALAR = '"dtype":"U8","shape":[],"data_offsets":[0,1]'
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{}",
+        '{"__metadata__":{},"a":{SCALAR}}',
+        '{"a":{SCALAR},"__metadata__":{"format":"pt","dtype":"x"}}',
+        '{"ä":{SCALAR},"b":{"shape":[0,3],"dtype":"F32","data_offsets":[1,1]}}',
+    ],
+)
+def test_a_sound_header_is_parsed_at_once(header: str, tmp_path: Path) -> None:
+    raw = header.replace("SCALAR", SCALAR).encode()
+    found = _sound(tmp_path, raw, 8)
+    assert found is not None and found == _checked(tmp_path, raw, 8)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"a:b":{"dtype":"U8","data_offsets":[0,1]}}',  # a colon of the name for that of the key
+        '{"a:b":{"shape":[],"data_offsets":[0,1]}}',
+        '{"a:b":{"dtype":"U8","shape":[]}}',
+        '{"a::b":{"dtype":"U8"}}',
+        '{"a":{"dtype":"U8","shape":[],"data_offsets":[1,0]}}',
+        '{"a:b":{"dtype":"U8","data_offsets":[1,0]}}',
+        '{"a":{SCALAR},"a":{SCALAR}}',
+        '{"a":{SCALAR,"shape":[]}}',
+        '{"a":{SCALAR,"more":1}}',
+        '{"a":{SCALAR},"__metadata__":{"x":"1","x":"2"}}',
+        '{"a":{SCALAR},"__metadata__":{"x":1}}',
+        '{"a":{SCALAR},"__metadata__":null}',
+        '{"a\\u0062":{SCALAR}}',
+    ],
+)
+def test_other_headers_are_looked_at_closely(header: str, tmp_path: Path) -> None:
+    assert _sound(tmp_path, header.replace("SCALAR", SCALAR).encode(), 8) is None
 
 
 def test_not_a_file(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from msgspec import Struct
+from msgspec import Meta, MsgspecError, Struct, field
+from msgspec.json import Decoder
 
 from ktconv.errors import CheckpointError
 from ktconv.source.strict_json import parse_object
@@ -90,16 +91,75 @@ def read_header(path: Path) -> Header:
 
 def _header(path: Path, raw: bytes, opened: Opened) -> Header:
     file_bytes, mtime_ns, etag = opened.state
-    entries = parse_object(raw, f"the header of {path}", _DAMAGED)
-    if b"\\u0000" in raw:
-        _refuse_nul(path, entries)
-    metadata = _check_metadata(path, entries.pop("__metadata__", {}))
     data_start = 8 + len(raw)
-    tensors = [_tensor(path, name, entry, data_start) for name, entry in entries.items()]
+    metadata, tensors = _sound(path, raw, data_start) or _checked(path, raw, data_start)
     tensors.sort(key=attrgetter("offset", "nbytes"))
     _check_coverage(path, tensors, data_start, file_bytes)
     digest = hashlib.sha256(raw).hexdigest()
     return Header(path, tensors, metadata, file_bytes, mtime_ns, digest, etag)
+
+
+_Parsed = tuple[Mapping[str, str], list[TensorRef]]  # metadata, and tensors in the file's order
+
+
+def _checked(path: Path, raw: bytes, data_start: int) -> _Parsed:
+    """The contents of a header. CheckpointError for whatever is wrong, tensor by tensor."""
+    entries = parse_object(raw, f"the header of {path}", _DAMAGED)
+    if b"\\u0000" in raw:
+        _refuse_nul(path, entries)
+    metadata = _check_metadata(path, entries.pop("__metadata__", {}))
+    return metadata, [_tensor(path, name, entry, data_start) for name, entry in entries.items()]
+
+
+_Size = Annotated[int, Meta(ge=0, le=_MAX_SIZE - 1)]
+
+
+class _Entry(Struct, gc=False):
+    """One tensor of a header. Defaults, which stand for what is missing, are never sound."""
+
+    dtype: str = ""
+    shape: tuple[_Size, ...] = (-1,)
+    data_offsets: tuple[_Size, _Size] = (1, 0)
+
+
+class _WithMetadata(Struct):
+    metadata: dict[str, str] = field(name="__metadata__", default_factory=dict)
+
+
+_ENTRIES, _METADATA = Decoder(dict[str, _Entry]), Decoder(_WithMetadata)
+
+
+def _sound(path: Path, raw: bytes, data_start: int) -> _Parsed | None:
+    """What `_checked` returns, in a third of the time; None for a header of which this cannot tell
+    that it is sound.
+
+    Strings without escapes are what stands there. A key has a colon, an object a brace, and strings
+    can only add to both: with as many as all entries need, no key occurs twice, and none is there
+    besides.
+    """
+    if b"\\" in raw:
+        return None
+    try:
+        entries, metadata = _ENTRIES.decode(raw), _METADATA.decode(raw).metadata
+    except (MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    keys = len(entries) + len(metadata)
+    objects = 1 + len(entries)
+    entries.pop("__metadata__", None)
+    if raw.count(b"{") != objects or raw.count(b":") != keys + 3 * len(entries):
+        return None
+    needed: dict[tuple[str, tuple[int, ...]], int] = {}  # bytes by dtype and shape: of few kinds
+    tensors = []
+    for name, entry in entries.items():
+        kind = entry.dtype, entry.shape
+        begin, end = entry.data_offsets
+        if needed.get(kind) != end - begin:
+            bits = math.prod(entry.shape) * BITS_PER_ELEMENT.get(entry.dtype, -1)
+            if bits < 0 or bits != 8 * (end - begin):
+                return None
+            needed[kind] = end - begin
+        tensors.append(TensorRef(name, path, *kind, data_start + begin, end - begin))
+    return metadata, tensors
 
 
 def header_mentions(path: Path, text: bytes) -> bool:
