@@ -14,7 +14,7 @@ from ktconv.targets.consumers import refuse_biases
 from ktconv.targets.encoded.kept import awq_group, is_kept
 from ktconv.targets.encoded.readers import readers_of
 from ktconv.targets.encoded.scheme import Scheme, group_size_of, names_of
-from ktconv.targets.encoded.target import encoded_bytes, matrix_kinds, weight_dtype
+from ktconv.targets.encoded.target import encoded_bytes, weight_dtype
 
 _SHORT = 5.0  # bits per weight: sources below it were quantized to 4 or 5 bits
 _INTEGER_BITS = {"int4": 4, "int8": 8}
@@ -23,9 +23,12 @@ _INTEGER_BITS = {"int4": 4, "int8": 8}
 def methods(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """Methods with the bytes of all experts, and in words what each does to the source's numbers.
     Of those that write a checkpoint also the engines that load the whole of it."""
-    sizes = Counter((one.element, one.rows, one.cols) for one in _matrices(checkpoint))
-    nbytes = sum(count * element.nbytes(*size) for (element, *size), count in sizes.items())
-    weights = sum(count * rows * cols for (_, rows, cols), count in sizes.items())
+    # A hundred thousand matrices are counted once.
+    found = Counter(
+        (one.element, one.rows, one.cols, weight_dtype(one)) for one in _matrices(checkpoint)
+    )
+    nbytes = sum(count * element.nbytes(*size) for (element, *size, _), count in found.items())
+    weights = sum(count * rows * cols for (_, rows, cols, _), count in found.items())
     bits = 8 * nbytes / weights
     packed: dict[str, Any] = {
         method: {
@@ -40,14 +43,18 @@ def methods(checkpoint: Checkpoint) -> Mapping[str, Any]:
         }
         for method in output_formats()
     }
-    return {**packed, **_encoded(checkpoint)}
+    counts: Counter[tuple[int, int, str]] = Counter()
+    for (_, rows, cols, dtype), count in found.items():
+        counts[rows, cols, dtype] += count
+    return {**packed, **_encoded(checkpoint, counts)}
 
 
-def _encoded(checkpoint: Checkpoint) -> Mapping[str, Any]:
+def _encoded(
+    checkpoint: Checkpoint, counts: Mapping[tuple[int, int, str], int]
+) -> Mapping[str, Any]:
     """Methods that write a checkpoint, with their bytes and effects; why not, where the model
     cannot have them."""
     found: dict[str, Any] = {}
-    counts = matrix_kinds(_matrices(checkpoint))
     for name in names_of("quantize-cpu"):
         size = awq_group(checkpoint.layers) if name == "awq" else None
         scheme = Scheme(name, size or group_size_of(name))

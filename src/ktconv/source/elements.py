@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 
-class Element(Struct, frozen=True):
+class Element(Struct, frozen=True, cache_hash=True):
     """A stored unit: `unit_bytes` bytes with `unit_rows` x `unit_cols` adjacent numbers of a
     matrix [out, in], and how many `items` of the tensor's dtype those bytes are."""
 

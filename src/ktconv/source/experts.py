@@ -147,7 +147,11 @@ def _group_by_expert(stack: Stack) -> _Found:
         number, _, tail = rest.partition(".")
         if tail in tails and number in numbers:
             which, part = tails[tail]
-            parts = numbers[number].setdefault(which, {})
+            expert = numbers[number]
+            parts = expert.get(which)
+            if parts is None:
+                expert[which] = {part: tensor}
+                continue
             if part in parts:
                 raise _twice(parts[part], tensor)
             parts[part] = tensor
@@ -326,6 +330,10 @@ class _EncodingsOfLayer:
         return "+".join(self._seen)
 
     def matrix(self, parts: Parts, views: _Views) -> ExpertMatrix:
+        if len(parts) == 1 and not self._config.described:
+            ((part, one),) = parts.items()  # a kind as `_kind_of` has it, without its call
+            if plain := self._plain.get((id(views), part, one.dtype, one.shape)):
+                return ExpertMatrix(one, *plain[1])
         if self._config.described:
             check_described(parts, self._config.described)
         encoding, matrix = self._stored(parts, views)
