@@ -130,12 +130,12 @@ _ENTRIES, _METADATA = Decoder(dict[str, _Entry]), Decoder(_WithMetadata)
 
 
 def _sound(path: Path, raw: bytes, data_start: int) -> _Parsed | None:
-    """What `_checked` returns, in a third of the time; None for a header of which this cannot tell
-    that it is sound.
+    """The contents of a header that is sound, in a third of the time; None for any other, and for
+    some that are.
 
-    Strings without escapes are what stands there. A key has a colon, an object a brace, and strings
-    can only add to both: with as many as all entries need, no key occurs twice, and none is there
-    besides.
+    Strings without escapes are as they stand there. A key has a colon, an object a brace, and
+    strings can only add to both: with as many as all entries need, no key occurs twice, and none is
+    there besides.
     """
     if b"\\" in raw:
         return None
