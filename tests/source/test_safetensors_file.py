@@ -170,6 +170,10 @@ def test_a_sound_header_is_parsed_at_once(header: str, tmp_path: Path) -> None:
         '{"a::b":{"dtype":"U8"}}',
         '{"a":{"dtype":"U8","shape":[],"data_offsets":[1,0]}}',
         '{"a:b":{"dtype":"U8","data_offsets":[1,0]}}',
+        '{"a":{"dtype":"X","shape":[0],"data_offsets":[0,0]}}',  # no bytes of a dtype that is none
+        '{"a":{"shape":[0],"data_offsets":[0,0],"more":1}}',
+        '{"a":{"shape":[0],"data_offsets":[0,0],"shape":[0]}}',
+        '{"a":{"dtype":"U8","more":0,"other":0}}',
         '{"a":{SCALAR},"a":{SCALAR}}',
         '{"a":{SCALAR,"shape":[]}}',
         '{"a":{SCALAR,"more":1}}',

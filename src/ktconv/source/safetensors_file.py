@@ -154,8 +154,8 @@ def _sound(path: Path, raw: bytes, data_start: int) -> _Parsed | None:
         kind = entry.dtype, entry.shape
         begin, end = entry.data_offsets
         if needed.get(kind) != end - begin:
-            bits = math.prod(entry.shape) * BITS_PER_ELEMENT.get(entry.dtype, -1)
-            if bits < 0 or bits != 8 * (end - begin):
+            bits = BITS_PER_ELEMENT.get(entry.dtype)
+            if bits is None or begin > end or math.prod(entry.shape) * bits != 8 * (end - begin):
                 return None
             needed[kind] = end - begin
         tensors.append(TensorRef(name, path, *kind, data_start + begin, end - begin))
