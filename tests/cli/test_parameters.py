@@ -34,6 +34,7 @@ def declared(
     whole_number: Annotated[int | None, option("Number.", "N", min=0, max=8)] = None,
     part: Annotated[float, option("Part.", "F", min=0.0, max=1.0)] = 0.5,
     any_number: Annotated[float, option("Number.", "F")] = 1.5,
+    least: Annotated[float, option("Number.", "F", min=0.0)] = 0.0,
     kind: Annotated[Kind, choice(Kind, "Kind.", "--kind", "--old")] = "int4",
     many: Annotated[list[str] | None, option("Many.", "M")] = None,
     deep: Annotated[bool, flag("--deep", "Deep.")] = False,
@@ -54,8 +55,8 @@ def called(*words: str) -> tuple[dict[str, Any], str]:
 def test_defaults_and_types() -> None:
     assert called("here")[0] == {
         "context": click.Context, "place": Path("here"), "more": None, "text": "none",
-        "whole_number": None, "part": 0.5, "any_number": 1.5, "kind": "int4", "many": None,
-        "deep": False, "mtp": None,
+        "whole_number": None, "part": 0.5, "any_number": 1.5, "least": 0.0, "kind": "int4",
+        "many": None, "deep": False, "mtp": None,
     }  # fmt: skip
 
 
@@ -87,6 +88,8 @@ def test_values(words: list[str], name: str, value: object) -> None:
         (["here", "--whole-number=x"], "'x' is not a valid integer"),
         (["here", "--part=2"], "2.0 is not in the range 0.0<=x<=1.0"),
         (["here", "--part=nan"], "nan is not a number"),
+        (["here", "--least=nan"], "nan is not a number"),
+        (["here", "--any-number=nan"], "nan is not a number"),
         (["here", "--any-number=x"], "'x' is not a valid number"),
         (["here", "--kind=x"], "'x' is not one of 'int4', 'FP8'"),
         (["here", "--deep=x"], "does not take a value"),

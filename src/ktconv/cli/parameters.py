@@ -168,13 +168,13 @@ class _Whole(click.IntRange):
 
 
 class _Number(click.FloatRange):
-    """Numbers, within limits where there are some, which NaN is not."""
+    """Numbers, within limits where there are some. NaN is none: no check against it fails."""
 
     name = "number"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         number = super().convert(value, param, ctx)
-        if self.max is not None and math.isnan(number):
+        if math.isnan(number):
             self.fail(f"{value} is not a number.", param, ctx)
         return number
 
