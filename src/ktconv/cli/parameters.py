@@ -9,6 +9,7 @@ them where a default means that nothing was given.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -162,9 +163,14 @@ def _type(kind: Any, declared: Declared) -> Any:
 
 
 class _Whole(click.IntRange):
-    """Whole numbers, within limits where there are some."""
+    """Whole numbers, within limits where there are some; programs have some as 2.0."""
 
     name = "integer"  # of messages
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]+\.0+\s*", value):
+            value = value.partition(".")[0]
+        return super().convert(value, param, ctx)
 
 
 class _Number(click.FloatRange):
