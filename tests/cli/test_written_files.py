@@ -122,6 +122,7 @@ def test_files_that_options_name_are_written_in_one_way() -> None:
         if ways.search(path.read_text())
     }
     assert found == {
+        "cli/completion.py",  # below the home directory, where shells look
         "conversion/run.py",  # README.md of an output
         "distributed/conversion.py",  # a file that nodes look for
         "distributed/units.py",  # likewise

@@ -14,7 +14,8 @@ from ktconv.cli.commands import COMMANDS
 from ktconv.cli.parameters import callback_of, flag, parameters_of
 from ktconv.cli.parsing import Command, Group
 
-_ABOUT_ITSELF = {"-h", "--help", "--version", "--json"}  # options of `ktconv` alone
+_INSTALL, _SHOW = "--install-completion", "--show-completion"
+_ABOUT_ITSELF = {"-h", "--help", "--version", "--json", _INSTALL, _SHOW}  # of `ktconv` alone
 
 
 def _root(
@@ -23,7 +24,18 @@ def _root(
     as_json: Annotated[
         bool, flag("--json", "With --version: what this build is, as JSON.")
     ] = False,
+    install_completion: Annotated[
+        bool, flag(_INSTALL, "Install the completion of $SHELL.", is_hidden=True)
+    ] = False,
+    show_completion: Annotated[
+        bool, flag(_SHOW, "Print the completion of $SHELL.", is_hidden=True)
+    ] = False,
 ) -> None:
+    if install_completion or show_completion:
+        from ktconv.cli.completion import complete_own_shell
+
+        complete_own_shell(install_completion)
+        raise click.exceptions.Exit
     if version:
         print(_build() if as_json else f"ktconv {__version__}")
         raise click.exceptions.Exit

@@ -39,6 +39,7 @@ class Declared(Struct, frozen=True):
     min: float | None = None
     max: float | None = None
     is_argument: bool = False
+    is_hidden: bool = False  # an old spelling, which no help shows
 
 
 def argument(words: str, metavar: str, detail: str = "") -> Declared:
@@ -56,9 +57,11 @@ def option(
     return Declared(words, metavar, names, panel, detail, **limits)
 
 
-def flag(names: str, words: str, panel: str = help.RUN, detail: str = "") -> Declared:
+def flag(
+    names: str, words: str, panel: str = help.RUN, detail: str = "", is_hidden: bool = False
+) -> Declared:
     """An option without a value, like "--compat" or "--mtp/--no-mtp"."""
-    return Declared(words, None, (names,), panel, detail)
+    return Declared(words, None, (names,), panel, detail, is_hidden=is_hidden)
 
 
 def choice(
@@ -233,5 +236,5 @@ class Option(_Described, click.Option):
     """An option of a command."""
 
     def __init__(self, declared: Declared, names: Sequence[str], **about: Any) -> None:
-        super().__init__(names, metavar=declared.metavar, **about)
+        super().__init__(names, metavar=declared.metavar, hidden=declared.is_hidden, **about)
         self.describe(declared)
