@@ -1,7 +1,5 @@
-/* The table row of BF16 weights, their packing and scalar product. */
+/* The table row of BF16 weights, their packing and their numbers. */
 #include "bf16.h"
-
-#include "../cpu.h"
 
 #include <string.h>
 
@@ -34,25 +32,10 @@ static void decode_row(const kt_weight *w, int64_t n, double *out) {
   }
 }
 
-void kt_bf16_product_scalar(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
-                            int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
-  kt_bf16_product_rows(decode_row, w, strip, strips, x, stride, tokens, out, panel);
-}
-
-void kt_bf16_adding_product_scalar(const kt_weight *w, int64_t strip, int64_t strips,
-                                   const uint8_t *x, int64_t stride, int64_t tokens, float *out,
-                                   uint8_t *panel) {
-  kt_bf16_adding_product_rows(decode_row, w, strip, strips, x, stride, tokens, out, panel);
-}
-
 static uint16_t number(const kt_weight *w, int64_t n, int64_t k) {
   uint16_t bits;
   memcpy(&bits, w->codes + pair_at(w->cols, n, k) + k % 2 * 2, sizeof bits);
   return bits;
-}
-
-void kt_bf16_transpose_scalar(const kt_weight *w, int64_t column, uint8_t *strip) {
-  kt_transpose_numbers(number, w, column, strip);
 }
 
 const kt_weight_format kt_bf16_format = {
@@ -65,17 +48,8 @@ const kt_weight_format kt_bf16_format = {
     .scale_units = 1,
     .unpack_row = unpack_row,
     .pack_tile = pack_tile,
-    .rows_kind = KT_ROWS_BF16,
-    .product[KT_ISA_SCALAR] = kt_bf16_product_scalar,
-    .transpose[KT_ISA_SCALAR] = kt_bf16_transpose_scalar,
-#if KT_X86
-    .transpose[KT_ISA_AVX512_VBMI] = kt_bf16_transpose_avx512,
-    .product[KT_ISA_AVX512_ZEN] = kt_bf16_product_avx512,
-    .product[KT_ISA_AVX512] = kt_bf16_product_float_avx512,
-    .product[KT_ISA_AVX2] = kt_bf16_product_avx2,
-    .product[KT_ISA_AMX] = kt_bf16_product_amx,
-    .stream[KT_ISA_AMX] = kt_bf16_stream_amx,
+    .decode_row = decode_row,
+    .number = number,
     .least_tokens = {1},
-    .transposed = kt_bf16_transposed_amx,
-#endif
+    KT_BF16_CELLS(bf16),
 };

@@ -58,6 +58,9 @@ struct kt_weight_format {
 
   /* Multiplying. */
   kt_rows_kind rows_kind;
+  kt_decode_row_fn *decode_row; /* with KT_ROWS_BF16 */
+  kt_group_codes_fn *codes_of;  /* with KT_ROWS_GROUP */
+  kt_number_fn *number;
   kt_product_fn *product[KT_LEVELS]; /* without a scalar one there are no kernels */
   /* Beside the product of the same level; NULL: it is called for several strips. */
   kt_stream_fn *stream[KT_LEVELS];

@@ -1,5 +1,7 @@
 #include "scales.h"
 
+#include "../quantize/rounding.h"
+#include "../simd/bits.h"
 #include "../simd/target.h"
 
 #include <math.h>
@@ -18,21 +20,9 @@ int64_t kt_scale_count(const kt_layout *layout, int64_t rows, int64_t cols) {
   return kt_format_of(layout)->scale_rows > 1 ? rows / KT_STRIP * groups : rows * groups;
 }
 
-static float from_bits(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-static uint32_t bits_of(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
 double kt_scale_value(int32_t dtype, const void *scale, int64_t i) {
   if (dtype == KT_SCALE_F32) return ((const float *)scale)[i];
-  if (dtype == KT_SCALE_BF16) return from_bits((uint32_t)((const uint16_t *)scale)[i] << 16);
+  if (dtype == KT_SCALE_BF16) return kt_float((uint32_t)((const uint16_t *)scale)[i] << 16);
   const uint8_t code = ((const uint8_t *)scale)[i];
   const uint64_t wide = (uint64_t)(code + 1023 - 127) << 52;
   double value;
@@ -45,17 +35,22 @@ double kt_group_scale(const kt_weight *w, int64_t n, int64_t g) {
                         kt_group_scale_index(w->cols, w->layout.group, n, g));
 }
 
+float kt_scale_to_127(float amax) {
+  const uint32_t reciprocal_of_127 = 0x3c010204u; /* fl32(1/127) */
+  return kt_flush(kt_flush(amax) * kt_float(reciprocal_of_127));
+}
+
 float kt_scale_round(int32_t dtype, float value) {
   if (dtype == KT_SCALE_F32) return value;
-  const uint32_t bits = bits_of(value);
-  return from_bits((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
+  const uint32_t bits = kt_bits(value);
+  return kt_float((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
 }
 
 void kt_scale_store(int32_t dtype, void *scale, int64_t i, float value) {
   if (dtype == KT_SCALE_F32)
     ((float *)scale)[i] = value;
   else
-    ((uint16_t *)scale)[i] = (uint16_t)(bits_of(value) >> 16);
+    ((uint16_t *)scale)[i] = (uint16_t)(kt_bits(value) >> 16);
 }
 
 /* ---- Orders ---------------------------------------------------------------- */

@@ -26,6 +26,10 @@ double kt_scale_value(int32_t dtype, const void *scale, int64_t i);
 /* The same of the packed scale of (row n, group g). */
 double kt_group_scale(const kt_weight *w, int64_t n, int64_t g);
 
+/* The scale of a row or group of codes of 8 bits, from its largest magnitude: amax * fl32(1/127), a
+ * product, not a quotient. */
+float kt_scale_to_127(float amax);
+
 /* A finite value >= 0 as the dtype stores it, F32 or BF16: rounded to nearest, ties to even. */
 float kt_scale_round(int32_t dtype, float value);
 

@@ -44,11 +44,7 @@ void kt_fp4_pack_tile(const uint8_t *codes, size_t row_size, uint8_t *tile);
 
 enum { KT_MXFP4_GROUP = 32 };
 
-kt_transpose_fn kt_mxfp4_transpose_scalar, kt_mxfp4_transpose_avx512;
-kt_stream_fn kt_mxfp4_stream_amx;
-kt_transposed_fn kt_mxfp4_transposed_amx;
-kt_product_fn kt_mxfp4_product_scalar, kt_mxfp4_product_avx2, kt_mxfp4_product_avx512,
-    kt_mxfp4_product_float_avx512, kt_mxfp4_product_amx;
+KT_BF16_KERNELS(mxfp4);
 
 /* UE8M0 scales, whose products with all codes bf16 holds: 0.5 * 2^-125 is the smallest normal
  * number, 6 * 2^125 finite. */
@@ -66,11 +62,7 @@ enum {
   KT_NVFP4_PLAIN = KT_TILE_COLS / 2 + KT_NVFP4_TILE_GROUPS /* bytes of a row's 32 columns */
 };
 
-kt_transpose_fn kt_nvfp4_transpose_scalar, kt_nvfp4_transpose_avx512;
-kt_stream_fn kt_nvfp4_stream_amx;
-kt_transposed_fn kt_nvfp4_transposed_amx;
-kt_product_fn kt_nvfp4_product_scalar, kt_nvfp4_product_avx2, kt_nvfp4_product_avx512,
-    kt_nvfp4_product_float_avx512, kt_nvfp4_product_amx;
+KT_BF16_KERNELS(nvfp4);
 
 /* Packed tiles, without the scales of rows, as tiles of bf16 (bf16_gemm.h), 64-byte aligned. */
 void kt_nvfp4_decode_tiles(const uint8_t *codes, int64_t tiles, uint8_t *out);

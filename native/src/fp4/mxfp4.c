@@ -1,7 +1,6 @@
-/* The table row of MXFP4 weights, their packing and scalar product. */
+/* The table row of MXFP4 weights, their packing and their numbers. */
 #include "fp4.h"
 
-#include "../cpu.h"
 #include "../simd/bits.h"
 
 static void unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_t n,
@@ -22,11 +21,6 @@ static void decode_row(const kt_weight *w, int64_t n, double *out) {
     out[k] = kt_bf16_value(code_at(w, n, k)) * kt_group_scale(w, n, k / KT_MXFP4_GROUP);
 }
 
-void kt_mxfp4_product_scalar(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
-                             int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
-  kt_bf16_product_rows(decode_row, w, strip, strips, x, stride, tokens, out, panel);
-}
-
 /* Times the scale, where that is a power of two. Down to 2^-128, the smallest, bf16 has the product
  * (below 2^-126 as a denormal, which VDPBF16PS takes for 0); from 2^128 on it is infinity, as in
  * binary32. */
@@ -34,10 +28,6 @@ static uint16_t number(const kt_weight *w, int64_t n, int64_t k) {
   const uint16_t code = code_at(w, n, k);
   if (w->layout.scale_dtype != KT_SCALE_UE8M0) return code;
   return kt_bf16_bits((float)(kt_bf16_value(code) * kt_group_scale(w, n, k / KT_MXFP4_GROUP)));
-}
-
-void kt_mxfp4_transpose_scalar(const kt_weight *w, int64_t column, uint8_t *strip) {
-  kt_transpose_numbers(number, w, column, strip);
 }
 
 const kt_weight_format kt_mxfp4_format = {
@@ -51,18 +41,9 @@ const kt_weight_format kt_mxfp4_format = {
     .unpack_row = unpack_row,
     .pack_tile = kt_fp4_pack_tile,
     .scale_units = 1,
-    .rows_kind = KT_ROWS_BF16,
-    .product[KT_ISA_SCALAR] = kt_mxfp4_product_scalar,
-    .transpose[KT_ISA_SCALAR] = kt_mxfp4_transpose_scalar,
+    .decode_row = decode_row,
+    .number = number,
     .scaled_strips = 1u << KT_SCALE_UE8M0,
-#if KT_X86
-    .transpose[KT_ISA_AVX512_VBMI] = kt_mxfp4_transpose_avx512,
-    .product[KT_ISA_AVX512_ZEN] = kt_mxfp4_product_avx512,
-    .product[KT_ISA_AVX512] = kt_mxfp4_product_float_avx512,
-    .product[KT_ISA_AVX2] = kt_mxfp4_product_avx2,
-    .product[KT_ISA_AMX] = kt_mxfp4_product_amx,
-    .stream[KT_ISA_AMX] = kt_mxfp4_stream_amx,
     .least_tokens = {3},
-    .transposed = kt_mxfp4_transposed_amx,
-#endif
+    KT_BF16_CELLS(mxfp4),
 };

@@ -1,7 +1,6 @@
-/* The table row of NVFP4 weights, their packing and scalar product. */
+/* The table row of NVFP4 weights, their packing and their numbers. */
 #include "fp4.h"
 
-#include "../cpu.h"
 #include "../gemm/e4m3.h"
 #include "../simd/bits.h"
 
@@ -48,17 +47,8 @@ static void decode_row(const kt_weight *w, int64_t n, double *out) {
   for (int64_t k = 0; k < w->cols; k++) out[k] = number_at(w, n, k) * scale;
 }
 
-void kt_nvfp4_product_scalar(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
-                             int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
-  kt_bf16_product_rows(decode_row, w, strip, strips, x, stride, tokens, out, panel);
-}
-
 static uint16_t number(const kt_weight *w, int64_t n, int64_t k) {
   return kt_bf16_bits((float)number_at(w, n, k));
-}
-
-void kt_nvfp4_transpose_scalar(const kt_weight *w, int64_t column, uint8_t *strip) {
-  kt_transpose_numbers(number, w, column, strip);
 }
 
 const kt_weight_format kt_nvfp4_format = {
@@ -74,17 +64,8 @@ const kt_weight_format kt_nvfp4_format = {
     .unpack_row = unpack_row,
     .pack_tile = pack_tile,
     .is_finite = is_finite,
-    .rows_kind = KT_ROWS_BF16,
-    .product[KT_ISA_SCALAR] = kt_nvfp4_product_scalar,
-    .transpose[KT_ISA_SCALAR] = kt_nvfp4_transpose_scalar,
-#if KT_X86
-    .transpose[KT_ISA_AVX512_VBMI] = kt_nvfp4_transpose_avx512,
-    .product[KT_ISA_AVX512_ZEN] = kt_nvfp4_product_avx512,
-    .product[KT_ISA_AVX512] = kt_nvfp4_product_float_avx512,
-    .product[KT_ISA_AVX2] = kt_nvfp4_product_avx2,
-    .product[KT_ISA_AMX] = kt_nvfp4_product_amx,
-    .stream[KT_ISA_AMX] = kt_nvfp4_stream_amx,
+    .decode_row = decode_row,
+    .number = number,
     .least_tokens = {4},
-    .transposed = kt_nvfp4_transposed_amx,
-#endif
+    KT_BF16_CELLS(nvfp4),
 };

@@ -1,7 +1,5 @@
-/* The table row of FP8 weights, the packing of E4M3 codes, and the scalar product. */
+/* The table row of FP8 weights, the packing of E4M3 codes, and their numbers. */
 #include "fp8.h"
-
-#include "../cpu.h"
 
 #include <string.h>
 
@@ -47,15 +45,6 @@ static void decode_row(const kt_weight *w, int64_t n, double *out) {
     out[k] = kt_bf16_value(kt_fp8_number(w, n, k)) * scale_of(w, n, k);
 }
 
-void kt_fp8_product_scalar(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
-                           int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
-  kt_bf16_product_rows(decode_row, w, strip, strips, x, stride, tokens, out, panel);
-}
-
-void kt_fp8_transpose_scalar(const kt_weight *w, int64_t column, uint8_t *strip) {
-  kt_transpose_numbers(kt_fp8_number, w, column, strip);
-}
-
 const kt_weight_format kt_fp8_format = {
     .bits = 8,
     .plain_bits = 8,
@@ -68,17 +57,8 @@ const kt_weight_format kt_fp8_format = {
     .unpack_row = kt_fp8_unpack_row,
     .pack_tile = kt_fp8_pack_tile,
     .is_finite = kt_fp8_is_finite,
-    .rows_kind = KT_ROWS_BF16,
-    .product[KT_ISA_SCALAR] = kt_fp8_product_scalar,
-    .transpose[KT_ISA_SCALAR] = kt_fp8_transpose_scalar,
-#if KT_X86
-    .transpose[KT_ISA_AVX512_VBMI] = kt_fp8_transpose_avx512,
-    .product[KT_ISA_AVX512_ZEN] = kt_fp8_product_avx512,
-    .product[KT_ISA_AVX512] = kt_fp8_product_float_avx512,
-    .product[KT_ISA_AVX2] = kt_fp8_product_avx2,
-    .product[KT_ISA_AMX] = kt_fp8_product_amx,
-    .stream[KT_ISA_AMX] = kt_fp8_stream_amx,
+    .decode_row = decode_row,
+    .number = kt_fp8_number,
     .least_tokens = {2, 2},
-    .transposed = kt_fp8_transposed_amx,
-#endif
+    KT_BF16_CELLS(fp8),
 };

@@ -25,11 +25,7 @@ void kt_fp8_unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_
 /* The number of (row n, column k) without its scale, bf16 bits. */
 uint16_t kt_fp8_number(const kt_weight *w, int64_t n, int64_t k);
 
-kt_transpose_fn kt_fp8_transpose_scalar, kt_fp8_transpose_avx512;
-kt_stream_fn kt_fp8_stream_amx;
-kt_transposed_fn kt_fp8_transposed_amx;
-kt_product_fn kt_fp8_product_scalar, kt_fp8_product_avx2, kt_fp8_product_avx512,
-    kt_fp8_product_float_avx512, kt_fp8_product_amx;
+KT_BF16_KERNELS(fp8);
 
 /* ---- MXFP8 ------------------------------------------------------------------- */
 
@@ -39,10 +35,6 @@ enum { KT_MXFP8_GROUP = 32 };
  * number, 448 * 2^119 finite. */
 enum { KT_MXFP8_EXACT_FIRST = 10, KT_MXFP8_EXACT_LAST = 246 };
 
-kt_transpose_fn kt_mxfp8_transpose_scalar, kt_mxfp8_transpose_avx512;
-kt_stream_fn kt_mxfp8_stream_amx;
-kt_transposed_fn kt_mxfp8_transposed_amx;
-kt_product_fn kt_mxfp8_product_scalar, kt_mxfp8_product_avx2, kt_mxfp8_product_avx512,
-    kt_mxfp8_product_float_avx512, kt_mxfp8_product_amx;
+KT_BF16_KERNELS(mxfp8);
 
 #endif

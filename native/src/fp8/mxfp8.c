@@ -1,7 +1,6 @@
-/* The table row of MXFP8 weights, and their scalar product. */
+/* The table row of MXFP8 weights, and their numbers. */
 #include "fp8.h"
 
-#include "../cpu.h"
 #include "../simd/bits.h"
 
 #include <float.h>
@@ -15,20 +14,11 @@ static void decode_row(const kt_weight *w, int64_t n, double *out) {
   for (int64_t k = 0; k < w->cols; k++) out[k] = value_of(w, n, k);
 }
 
-void kt_mxfp8_product_scalar(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
-                             int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
-  kt_bf16_product_rows(decode_row, w, strip, strips, x, stride, tokens, out, panel);
-}
-
 /* Times the scale. Below 2^-126 it is 0, for which VDPBF16PS takes what is denormal, and of which
  * bf16 does not have all; from 2^128 on it is infinity, as in binary32. */
 static uint16_t number(const kt_weight *w, int64_t n, int64_t k) {
   const double value = value_of(w, n, k);
   return kt_bf16_bits((float)(fabs(value) < (double)FLT_MIN ? copysign(0.0, value) : value));
-}
-
-void kt_mxfp8_transpose_scalar(const kt_weight *w, int64_t column, uint8_t *strip) {
-  kt_transpose_numbers(number, w, column, strip);
 }
 
 const kt_weight_format kt_mxfp8_format = {
@@ -43,18 +33,9 @@ const kt_weight_format kt_mxfp8_format = {
     .unpack_row = kt_fp8_unpack_row,
     .pack_tile = kt_fp8_pack_tile,
     .is_finite = kt_fp8_is_finite,
-    .rows_kind = KT_ROWS_BF16,
-    .product[KT_ISA_SCALAR] = kt_mxfp8_product_scalar,
-    .transpose[KT_ISA_SCALAR] = kt_mxfp8_transpose_scalar,
+    .decode_row = decode_row,
+    .number = number,
     .scaled_strips = 1u << KT_SCALE_UE8M0,
-#if KT_X86
-    .transpose[KT_ISA_AVX512_VBMI] = kt_mxfp8_transpose_avx512,
-    .product[KT_ISA_AVX512_ZEN] = kt_mxfp8_product_avx512,
-    .product[KT_ISA_AVX512] = kt_mxfp8_product_float_avx512,
-    .product[KT_ISA_AVX2] = kt_mxfp8_product_avx2,
-    .product[KT_ISA_AMX] = kt_mxfp8_product_amx,
-    .stream[KT_ISA_AMX] = kt_mxfp8_stream_amx,
     .least_tokens = {2},
-    .transposed = kt_mxfp8_transposed_amx,
-#endif
+    KT_BF16_CELLS(mxfp8),
 };

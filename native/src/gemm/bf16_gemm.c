@@ -16,9 +16,10 @@ static double dot(const double *w, const uint8_t *x, int64_t cols) {
 }
 
 /* adding: out += it. */
-KT_INLINE void product_rows(const int adding, kt_decode_row_fn *decode_row, const kt_weight *w,
-                            int64_t strip, int64_t strips, const uint8_t *x, int64_t stride,
-                            int64_t tokens, float *out, uint8_t *panel) {
+KT_INLINE void product(const int adding, const kt_weight *w, int64_t strip, int64_t strips,
+                       const uint8_t *x, int64_t stride, int64_t tokens, float *out,
+                       uint8_t *panel) {
+  kt_decode_row_fn *const decode_row = kt_format_of(&w->layout)->decode_row;
   double *const row = (double *)(void *)panel;
   for (int64_t i = 0; i < strips * KT_STRIP; i++) {
     decode_row(w, strip * KT_STRIP + i, row);
@@ -30,20 +31,19 @@ KT_INLINE void product_rows(const int adding, kt_decode_row_fn *decode_row, cons
   }
 }
 
-void kt_bf16_product_rows(kt_decode_row_fn *decode_row, const kt_weight *w, int64_t strip,
-                          int64_t strips, const uint8_t *x, int64_t stride, int64_t tokens,
-                          float *out, uint8_t *panel) {
-  product_rows(0, decode_row, w, strip, strips, x, stride, tokens, out, panel);
+void kt_bf16_product_scalar(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
+                            int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
+  product(0, w, strip, strips, x, stride, tokens, out, panel);
 }
 
-void kt_bf16_adding_product_rows(kt_decode_row_fn *decode_row, const kt_weight *w, int64_t strip,
-                                 int64_t strips, const uint8_t *x, int64_t stride, int64_t tokens,
-                                 float *out, uint8_t *panel) {
-  product_rows(1, decode_row, w, strip, strips, x, stride, tokens, out, panel);
+void kt_bf16_adding_product_scalar(const kt_weight *w, int64_t strip, int64_t strips,
+                                   const uint8_t *x, int64_t stride, int64_t tokens, float *out,
+                                   uint8_t *panel) {
+  product(1, w, strip, strips, x, stride, tokens, out, panel);
 }
 
-void kt_transpose_numbers(kt_number_fn *number, const kt_weight *w, int64_t column,
-                          uint8_t *strip) {
+void kt_transpose_scalar(const kt_weight *w, int64_t column, uint8_t *strip) {
+  kt_number_fn *const number = kt_format_of(&w->layout)->number;
   for (int64_t n = 0; n < w->rows; n++)
     for (int64_t i = 0; i < KT_STRIP; i++) {
       const uint16_t bits = number(w, n, column + i);

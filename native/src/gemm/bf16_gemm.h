@@ -26,24 +26,37 @@ static inline int64_t kt_strip_at(int64_t i, int64_t k) {
          k % KT_TILE_COLS / 2 * KT_LINE + i % KT_HALF_ROWS * 4 + k % 2 * 2;
 }
 
-/* The number of (row n, column k) as a strip of the transpose has it, bf16 bits. */
-typedef uint16_t kt_number_fn(const kt_weight *w, int64_t n, int64_t k);
+/* The scalar cell of every format, number by number. */
+kt_transpose_fn kt_transpose_scalar;
 
-/* The scalar transposition of every format: kt_transpose_fn, number by number. */
-void kt_transpose_numbers(kt_number_fn *number, const kt_weight *w, int64_t column, uint8_t *strip);
+/* The scalar cell of formats with bf16 rows: binary64 products and sums, rounded once. The second
+ * adds to out. */
+kt_product_fn kt_bf16_product_scalar, kt_bf16_adding_product_scalar;
 
-/* Row n of w, scales applied: exact in binary64. */
-typedef void kt_decode_row_fn(const kt_weight *w, int64_t n, double *out);
+/* The kernels of a format with bf16 rows, and their cells in its row of the table. */
+#define KT_BF16_KERNELS(format)                                                                    \
+  kt_product_fn kt_##format##_product_avx2, kt_##format##_product_float_avx512,                    \
+      kt_##format##_product_avx512, kt_##format##_product_amx;                                     \
+  kt_stream_fn kt_##format##_stream_amx;                                                           \
+  kt_transpose_fn kt_##format##_transpose_avx512;                                                  \
+  kt_transposed_fn kt_##format##_transposed_amx
 
-/* The reference: binary64 products and sums, rounded once. */
-void kt_bf16_product_rows(kt_decode_row_fn *decode_row, const kt_weight *w, int64_t strip,
-                          int64_t strips, const uint8_t *x, int64_t stride, int64_t tokens,
-                          float *out, uint8_t *panel);
+#define KT_BF16_SCALAR_CELLS                                                                       \
+  .rows_kind = KT_ROWS_BF16, .product[KT_ISA_SCALAR] = kt_bf16_product_scalar,                     \
+  .transpose[KT_ISA_SCALAR] = kt_transpose_scalar
 
-/* The same, but out += it. */
-void kt_bf16_adding_product_rows(kt_decode_row_fn *decode_row, const kt_weight *w, int64_t strip,
-                                 int64_t strips, const uint8_t *x, int64_t stride, int64_t tokens,
-                                 float *out, uint8_t *panel);
+#if KT_X86
+#define KT_BF16_CELLS(format)                                                                      \
+  KT_BF16_SCALAR_CELLS, .product[KT_ISA_AVX2] = kt_##format##_product_avx2,                        \
+                        .product[KT_ISA_AVX512] = kt_##format##_product_float_avx512,              \
+                        .product[KT_ISA_AVX512_ZEN] = kt_##format##_product_avx512,                \
+                        .product[KT_ISA_AMX] = kt_##format##_product_amx,                          \
+                        .stream[KT_ISA_AMX] = kt_##format##_stream_amx,                            \
+                        .transpose[KT_ISA_AVX512_VBMI] = kt_##format##_transpose_avx512,           \
+                        .transposed = kt_##format##_transposed_amx
+#else
+#define KT_BF16_CELLS(format) KT_BF16_SCALAR_CELLS
+#endif
 
 static inline double kt_bf16_value(uint16_t bits) {
   const uint32_t wide = (uint32_t)bits << 16;

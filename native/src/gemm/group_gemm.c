@@ -16,9 +16,9 @@ static float product(const kt_weight *w, int64_t n, const int8_t *codes, const u
   return total;
 }
 
-void kt_group_product_rows(kt_group_codes_fn *codes_of, const kt_weight *w, int64_t strip,
-                           int64_t strips, const uint8_t *x, int64_t stride, int64_t tokens,
-                           float *out, uint8_t *panel) {
+void kt_group_product_scalar(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
+                             int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
+  kt_group_codes_fn *const codes_of = kt_format_of(&w->layout)->codes_of;
   int8_t *const codes = (int8_t *)panel;
   for (int64_t i = 0; i < strips * KT_STRIP; i++) {
     codes_of(w, strip * KT_STRIP + i, codes);

@@ -28,12 +28,7 @@ static inline const int32_t *kt_group_x_sum(const uint8_t *row, int64_t cols, in
   return (const int32_t *)(const void *)(kt_group_x_scale(row, cols) + groups);
 }
 
-/* The codes of row n, without what is added to them. */
-typedef void kt_group_codes_fn(const kt_weight *w, int64_t n, int8_t *codes);
-
-/* The reference: kt_product_fn, but for the codes. */
-void kt_group_product_rows(kt_group_codes_fn *codes_of, const kt_weight *w, int64_t strip,
-                           int64_t strips, const uint8_t *x, int64_t stride, int64_t tokens,
-                           float *out, uint8_t *panel);
+/* The reference. */
+kt_product_fn kt_group_product_scalar;
 
 #endif

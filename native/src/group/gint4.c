@@ -1,4 +1,4 @@
-/* The table row of group INT4 weights, their packing and scalar product. */
+/* The table row of group INT4 weights, their packing and their codes. */
 #include "group.h"
 
 #include "../cpu.h"
@@ -59,27 +59,18 @@ static void unpack_row(const uint8_t *packed, int64_t rows, int64_t cols, int64_
   }
 }
 
-static void decode_row(const kt_weight *w, int64_t n, int8_t *codes) {
-  for (int64_t k = 0; k < w->cols; k++) {
-    int shift;
-    const uint8_t byte = w->codes[nibble_at(w->cols, n, k, &shift)];
-    codes[k] = (int8_t)((byte >> shift & 15) - KT_GINT4_BIAS);
-  }
+static int code_at(const kt_weight *w, int64_t n, int64_t k) {
+  int shift;
+  const uint8_t byte = w->codes[nibble_at(w->cols, n, k, &shift)];
+  return (byte >> shift & 15) - KT_GINT4_BIAS;
 }
 
-void kt_gint4_product_scalar(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
-                             int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
-  kt_group_product_rows(decode_row, w, strip, strips, x, stride, tokens, out, panel);
+static void codes_of(const kt_weight *w, int64_t n, int8_t *codes) {
+  for (int64_t k = 0; k < w->cols; k++) codes[k] = (int8_t)code_at(w, n, k);
 }
 
 static uint16_t number(const kt_weight *w, int64_t n, int64_t k) {
-  int shift;
-  const uint8_t byte = w->codes[nibble_at(w->cols, n, k, &shift)];
-  return kt_bf16_bits((float)((byte >> shift & 15) - KT_GINT4_BIAS));
-}
-
-void kt_gint4_transpose_scalar(const kt_weight *w, int64_t column, uint8_t *strip) {
-  kt_transpose_numbers(number, w, column, strip);
+  return kt_bf16_bits((float)code_at(w, n, k));
 }
 
 const kt_weight_format kt_gint4_format = {
@@ -99,8 +90,10 @@ const kt_weight_format kt_gint4_format = {
     .scale = scale,
     .quantize_pack[KT_ISA_SCALAR] = kt_quantize_pack_rows,
     .rows_kind = KT_ROWS_GROUP,
-    .product[KT_ISA_SCALAR] = kt_gint4_product_scalar,
-    .transpose[KT_ISA_SCALAR] = kt_gint4_transpose_scalar,
+    .codes_of = codes_of,
+    .number = number,
+    .product[KT_ISA_SCALAR] = kt_group_product_scalar,
+    .transpose[KT_ISA_SCALAR] = kt_transpose_scalar,
 #if KT_X86
     .transpose[KT_ISA_AVX512_VBMI] = kt_gint4_transpose_avx512,
     .product[KT_ISA_AVX512_VNNI] = kt_gint4_product_avx512,

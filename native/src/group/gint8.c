@@ -1,18 +1,11 @@
-/* The table row of group INT8 weights, their packing and scalar product. */
+/* The table row of group INT8 weights, their packing and their codes. */
 #include "group.h"
 
 #include "../cpu.h"
-#include "../quantize/rounding.h"
 #include "../quantize/rows.h"
 #include "../simd/bits.h"
 
 #include <string.h>
-
-/* Of a group, from its largest magnitude: INT8's rule for rows. */
-static float scale(float amax) {
-  const uint32_t reciprocal_of_127 = 0x3c010204u; /* fl32(1/127) */
-  return kt_flush(kt_flush(amax) * kt_float(reciprocal_of_127));
-}
 
 /* Where the four columns from k on of row n are; k % 4 == 0. */
 static int64_t byte_at(int64_t cols, int64_t n, int64_t k) {
@@ -42,21 +35,12 @@ static int code_at(const kt_weight *w, int64_t n, int64_t k) {
   return w->codes[byte_at(w->cols, n, k / 4 * 4) + k % 4] - KT_GINT8_BIAS;
 }
 
-static void decode_row(const kt_weight *w, int64_t n, int8_t *codes) {
+static void codes_of(const kt_weight *w, int64_t n, int8_t *codes) {
   for (int64_t k = 0; k < w->cols; k++) codes[k] = (int8_t)code_at(w, n, k);
-}
-
-void kt_gint8_product_scalar(const kt_weight *w, int64_t strip, int64_t strips, const uint8_t *x,
-                             int64_t stride, int64_t tokens, float *out, uint8_t *panel) {
-  kt_group_product_rows(decode_row, w, strip, strips, x, stride, tokens, out, panel);
 }
 
 static uint16_t number(const kt_weight *w, int64_t n, int64_t k) {
   return kt_bf16_bits((float)code_at(w, n, k));
-}
-
-void kt_gint8_transpose_scalar(const kt_weight *w, int64_t column, uint8_t *strip) {
-  kt_transpose_numbers(number, w, column, strip);
 }
 
 const kt_weight_format kt_gint8_format = {
@@ -73,11 +57,13 @@ const kt_weight_format kt_gint8_format = {
     .max_level = 127,
     .scale_units = 1,
     .code_bias = KT_GINT8_BIAS,
-    .scale = scale,
+    .scale = kt_scale_to_127,
     .quantize_pack[KT_ISA_SCALAR] = kt_quantize_pack_rows,
     .rows_kind = KT_ROWS_GROUP,
-    .product[KT_ISA_SCALAR] = kt_gint8_product_scalar,
-    .transpose[KT_ISA_SCALAR] = kt_gint8_transpose_scalar,
+    .codes_of = codes_of,
+    .number = number,
+    .product[KT_ISA_SCALAR] = kt_group_product_scalar,
+    .transpose[KT_ISA_SCALAR] = kt_transpose_scalar,
 #if KT_X86
     .product[KT_ISA_AVX512_VNNI] = kt_gint8_product_avx512,
     .product[KT_ISA_AVX2] = kt_gint8_product_avx2,

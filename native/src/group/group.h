@@ -13,18 +13,15 @@
 enum { KT_GINT4_TILE = KT_GROUP_TILE(4), KT_GINT4_BIAS = KT_GROUP_BIAS(4) };
 enum { KT_GINT8_TILE = KT_GROUP_TILE(8), KT_GINT8_BIAS = KT_GROUP_BIAS(8) };
 
-kt_transpose_fn kt_gint4_transpose_scalar, kt_gint4_transpose_avx512;
+kt_transpose_fn kt_gint4_transpose_avx512;
 kt_stream_fn kt_gint4_stream_amx;
 extern const kt_rounded kt_gint4_rounded_amx;
 kt_transposed_fn kt_gint4_transposed_amx;
-kt_product_fn kt_gint4_product_scalar, kt_gint4_product_avx2, kt_gint4_product_avx512,
-    kt_gint4_product_amx;
+kt_product_fn kt_gint4_product_avx2, kt_gint4_product_avx512, kt_gint4_product_amx;
 
-kt_transpose_fn kt_gint8_transpose_scalar;
 kt_stream_fn kt_gint8_stream_amx;
 extern const kt_rounded kt_gint8_rounded_amx;
 kt_transposed_fn kt_gint8_transposed_amx;
-kt_product_fn kt_gint8_product_scalar, kt_gint8_product_avx2, kt_gint8_product_avx512,
-    kt_gint8_product_amx;
+kt_product_fn kt_gint8_product_avx2, kt_gint8_product_avx512, kt_gint8_product_amx;
 
 #endif

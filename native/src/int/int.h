@@ -17,7 +17,7 @@ enum { KT_INT4_TILE_COLS = 128, KT_INT4_BLOCK_ROWS = 128, KT_INT4_LEAST_STREAMED
 
 kt_quantize_pack_fn kt_int8_quantize_pack_avx2, kt_int8_quantize_pack_avx512,
     kt_int8_quantize_pack_neon;
-kt_transpose_fn kt_int8_transpose_scalar, kt_int8_transpose_avx512;
+kt_transpose_fn kt_int8_transpose_avx512;
 kt_stream_fn kt_int8_stream_amx, kt_int8_stream_avx512;
 kt_transposed_fn kt_int8_transposed_amx;
 kt_product_fn kt_int8_product_avx2, kt_int8_product_avx512, kt_int8_product_zen,
@@ -25,7 +25,7 @@ kt_product_fn kt_int8_product_avx2, kt_int8_product_avx512, kt_int8_product_zen,
 
 kt_quantize_pack_fn kt_int4_quantize_pack_avx2, kt_int4_quantize_pack_avx512,
     kt_int4_quantize_pack_neon;
-kt_transpose_fn kt_int4_transpose_scalar, kt_int4_transpose_avx512;
+kt_transpose_fn kt_int4_transpose_avx512;
 kt_stream_fn kt_int4_stream_amx, kt_int4_stream_avx512;
 kt_transposed_fn kt_int4_transposed_amx;
 kt_product_fn kt_int4_product_avx2, kt_int4_product_avx512, kt_int4_product_zen,

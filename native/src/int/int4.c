@@ -57,10 +57,6 @@ static uint16_t number(const kt_weight *w, int64_t n, int64_t k) {
   return kt_bf16_bits((int8_t)sign_extend(upper ? byte >> 4 : byte & 0x0f));
 }
 
-void kt_int4_transpose_scalar(const kt_weight *w, int64_t column, uint8_t *strip) {
-  kt_transpose_numbers(number, w, column, strip);
-}
-
 const kt_weight_format kt_int4_format = {
     .bits = 4,
     .plain_bits = 8,
@@ -78,8 +74,9 @@ const kt_weight_format kt_int4_format = {
     .quantize_pack[KT_ISA_SCALAR] = kt_quantize_pack_rows,
     .block_rows = KT_INT4_BLOCK_ROWS,
     .rows_kind = KT_ROWS_INT8,
+    .number = number,
     .product[KT_ISA_SCALAR] = kt_int_product_scalar,
-    .transpose[KT_ISA_SCALAR] = kt_int4_transpose_scalar,
+    .transpose[KT_ISA_SCALAR] = kt_transpose_scalar,
 #if KT_X86
     .quantize_pack[KT_ISA_AVX2] = kt_int4_quantize_pack_avx2,
     .quantize_pack[KT_ISA_AVX512] = kt_int4_quantize_pack_avx512,

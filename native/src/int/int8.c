@@ -1,18 +1,11 @@
-/* The table row of INT8: its roundings, and the places of the codes of a row. */
+/* The table row of INT8: the places of the codes of a row. */
 #include "int.h"
 
 #include "../cpu.h"
 #include "../gemm/bf16_gemm.h"
 #include "../gemm/int_gemm.h"
-#include "../quantize/rounding.h"
 #include "../quantize/rows.h"
 #include "../simd/bits.h"
-
-/* Of a row, from its largest magnitude: amax * fl32(1/127), a product, not a quotient. */
-static float scale_of(float amax) {
-  const uint32_t reciprocal_of_127 = 0x3c010204u; /* fl32(1/127) */
-  return kt_flush(kt_flush(amax) * kt_float(reciprocal_of_127));
-}
 
 /* Where group 0 of row n is in the tile that starts at column k. */
 static int64_t row_at(int64_t rows, int64_t cols, int64_t n, int64_t k) {
@@ -40,10 +33,6 @@ static uint16_t number(const kt_weight *w, int64_t n, int64_t k) {
   return kt_bf16_bits((int8_t)w->codes[at + column / 4 * KT_GROUP_STRIDE + column % 4]);
 }
 
-void kt_int8_transpose_scalar(const kt_weight *w, int64_t column, uint8_t *strip) {
-  kt_transpose_numbers(number, w, column, strip);
-}
-
 const kt_weight_format kt_int8_format = {
     .bits = 8,
     .plain_bits = 8,
@@ -56,12 +45,13 @@ const kt_weight_format kt_int8_format = {
     .unpack_row = unpack_row,
     .max_level = 127,
     .scale_units = 1,
-    .scale = scale_of,
+    .scale = kt_scale_to_127,
     .quantize_pack[KT_ISA_SCALAR] = kt_quantize_pack_rows,
     .block_rows = KT_INT8_BLOCK_ROWS,
     .rows_kind = KT_ROWS_INT8,
+    .number = number,
     .product[KT_ISA_SCALAR] = kt_int_product_scalar,
-    .transpose[KT_ISA_SCALAR] = kt_int8_transpose_scalar,
+    .transpose[KT_ISA_SCALAR] = kt_transpose_scalar,
 #if KT_X86
     .quantize_pack[KT_ISA_AVX2] = kt_int8_quantize_pack_avx2,
     .quantize_pack[KT_ISA_AVX512] = kt_int8_quantize_pack_avx512,

@@ -125,6 +125,13 @@ typedef void kt_transpose_fn(const kt_weight *w, int64_t column, uint8_t *strip)
 typedef struct kt_transposed kt_transposed;
 typedef void kt_transposed_fn(kt_transposed *transposed, float *out);
 
+/* Of one row or number, what the scalar cells above multiply and transpose (gemm/bf16_gemm.h,
+ * group_gemm.h): row n with its scales, exact in binary64; the codes of row n, without what is
+ * added to them where they are stored; (row n, column k) as a strip has it, bf16 bits. */
+typedef void kt_decode_row_fn(const kt_weight *w, int64_t n, double *out);
+typedef void kt_group_codes_fn(const kt_weight *w, int64_t n, int8_t *codes);
+typedef uint16_t kt_number_fn(const kt_weight *w, int64_t n, int64_t k);
+
 /* The best cell of a format for the level in use. */
 kt_product_fn *kt_format_product(const kt_weight_format *format);
 
