@@ -2,9 +2,8 @@
 #include "decode.h"
 
 #include "../cpu.h"
+#include "../simd/bits.h"
 #include "../simd/float_mode.h"
-
-#include <string.h>
 
 #if KT_X86
 #define CELLS(name)                                                                                \
@@ -92,9 +91,7 @@ kt_status kt_matrix_find_nonfinite(const kt_matrix *m, float *scratch, kt_positi
   for (int64_t row = 0; row < m->rows; row++) {
     kt_decode_rows_scalar(m, row, 1, scratch, m->cols);
     for (int64_t col = 0; col < m->cols; col++) {
-      uint32_t bits;
-      memcpy(&bits, &scratch[col], sizeof bits);
-      if ((bits & 0x7f800000u) != 0x7f800000u) continue;
+      if ((kt_bits(scratch[col]) & 0x7f800000u) != 0x7f800000u) continue;
       if (bad) *bad = (kt_position){row, col};
       return KT_ERR_NONFINITE;
     }

@@ -9,14 +9,9 @@ KT_TARGET_BEGIN(AVX2)
 #include "decode.h"
 #include "decode_loops.h"
 
-#include <math.h>
 #include <string.h>
 
 enum { LANES = 8 };
-
-/* E4M3 widens to binary16 by a shift (exponent bias 15 instead of 7, subnormals included): that is
- * E4M3_UNIT of the value. NaN, which the shift makes 1.875, becomes a NaN. */
-#define E4M3_UNIT 0x1p-8f
 
 KT_INLINE __m256 widen_e4m3(__m128i bytes) {
   const __m128i sign_and_magnitude = _mm_set1_epi16((short)0xbf80);
@@ -27,9 +22,6 @@ KT_INLINE __m256 widen_e4m3(__m128i bytes) {
   const __m128i to_nan = _mm_and_si128(nan, _mm_set1_epi16(0x7e00 - 0x3f80));
   return _mm256_cvtph_ps(_mm_add_epi16(half, to_nan));
 }
-
-/* Bytes of a number of the dtypes here; each is a unit. */
-KT_INLINE int64_t size_of(int dtype) { return dtype == KT_F32 ? 4 : dtype == KT_F8_E4M3 ? 1 : 2; }
 
 /* 8 numbers from `at`. */
 KT_INLINE __m256 widen8(const uint8_t *at, int dtype) {
@@ -63,7 +55,7 @@ KT_INLINE __m256 decode8(const uint8_t *at, int dtype, __m256 factor, int scaled
 /* Columns begin..end-1 of a row whose columns are adjacent, all times one factor. */
 KT_INLINE void decode_span(const uint8_t *from, int dtype, int64_t begin, int64_t end, float times,
                            int scaled, int rounded, float *row) {
-  const int64_t size = size_of(dtype);
+  const int64_t size = kt_float_size(dtype);
   const __m256 factor = _mm256_set1_ps(times);
   int64_t k = begin;
   for (; k + LANES <= end; k += LANES)
@@ -76,76 +68,25 @@ KT_INLINE void decode_span(const uint8_t *from, int dtype, int64_t begin, int64_
   memcpy(row + k, values, (size_t)(end - k) * sizeof *values);
 }
 
-KT_INLINE void decode_e4m3_row(const kt_matrix *m, int64_t n, int rounded, float *row) {
-  const uint8_t *from = (const uint8_t *)m->data + n * m->row_stride;
-  const float *scales = m->block_scale + kt_grid_row(m, n);
-  for (kt_grid_span s = kt_grid_first(m); s.begin < m->cols; s = kt_grid_next(m, s)) {
-    const float factor = scales[s.col] / E4M3_UNIT; /* exact */
-    if (isinf(factor)) {
-      kt_decode_cell_scalar(m, n, 1, row, m->cols);
-      return;
-    }
-    decode_span(from, KT_F8_E4M3, s.begin, s.end, factor, 1, rounded, row);
-  }
-}
-
-KT_INLINE void decode_row(const kt_matrix *m, int64_t n, int dtype, int rounded, float *row) {
-  const uint8_t *from = (const uint8_t *)m->data + n * m->row_stride * size_of(dtype);
-  if (dtype == KT_F8_E4M3) {
-    decode_e4m3_row(m, n, rounded, row);
-  } else if (m->block_scale) {
-    decode_span(from, dtype, 0, m->cols, 1.0f, 0, 0, row);
-    kt_finish_row(m, n, row);
-  } else {
-    decode_span(from, dtype, 0, m->cols, 1.0f, 0, rounded, row);
-  }
-}
-
 /* Columns k..k+7 of rows n..n+7 of a matrix whose rows lie next to each other (row_stride 1):
  * 8 source vectors, transposed in registers. */
 KT_INLINE void decode_square(const kt_matrix *m, int64_t n, int64_t k, int dtype, int rounded,
                              float *out, int64_t stride) {
-  const int64_t size = size_of(dtype);
+  const int64_t size = kt_float_size(dtype);
   const uint8_t *from = (const uint8_t *)m->data + (n + k * m->col_stride) * size;
   __m256i source[LANES], row[LANES];
   for (int i = 0; i < LANES; i++)
-    source[i] =
-        _mm256_castps_si256(decode8(from + i * m->col_stride * size, dtype,
-                                    _mm256_set1_ps(1 / E4M3_UNIT), dtype == KT_F8_E4M3, rounded));
+    source[i] = _mm256_castps_si256(decode8(from + i * m->col_stride * size, dtype,
+                                            _mm256_set1_ps(1 / KT_E4M3_UNIT), dtype == KT_F8_E4M3,
+                                            rounded));
   kt_transpose8(source, row);
   for (int r = 0; r < LANES; r++)
     _mm256_storeu_ps(out + r * stride + k, _mm256_castsi256_ps(row[r]));
 }
 
-KT_INLINE void decode_rows(const kt_matrix *m, int64_t row, int64_t count, int dtype, int rounded,
-                           float *out, int64_t stride) {
-  if (m->col_stride == 1 && !m->zero_point) {
-    for (int64_t r = 0; r < count; r++) decode_row(m, row + r, dtype, rounded, out + r * stride);
-  } else if (m->col_stride != 1 && count % LANES == 0 && m->cols % LANES == 0) {
-    const int scaled = m->block_scale != NULL;   /* then they are rounded after that */
-    for (int64_t k = 0; k < m->cols; k += LANES) /* each line of memory once for all rows */
-      for (int64_t r = 0; r < count; r += LANES)
-        decode_square(m, row + r, k, dtype, rounded && !scaled, out + r * stride, stride);
-    for (int64_t r = 0; scaled && r < count; r++) kt_finish_row(m, row + r, out + r * stride);
-  } else {
-    kt_decode_cell_scalar(m, row, count, out, stride);
-  }
-}
+#include "decode_floats_loop.h"
 
-/* One instantiation per dtype, so that the inner loops hold no switch. */
-#define DECODE_DTYPE(name, dtype)                                                                  \
-  void kt_decode_##name##_avx2(const kt_matrix *m, int64_t row, int64_t count, float *out,         \
-                               int64_t stride) {                                                   \
-    if (m->round_to_bf16)                                                                          \
-      decode_rows(m, row, count, dtype, 1, out, stride);                                           \
-    else                                                                                           \
-      decode_rows(m, row, count, dtype, 0, out, stride);                                           \
-  }
-
-DECODE_DTYPE(bf16, KT_BF16)
-DECODE_DTYPE(f16, KT_F16)
-DECODE_DTYPE(f32, KT_F32)
-DECODE_DTYPE(e4m3, KT_F8_E4M3)
+DECODE_FLOATS(avx2)
 
 /* ---- Words of 8 rows --------------------------------------------------------- */
 

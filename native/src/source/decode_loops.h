@@ -25,6 +25,15 @@ KT_INLINE float kt_widen_f16(const uint8_t *at) {
   return kt_float(sign | kt_select(magnitude >= 0x7c00u, special, finite));
 }
 
+/* Bytes of a number of KT_BF16, KT_F16, KT_F32 and KT_F8_E4M3; each is a unit. */
+KT_INLINE int64_t kt_float_size(int dtype) {
+  return dtype == KT_F32 ? 4 : dtype == KT_F8_E4M3 ? 1 : 2;
+}
+
+/* E4M3 widens to binary16 by a shift (exponent bias 15 instead of 7, subnormals included): that is
+ * KT_E4M3_UNIT of the value. NaN, which the shift makes 1.875, becomes a NaN. */
+#define KT_E4M3_UNIT 0x1p-8f
+
 /* ---- After widening ------------------------------------------------------- */
 
 KT_INLINE void scale_row(const kt_matrix *m, int64_t n, float *restrict row) {
