@@ -5,9 +5,10 @@
 #include "../simd/target.h"
 
 KT_TARGET_BEGIN(AVX512_BF16)
+#include "../simd/unroll.h"
 #include "limits.h"
 
-enum { CHAINS = 16, INT8_OPS = 64, BF16_OPS = 32, FLOAT_OPS = 16 }; /* multiply-adds of one */
+enum { CHAINS = 16 };
 
 /* Plain F only: it also runs where a newer level is missing. */
 uint64_t kt_limit_read_avx512(const uint8_t *memory, size_t size, int32_t streams) {
@@ -22,52 +23,38 @@ uint64_t kt_limit_read_avx512(const uint8_t *memory, size_t size, int32_t stream
   return (uint64_t)_mm512_reduce_or_epi64(sum);
 }
 
-/* The empty statements keep the sums alive, and the compiler from doing the loop at once. */
-void kt_limit_int8_avx512(int64_t rounds) {
-  const __m512i a = _mm512_set1_epi8(1), b = _mm512_set1_epi8(2);
-  __m512i sum[CHAINS];
-  for (int i = 0; i < CHAINS; i++) sum[i] = _mm512_setzero_si512();
-  for (int64_t n = rounds * (KT_ROUND / (CHAINS * INT8_OPS)); n > 0; n--) {
-#pragma GCC unroll 16
-    for (int i = 0; i < CHAINS; i++) {
-      sum[i] = _mm512_dpbusd_epi32(sum[i], a, b);
-    }
-    __asm__ volatile("" ::"v"(sum[0]));
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < CHAINS; i++) __asm__ volatile("" ::"v"(sum[i]));
+KT_INLINE __m512i add_int8(__m512i sum) {
+  return _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), _mm512_set1_epi8(2));
 }
 
-void kt_limit_bf16_avx512(int64_t rounds) {
-  const __m512bh a = (__m512bh)_mm512_set1_epi16(0x3f80), b = (__m512bh)_mm512_set1_epi16(0x3f00);
-  __m512 sum[CHAINS];
-  for (int i = 0; i < CHAINS; i++) sum[i] = _mm512_setzero_ps();
-  for (int64_t n = rounds * (KT_ROUND / (CHAINS * BF16_OPS)); n > 0; n--) {
-#pragma GCC unroll 16
-    for (int i = 0; i < CHAINS; i++) {
-      sum[i] = _mm512_dpbf16_ps(sum[i], a, b);
-    }
-    __asm__ volatile("" ::"v"(sum[0]));
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < CHAINS; i++) __asm__ volatile("" ::"v"(sum[i]));
+KT_INLINE __m512 add_bf16(__m512 sum) {
+  const __m512i one = _mm512_set1_epi16(0x3f80), half = _mm512_set1_epi16(0x3f00);
+  return _mm512_dpbf16_ps(sum, (__m512bh)one, (__m512bh)half);
 }
 
 /* Plain F only: of bf16 numbers as binary32. */
-void kt_limit_bf16_float_avx512(int64_t rounds) {
-  const __m512 a = _mm512_set1_ps(1.0f), b = _mm512_set1_ps(0.5f);
-  __m512 sum[CHAINS];
-  for (int i = 0; i < CHAINS; i++) sum[i] = _mm512_setzero_ps();
-  for (int64_t n = rounds * (KT_ROUND / (CHAINS * FLOAT_OPS)); n > 0; n--) {
-#pragma GCC unroll 16
-    for (int i = 0; i < CHAINS; i++) {
-      sum[i] = _mm512_fmadd_ps(a, b, sum[i]);
-    }
-    __asm__ volatile("" ::"v"(sum[0]));
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < CHAINS; i++) __asm__ volatile("" ::"v"(sum[i]));
+KT_INLINE __m512 add_floats(__m512 sum) {
+  return _mm512_fmadd_ps(_mm512_set1_ps(1.0f), _mm512_set1_ps(0.5f), sum);
 }
+
+/* `each`: multiply-adds of `add`. The empty statements keep the sums alive, and the compiler from
+ * doing the loop at once. */
+#define DEFINE(name, vector, zero, add, each)                                                      \
+  void kt_limit_##name##_avx512(int64_t rounds) {                                                  \
+    vector sum[CHAINS];                                                                            \
+    for (int i = 0; i < CHAINS; i++) sum[i] = zero();                                              \
+    for (int64_t n = rounds * (KT_ROUND / (CHAINS * (each))); n > 0; n--) {                        \
+      KT_UNROLL(16)                                                                                \
+      for (int i = 0; i < CHAINS; i++) sum[i] = add(sum[i]);                                       \
+      __asm__ volatile("" ::"v"(sum[0]));                                                          \
+    }                                                                                              \
+    KT_UNROLL(16)                                                                                  \
+    for (int i = 0; i < CHAINS; i++) __asm__ volatile("" ::"v"(sum[i]));                           \
+  }
+
+DEFINE(int8, __m512i, _mm512_setzero_si512, add_int8, 64)
+DEFINE(bf16, __m512, _mm512_setzero_ps, add_bf16, 32)
+DEFINE(bf16_float, __m512, _mm512_setzero_ps, add_floats, 16)
 
 KT_TARGET_END
 #endif
