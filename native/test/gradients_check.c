@@ -9,74 +9,15 @@
  * memory. */
 #define _GNU_SOURCE
 #include "../src/train/gradients.h"
+#include "basics.h"
 
-#include <math.h>
 #include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
-static int failures;
 
 static void failed(const char *what, int a, int64_t b, float found) {
   if (failures++ < 40)
     printf("FAILED: %s, level %s, %d, %d: %g\n", what, kt_isa_name(kt_isa_active()), a, (int)b,
            (double)found);
 }
-
-static uint64_t state = 1;
-
-static uint64_t draw(void) {
-  state ^= state << 13;
-  state ^= state >> 7;
-  state ^= state << 17;
-  return state;
-}
-
-static float unit(void) { return (float)(draw() >> 40) / 16777216.0f * 2.0f - 1.0f; }
-
-typedef struct mapping {
-  uint8_t *memory;
-  size_t size;
-} mapping;
-
-static mapping mappings[64];
-static int mapping_count;
-
-/* `size` bytes that end at an unreadable page, until release_all(). */
-static void *guarded(size_t size) {
-  const size_t page = (size_t)sysconf(_SC_PAGESIZE), inner = (size + page - 1) / page * page;
-  uint8_t *memory =
-      mmap(NULL, inner + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED || mprotect(memory + inner, page, PROT_NONE) != 0) exit(2);
-  if (mapping_count == sizeof mappings / sizeof *mappings) exit(2);
-  mappings[mapping_count++] = (mapping){memory, inner + page};
-  return memory + inner - size;
-}
-
-/* Every check ends with it: the system allows a process some 65000 mappings. */
-static void release_all(void) {
-  while (mapping_count) {
-    mapping_count--;
-    munmap(mappings[mapping_count].memory, mappings[mapping_count].size);
-  }
-}
-
-static uint32_t bits_of(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-static float of_bits(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-static float wide(uint16_t half) { return of_bits((uint32_t)half << 16); }
-static uint16_t cut(float value) { return (uint16_t)(bits_of(value) >> 16); }
 
 /* ---- Derivatives ------------------------------------------------------------ */
 
@@ -186,17 +127,17 @@ typedef struct inner {
 } inner;
 
 static inner new_inner(int64_t tokens, int with_lora, int with_codes) {
-  inner n = {.base = guarded((size_t)tokens * 128),
-             .lora = with_lora ? guarded((size_t)tokens * 128) : NULL,
-             .weight = guarded((size_t)tokens * 4),
-             .scale = guarded((size_t)((tokens - 1) * SCALES + 1) * 4),
-             .codes = with_codes ? guarded((size_t)((tokens - 1) * SAVED + 32)) : NULL,
-             .dot = guarded((size_t)tokens * 4),
-             .gate = guarded((size_t)((tokens - 1) * SAVED + 32) * 2),
-             .up = guarded((size_t)((tokens - 1) * SAVED + 32) * 2),
-             .d_gate = guarded((size_t)((tokens - 1) * STRIDE + 32) * 2),
-             .d_up = guarded((size_t)((tokens - 1) * STRIDE + 32) * 2),
-             .middle = guarded((size_t)((tokens - 1) * STRIDE + 32) * 2)};
+  inner n = {.base = held((size_t)tokens * 128),
+             .lora = with_lora ? held((size_t)tokens * 128) : NULL,
+             .weight = held((size_t)tokens * 4),
+             .scale = held((size_t)((tokens - 1) * SCALES + 1) * 4),
+             .codes = with_codes ? held((size_t)((tokens - 1) * SAVED + 32)) : NULL,
+             .dot = held((size_t)tokens * 4),
+             .gate = held((size_t)((tokens - 1) * SAVED + 32) * 2),
+             .up = held((size_t)((tokens - 1) * SAVED + 32) * 2),
+             .d_gate = held((size_t)((tokens - 1) * STRIDE + 32) * 2),
+             .d_up = held((size_t)((tokens - 1) * STRIDE + 32) * 2),
+             .middle = held((size_t)((tokens - 1) * STRIDE + 32) * 2)};
   n.in = (kt_inner_back){.base = n.base,
                          .lora = n.lora,
                          .gate = n.gate,
@@ -253,8 +194,8 @@ static void draw_inner(const inner *n, float most) {
       n->base[t * 32 + r] = unit();
       if (n->lora) n->lora[t * 32 + r] = unit();
       if (n->codes) n->codes[t * SAVED + r] = (int8_t)(draw() % 255 - 127);
-      n->gate[t * SAVED + r] = cut(fabsf(gate) <= most ? gate : unit() * most);
-      n->up[t * SAVED + r] = cut(fabsf(up) <= most ? up : unit() * most);
+      n->gate[t * SAVED + r] = bf16(fabsf(gate) <= most ? gate : unit() * most);
+      n->up[t * SAVED + r] = bf16(fabsf(up) <= most ? up : unit() * most);
     }
   }
 }
@@ -306,8 +247,8 @@ static void spoil(const inner *n, float value) {
   switch (draw() % 6) {
   case 0: n->base[t * 32 + r] = value; break;
   case 1: n->weight[t] = value; break;
-  case 2: n->gate[t * SAVED + r] = cut(value); break;
-  case 3: n->up[t * SAVED + r] = cut(value); break;
+  case 2: n->gate[t * SAVED + r] = bf16(value); break;
+  case 3: n->up[t * SAVED + r] = bf16(value); break;
   case 4: n->scale[t * SCALES] = value; break;
   default: n->lora ? (n->lora[t * 32 + r] = value) : 0;
   }
@@ -373,12 +314,12 @@ static product new_product(int64_t count, int64_t rank, int64_t cols, int by_col
   const int64_t rows = count + 4, lines = by_columns ? cols : rank, line = by_columns ? rank : cols;
   const int64_t stride = line + PADDING, b_stride = (cols * 2 + 63) / 64 * 64 + 64;
   product p = {.floats = (size_t)((lines - 1) * stride + line)};
-  float *a = guarded((size_t)(count * (rank + 1)) * 4), *out = guarded(p.floats * 4);
-  uint8_t *b = guarded((size_t)(rows * b_stride));
-  int32_t *index = indexed ? guarded((size_t)count * 4) : NULL;
-  p.expected = guarded(p.floats * 4);
+  float *a = held((size_t)(count * (rank + 1)) * 4), *out = held(p.floats * 4);
+  uint8_t *b = held((size_t)(rows * b_stride));
+  int32_t *index = indexed ? held((size_t)count * 4) : NULL;
+  p.expected = held(p.floats * 4);
   for (int64_t i = 0; i < count * (rank + 1); i++) a[i] = unit();
-  for (int64_t i = 0; i < rows * b_stride / 2; i++) ((uint16_t *)(void *)b)[i] = cut(unit());
+  for (int64_t i = 0; i < rows * b_stride / 2; i++) ((uint16_t *)(void *)b)[i] = bf16(unit());
   for (int64_t i = 0; indexed && i < count; i++) index[i] = (int32_t)(draw() % (uint64_t)rows);
   for (size_t i = 0; i < p.floats; i++) out[i] = p.expected[i] = unit();
   p.o = (kt_outer){a, b, index, count, rank, cols, rank + 1, b_stride, out, 1, 1, 0, NULL};
@@ -423,7 +364,7 @@ static void check_outers(const kt_gradients *level) {
 
 /* ---- The same by AMX ------------------------------------------------------------ */
 
-static uint8_t *scratch(void) { return guarded(KT_OUTER_SCRATCH); }
+static uint8_t *scratch(void) { return held(KT_OUTER_SCRATCH); }
 
 /* Whether a sum belongs there, and not to the padding of lines. */
 static int is_named(const kt_outer *o, int64_t at) {
@@ -446,7 +387,7 @@ static void check_fast_outer(int64_t count, int64_t rank, int64_t cols, int ways
       }
       p.expected[at] = (float)expected;
     }
-  float *const before = guarded(p.floats * 4);
+  float *const before = held(p.floats * 4);
   memcpy(before, p.o.out, p.floats * 4);
   kt_outer_best()(&p.o);
   for (size_t i = 0; i < p.floats; i++) {
@@ -496,7 +437,7 @@ enum { ROWS = 512, COLUMNS = 512, BITS = ROWS * COLUMNS };
 /* 1 where an element is dropped: COLUMNS of `pair` to pair + ROWS - 1. */
 static void draw_mask(const kt_gradients *level, const kt_drop *drop, int64_t pair, int64_t column,
                       uint8_t *mask) {
-  uint16_t *row = guarded(COLUMNS * sizeof *row);
+  uint16_t *row = held(COLUMNS * sizeof *row);
   for (int64_t i = 0; i < ROWS; i++) {
     memset(row, 0xff, COLUMNS * sizeof *row); /* NaN */
     level->drop_bf16(drop, pair + i, column, COLUMNS, row);
@@ -570,8 +511,8 @@ static void check_drop(const kt_gradients *level, uint32_t below, int64_t pair) 
   kt_gradients_scalar.drop_bf16(&drop, pair, 0, N, whole);
   for (size_t i = 0; i < sizeof firsts / sizeof *firsts; i++) {
     const int64_t first = firsts[i], n = first + 96 > N ? N - first : 96;
-    uint16_t *half = guarded((size_t)n * 2);
-    float *full = guarded((size_t)n * 4);
+    uint16_t *half = held((size_t)n * 2);
+    float *full = held((size_t)n * 4);
     for (int64_t k = 0; k < n; k++) half[k] = 0xffff, full[k] = -1;
     level->drop_bf16(&drop, pair, first, n, half);
     level->drop_f32(&drop, pair, first, n, full);
@@ -598,12 +539,10 @@ static float odd_float(void) {
 
 /* Whether `kept` is bf16(value), or the next number on value's own side of the cut. */
 static int is_kept(float value, float cut, uint16_t kept) {
-  const float found = fabsf(of_bits((uint32_t)kept << 16));
+  const float found = fabsf(wide(kept));
   if (isnan(value)) return isnan(found);
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  const uint16_t even = (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-  const int crosses = (fabsf(of_bits((uint32_t)even << 16)) > cut) != (fabsf(value) > cut);
+  const uint16_t even = nearest_bf16(value);
+  const int crosses = (fabsf(wide(even)) > cut) != (fabsf(value) > cut);
   return (found > cut) == (fabsf(value) > cut) && abs(kept - even) == crosses;
 }
 
@@ -612,8 +551,8 @@ static void check_keep(const kt_gradients *level) {
   static const float cuts[] = {INFINITY, 7.0f, 1.0f, 0.0f, 7.015625f, 1e-40f, 3e38f};
   const size_t size = ((KEPT - 1) * ROW + 32) * sizeof(uint16_t);
   for (int n = 0; n < 700; n++) {
-    float *products = guarded(KEPT * 32 * sizeof *products), *bias = guarded(32 * sizeof *bias);
-    uint16_t *expected = guarded(size), *found = guarded(size);
+    float *products = held(KEPT * 32 * sizeof *products), *bias = held(32 * sizeof *bias);
+    uint16_t *expected = held(size), *found = held(size);
     for (int i = 0; i < KEPT * 32; i++) products[i] = odd_float();
     for (int i = 0; i < 32; i++) bias[i] = draw() & 1 ? odd_float() : 0;
     memset(expected, 0xa5, size);
@@ -648,11 +587,7 @@ static void check_level(const kt_gradients *level) {
 }
 
 int main(void) {
-#if defined(__x86_64__)
-  kt_cpu cpu;
-  kt_cpu_detect(&cpu);
-  if (cpu.avx512_bf16 && !cpu.amx_permission) setenv("KTCONV_ASSUME", "amx", 0);
-#endif
+  assume_amx();
   for (int i = 0; i < ACTIVATIONS; i++)
     for (int part = 0; part < 2; part++) {
       check_derivatives(activations + i, part);

@@ -3,13 +3,7 @@
 #ifndef KT_TEST_LAYERS_H
 #define KT_TEST_LAYERS_H
 
-#include "ktconv.h"
-
-#include <math.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
+#include "basics.h"
 
 typedef struct kind {
   const char *name;
@@ -33,67 +27,28 @@ static const kind kinds[KINDS] = {
     [MXFP8] = {"mxfp8", {KT_FORMAT_MXFP8, 32, KT_SCALE_UE8M0}, 0},
 };
 
+#define SILU {KT_SWIGLU, 1.0f, 0.0f, INFINITY}
+
 /* One with a number for everything that its formula has. */
-static const kt_activation silu = {KT_SWIGLU, 1.0f, 0.0f, INFINITY},
-                           others[] = {
-                               {KT_RELU2, 0.0f, 0.0f, 2.0f},
-                               {KT_SWIGLU, 1.702f, 1.0f, 0.5f},
-                               {KT_GELU, 0.0f, 0.0f, 1.0f},
-                               {KT_GELU_TANH, 0.0f, 0.0f, 1.0f},
-                               {KT_SWIGLU_CLAMPED, 0.0f, 0.0f, 0.25f},
-                               {KT_SOFTCAP, 0.5f, 2.0f, INFINITY},
-                               {KT_RELU, 0.0f, 0.0f, 0.5f},
-                               {KT_UNGATED_GELU, 0.0f, 0.0f, 1.0f},
-                               {KT_UNGATED_GELU_TANH, 0.0f, 0.0f, INFINITY},
-                           };
-
-static int failures;
-
-static uint64_t state = 1;
-
-static inline uint64_t draw(void) {
-  state ^= state << 13;
-  state ^= state >> 7;
-  state ^= state << 17;
-  return state;
-}
-
-/* `size` bytes that end at an unreadable page, until release() or the end of the program. */
-static inline void *guarded(size_t size) {
-  const size_t page = (size_t)sysconf(_SC_PAGESIZE), inner = (size + page - 1) / page * page;
-  uint8_t *memory =
-      mmap(NULL, inner + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED || mprotect(memory + inner, page, PROT_NONE) != 0) exit(2);
-  return memory + inner - size;
-}
-
-static inline void release(void *memory, size_t size) {
-  const size_t page = (size_t)sysconf(_SC_PAGESIZE), inner = (size + page - 1) / page * page;
-  munmap((uint8_t *)memory + size - inner, inner + page);
-}
-
-static inline float unit(void) { return (float)(draw() >> 40) / 16777216.0f * 2.0f - 1.0f; }
-
-static inline uint16_t bf16(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return (uint16_t)(bits >> 16);
-}
-
-static inline uint16_t nearest_bf16(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-static inline float wide(uint16_t half) {
-  const uint32_t bits = (uint32_t)half << 16;
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
+static const kt_activation silu = SILU, others[] = {
+                                            {KT_RELU2, 0.0f, 0.0f, 2.0f},
+                                            {KT_SWIGLU, 1.702f, 1.0f, 0.5f},
+                                            {KT_GELU, 0.0f, 0.0f, 1.0f},
+                                            {KT_GELU_TANH, 0.0f, 0.0f, 1.0f},
+                                            {KT_SWIGLU_CLAMPED, 0.0f, 0.0f, 0.25f},
+                                            {KT_SOFTCAP, 0.5f, 2.0f, INFINITY},
+                                            {KT_RELU, 0.0f, 0.0f, 0.5f},
+                                            {KT_UNGATED_GELU, 0.0f, 0.0f, 1.0f},
+                                            {KT_UNGATED_GELU_TANH, 0.0f, 0.0f, INFINITY},
+                                        };
 
 /* ---- Weights and what they stand for -------------------------------------- */
+
+/* Whether activations are rounded to integers. */
+static inline int is_integer(const kt_layout *layout) {
+  return layout->format == KT_FORMAT_INT8 || layout->format == KT_FORMAT_INT4 ||
+         layout->format == KT_FORMAT_GINT4 || layout->format == KT_FORMAT_GINT8;
+}
 
 /* A code as the layout's checkpoints store it; for nibbles, two of them. */
 static inline void draw_codes(const kt_layout *layout, uint8_t *codes, int64_t elements) {
@@ -126,39 +81,45 @@ static inline void draw_scales(const kt_layout *layout, void *scale, int64_t cou
 
 static inline float e4m3(uint8_t code) {
   const int exponent = code >> 3 & 15, mantissa = code & 7;
-  const float size =
-      exponent ? ldexpf((float)(8 + mantissa), exponent - 10) : ldexpf((float)mantissa, -9);
+  const float size = (code & 0x7f) == 0x7f ? NAN
+                     : exponent            ? ldexpf((float)(8 + mantissa), exponent - 10)
+                                           : ldexpf((float)mantissa, -9);
   return code & 0x80 ? -size : size;
+}
+
+static inline float e2m1(int code) {
+  static const float sizes[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  return code & 8 ? -sizes[code & 7] : sizes[code];
 }
 
 /* Element i of row-major codes, without its scale. */
 static inline float code_value(const kt_layout *layout, const uint8_t *codes, int64_t i) {
-  static const float e2m1[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
   const int nibble = codes[i / 2] >> (i % 2 * 4) & 15;
   switch (layout->format) {
-  case KT_FORMAT_INT8: return (float)((const int8_t *)codes)[i];
-  case KT_FORMAT_INT4: return 16.0f * (float)((const int8_t *)codes)[i];
+  case KT_FORMAT_INT8:
+  case KT_FORMAT_INT4: return (float)((const int8_t *)codes)[i];
   case KT_FORMAT_BF16: return wide(((const uint16_t *)(const void *)codes)[i]);
   case KT_FORMAT_GINT8: return (float)(codes[i] - 128);
   case KT_FORMAT_FP8:
   case KT_FORMAT_MXFP8: return e4m3(codes[i]);
-  case KT_FORMAT_MXFP4: return nibble & 8 ? -e2m1[nibble & 7] : e2m1[nibble];
+  case KT_FORMAT_MXFP4: return e2m1(nibble);
   case KT_FORMAT_NVFP4: {
     const uint8_t *const block = codes + i / 32 * 18;
     const int code = block[i % 32 / 2] >> (i % 2 * 4) & 15;
-    return (code & 8 ? -e2m1[code & 7] : e2m1[code]) * e4m3(block[16 + i % 32 / 16]);
+    return e2m1(code) * e4m3(block[16 + i % 32 / 16]);
   }
   default: return (float)(nibble - 8);
   }
 }
 
-/* The scale of row n, column k of [rows, cols]. */
+/* What a code of row n, column k of [rows, cols] is worth: 16 scales of INT4. */
 static inline float scale_value(const kt_layout *layout, const void *scale, int64_t cols, int64_t n,
                                 int64_t k) {
   const int64_t row = layout->format == KT_FORMAT_FP8 && layout->group ? n / layout->group : n;
   const int64_t at = layout->group ? row * (cols / layout->group) + k / layout->group : row;
   switch (layout->scale_dtype) {
-  case KT_SCALE_F32: return ((const float *)scale)[at];
+  case KT_SCALE_F32:
+    return (layout->format == KT_FORMAT_INT4 ? 16.0f : 1.0f) * ((const float *)scale)[at];
   case KT_SCALE_BF16: return wide(((const uint16_t *)scale)[at]);
   case KT_SCALE_UE8M0: return ldexpf(1.0f, ((const uint8_t *)scale)[at] - 127);
   default: return 1.0f;
@@ -221,12 +182,26 @@ static inline void free_values(expert_values v) {
   free(v.down);
 }
 
+/* ---- Gradients ------------------------------------------------------------------ */
+
+/* In the order of kt_moe_gradients. */
+enum { DX, DWEIGHTS, GATE_A, GATE_B, UP_A, UP_B, DOWN_A, DOWN_B, GATE, UP, DOWN, GRADIENTS };
+
+/* `g` with pointers to all of them. */
+static inline kt_moe_gradients with_gradients(kt_moe_gradients g, void *const gradient[GRADIENTS]) {
+  g.dx = gradient[DX], g.dweights = gradient[DWEIGHTS];
+  g.gate_a = gradient[GATE_A], g.gate_b = gradient[GATE_B];
+  g.up_a = gradient[UP_A], g.up_b = gradient[UP_B];
+  g.down_a = gradient[DOWN_A], g.down_b = gradient[DOWN_B];
+  g.gate = gradient[GATE], g.up = gradient[UP], g.down = gradient[DOWN];
+  return g;
+}
+
 /* ---- Arithmetic ----------------------------------------------------------------- */
 
 /* Activations as the format rounds them: bf16, or int8 with a scale per row or group. */
 static inline void round_row(const kt_layout *layout, float *x, int64_t n) {
-  const int integer = layout->format == KT_FORMAT_INT8 || layout->format == KT_FORMAT_INT4 ||
-                      layout->format == KT_FORMAT_GINT4 || layout->format == KT_FORMAT_GINT8;
+  const int integer = is_integer(layout);
   const int64_t run = layout->group && integer ? layout->group : n;
   for (int64_t first = 0; first < n; first += run) {
     float most = 0;

@@ -261,11 +261,7 @@ static void check_blocks(const kind *k, kt_pool *const *pools) {
 int main(void) {
   static const int32_t nodes[POOLS][POOLS] = {{0}, {0, 0}, {0, 0, 1}};
   kt_pool *pools[POOLS];
-#if defined(__x86_64__)
-  kt_cpu cpu;
-  kt_cpu_detect(&cpu);
-  if (cpu.avx512_bf16 && !cpu.amx_permission) setenv("KTCONV_ASSUME", "amx", 0);
-#endif
+  assume_amx();
   for (int i = 0; i < POOLS; i++)
     if (kt_pool_create(i + 1, NULL, nodes[i], pools + i) != KT_OK) return 2;
   for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {

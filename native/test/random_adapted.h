@@ -68,25 +68,14 @@ static inline adapted draw_adapted(int number, int wild) {
   return d;
 }
 
-/* y of the first `tokens` tokens; NULL where the call was to be refused, and was. */
 static inline const void *serve(const adapted *d, const kt_adapters *a, int64_t tokens,
                                 kt_pool *pool) {
   const kt_moe *const moe = &d->layer.moe;
-  kt_moe_call call = d->call.call;
-  call.tokens = tokens;
-  const size_t y_unit = value_size(call.y_dtype), size = (size_t)(tokens * moe->hidden) * y_unit;
-  const size_t scratch_size = kt_adapted_scratch_size(moe, a, tokens, call.top_k, pool);
-  counted(OF_kt_adapted_scratch_size, scratch_size > 0);
-  call.y = room(size, y_unit);
-  if (d->call.reads_y && call.x_dtype == call.y_dtype)
-    call.x = memcpy(call.y, call.x, size);
-  else if (d->call.reads_y)
-    call.add = memcpy(call.y, call.add, size);
-  const kt_status status =
-      CALLED(kt_adapted_forward, moe, a, pool, &call, room(scratch_size, 64), scratch_size);
-  if (tokens == d->call.call.tokens && status != (d->call.asks_absent ? KT_ERR_EXPERT : KT_OK))
-    FAILED("forward: %s", kt_strerror(status));
-  return status == KT_OK ? call.y : NULL;
+  const kt_moe_call call = call_of(&d->layer, &d->call, tokens);
+  const size_t size = kt_adapted_scratch_size(moe, a, tokens, call.top_k, pool);
+  counted(OF_kt_adapted_scratch_size, size > 0);
+  return y_of(&d->call, &call,
+              CALLED(kt_adapted_forward, moe, a, pool, &call, room(size, 64), size));
 }
 
 /* Rows of tokens that have adapter `number`. */
@@ -229,11 +218,7 @@ static void adapted_refusal_case(int number) {
   const kt_status status =
       CALLED(kt_adapted_forward, &d.layer.moe, &d.adapters, pool, &call, scratch, size);
   if (status != KT_ERR_ARGUMENT) FAILED("adapters: %s", kt_strerror(status));
-  for (size_t i = 0; i < d.call.y_size; i++)
-    if (((const uint8_t *)y)[i] != 0x77) {
-      FAILED("a refused call has written results");
-      break;
-    }
+  if (!is_untouched(y, d.call.y_size)) FAILED("a refused call has written results");
 }
 
 #endif

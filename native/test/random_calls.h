@@ -181,8 +181,6 @@ typedef struct piece {
 static piece pieces[MOST_PIECES];
 static int piece_count;
 
-static inline size_t page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
-
 /* Pages of earlier pieces between their unreadable ones, the next to be used last: to map others
  * takes longer than most of what is computed in them. */
 enum { MOST_SPARE = 2000 };
@@ -203,21 +201,9 @@ static inline uint8_t *spare_pages(size_t inner) {
   return NULL;
 }
 
-static inline uint8_t *new_pages(size_t inner) {
-  const size_t page = page_size();
-  uint8_t *const map =
-      mmap(NULL, inner + 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (map == MAP_FAILED || mprotect(map, page, PROT_NONE) ||
-      mprotect(map + page + inner, page, PROT_NONE)) {
-    perror("mmap");
-    exit(2);
-  }
-  return map + page;
-}
-
 static inline void release_pages(const piece *p) {
   if (spare_count == MOST_SPARE) {
-    munmap(p->base - page_size(), p->inner + 2 * page_size());
+    free_pages(p->base, p->inner);
     return;
   }
   if (p->sealed && mprotect(p->base, p->inner, PROT_READ | PROT_WRITE)) exit(2);
@@ -225,9 +211,7 @@ static inline void release_pages(const piece *p) {
 }
 
 static inline void *mapped(size_t size, piece *p) {
-  const size_t page = page_size();
-  p->inner = (size + page - 1) / page * page;
-  if (p->inner == 0) p->inner = page;
+  p->inner = size ? whole_pages(size) : page_size();
   p->base = spare_pages(p->inner);
   if (!p->base) p->base = new_pages(p->inner);
   memset(p->base, WATCHED, p->inner);
@@ -336,6 +320,13 @@ static inline float draw_float(int nonfinite) {
   if ((bits & 0x7f800000) == 0x7f800000 && which != 1) bits ^= 0x40000000;
   memcpy(&value, &bits, sizeof value);
   return value;
+}
+
+/* What a refused call must leave alone. */
+static inline int is_untouched(const void *memory, size_t size) {
+  for (size_t i = 0; i < size; i++)
+    if (((const uint8_t *)memory)[i] != 0x77) return 0;
+  return 1;
 }
 
 /* ---- Comparing ------------------------------------------------------------------------ */

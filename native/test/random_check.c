@@ -374,11 +374,7 @@ static int read_options(int argc, char **argv, options *o) {
 int main(int argc, char **argv) {
   options o = {.rounds = 1, .share = 1, .only = -1};
   if (!read_options(argc, argv, &o)) return usage();
-#if defined(__x86_64__)
-  kt_cpu cpu;
-  kt_cpu_detect(&cpu);
-  if (cpu.avx512_bf16 && !cpu.amx_permission) setenv("KTCONV_ASSUME", "amx", 0);
-#endif
+  assume_amx();
   memory_name = memory_names[mode];
   find_levels(), find_layouts(), make_pools();
   watch();

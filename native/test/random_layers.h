@@ -90,8 +90,7 @@ static inline layer draw_layer(int number, int wild) {
   const int64_t tile = traits.col_multiple, width = tile * (1 + below(tile < 100 ? 4 : 2));
   const int64_t parts = 1 + below(one_in(2) ? 1 : MOST_PARTS);
   const int64_t experts = 1 + below(whole ? 2 : MOST_EXPERTS);
-  l.exact = layout->format == KT_FORMAT_INT8 || layout->format == KT_FORMAT_INT4 ||
-            layout->format == KT_FORMAT_GINT4 || layout->format == KT_FORMAT_GINT8;
+  l.exact = is_integer(layout);
   l.moe = (kt_moe){.layout = *layout,
                    .activation = whole || one_in(2) ? silu : ONE_OF(others),
                    .hidden = tile * (1 + below(tile < 100 ? whole ? 4 : 7 : 3)),
@@ -117,8 +116,6 @@ typedef struct layer_call {
   int reads_y;   /* y is x or add: it holds what is read */
   int asks_absent;
 } layer_call;
-
-static inline size_t value_size(int dtype) { return dtype == KT_F32 ? 4 : 2; }
 
 static inline void *draw_values(int dtype, int64_t count, int wild) {
   uint8_t *const data = room((size_t)count * value_size(dtype), value_size(dtype));
@@ -198,20 +195,6 @@ static inline void describe_call(const layer *l, const layer_call *c) {
            c->asks_absent ? ", an expert is absent" : "");
 }
 
-static inline float half_value(uint16_t half) {
-  const int exponent = half >> 10 & 31, mantissa = half & 1023;
-  const float size = exponent == 31 ? (mantissa ? NAN : INFINITY)
-                     : exponent     ? ldexpf((float)(1024 + mantissa), exponent - 25)
-                                    : ldexpf((float)mantissa, -24);
-  return half & 0x8000 ? -size : size;
-}
-
-static inline float value_at(int dtype, const void *data, int64_t i) {
-  if (dtype == KT_F32) return ((const float *)data)[i];
-  const uint16_t bits = ((const uint16_t *)data)[i];
-  return dtype == KT_BF16 ? wide(bits) : half_value(bits);
-}
-
 /* Bit by bit, but any NaN is like any other. */
 static inline int same_values(int dtype, const void *a, const void *b, int64_t count) {
   if (memcmp(a, b, (size_t)count * value_size(dtype)) == 0) return 1;
@@ -234,25 +217,32 @@ static inline double distance(int dtype, const void *a, const void *b, int64_t c
 
 /* ---- The forward -------------------------------------------------------------------------- */
 
-/* y of the first `tokens` tokens; NULL where the call was to be refused, and was. */
-static inline const void *forward(const layer *l, const layer_call *c, int64_t tokens,
-                                  kt_pool *pool) {
+/* The call for its first `tokens` tokens, with y, which may be x or add. */
+static inline kt_moe_call call_of(const layer *l, const layer_call *c, int64_t tokens) {
   kt_moe_call call = c->call;
+  const size_t y_unit = value_size(call.y_dtype), size = (size_t)(tokens * l->moe.hidden) * y_unit;
   call.tokens = tokens;
-  const int64_t count = tokens * l->moe.hidden;
-  const size_t y_unit = value_size(call.y_dtype), size = (size_t)count * y_unit;
-  const size_t scratch_size = kt_moe_scratch_size(&l->moe, tokens, call.top_k, pool);
-  counted(OF_kt_moe_scratch_size, scratch_size > 0);
   call.y = room(size, y_unit);
   if (c->reads_y && call.x_dtype == call.y_dtype)
     call.x = memcpy(call.y, call.x, size);
   else if (c->reads_y)
     call.add = memcpy(call.y, call.add, size);
-  const kt_status status =
-      CALLED(kt_moe_forward, &l->moe, pool, &call, room(scratch_size, 64), scratch_size);
-  if (tokens == c->call.tokens && status != (c->asks_absent ? KT_ERR_EXPERT : KT_OK))
+  return call;
+}
+
+/* y; NULL where the call was to be refused, and was. */
+static inline const void *y_of(const layer_call *c, const kt_moe_call *call, kt_status status) {
+  if (call->tokens == c->call.tokens && status != (c->asks_absent ? KT_ERR_EXPERT : KT_OK))
     FAILED("forward: %s", kt_strerror(status));
-  return status == KT_OK ? call.y : NULL;
+  return status == KT_OK ? call->y : NULL;
+}
+
+static inline const void *forward(const layer *l, const layer_call *c, int64_t tokens,
+                                  kt_pool *pool) {
+  const kt_moe_call call = call_of(l, c, tokens);
+  const size_t size = kt_moe_scratch_size(&l->moe, tokens, call.top_k, pool);
+  counted(OF_kt_moe_scratch_size, size > 0);
+  return y_of(c, &call, CALLED(kt_moe_forward, &l->moe, pool, &call, room(size, 64), size));
 }
 
 /* As the work of a task: the same bits where all experts are kept; one that fails says so. */

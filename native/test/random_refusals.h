@@ -5,9 +5,11 @@
 #include "random_adapted.h"
 #include "random_training.h"
 
-/* A wrong thing, and who must refuse it. */
-#define WRONG(type, name, what)                                                                    \
-  static void name(type *a) { what; }
+/* A refusal X(name, who, what): the wrong thing, and who must refuse it. Of lists of them, a
+ * function for each and a table. */
+#define MAKES(type, name, ...)                                                                     \
+  static void name(type *a) { __VA_ARGS__; }
+#define ROW(name, who, ...) {#name, name, who},
 
 /* ---- Weights --------------------------------------------------------------------------- */
 
@@ -36,82 +38,85 @@ typedef struct arguments {
   size_t scratch_size;
 } arguments;
 
-#define M (a->c.source.m)
-WRONG(arguments, no_layout, a->layout = NULL)
-WRONG(arguments, other_format, a->c.layout.format = no_number())
-WRONG(arguments, other_group, a->c.layout.group = one_in(2) ? no_number() : 48)
-WRONG(arguments, other_scales, a->c.layout.scale_dtype = no_number())
-WRONG(arguments, no_matrix, a->matrix = NULL)
-WRONG(arguments, no_data, M.data = NULL)
-WRONG(arguments, few_rows, M.rows = a->rows = absurd())
-WRONG(arguments, few_cols, M.cols = a->cols = absurd())
-WRONG(arguments, many_rows, (M.rows = a->rows = huge(), M.row_stride = M.cols))
-WRONG(arguments, many_cols, (M.cols = a->cols = huge(), M.col_stride = 1, M.row_stride = 1))
-WRONG(arguments, many_of_both,
-      (M.rows = a->rows = (int64_t)1 << 40, M.cols = a->cols = (int64_t)1 << 40))
-WRONG(arguments, odd_rows, M.rows = a->rows += 1 + below(31))
-WRONG(arguments, odd_cols, M.cols = a->cols += 1 + below(31))
-WRONG(arguments, few_to_row, M.row_stride = absurd())
-WRONG(arguments, few_to_col, M.col_stride = absurd())
-WRONG(arguments, both_strides, M.row_stride = M.col_stride = 2)
-WRONG(arguments, far_rows, (M.row_stride = huge(), M.col_stride = 1))
-WRONG(arguments, far_cols, (M.col_stride = huge(), M.row_stride = 1))
-WRONG(arguments, no_dtype, M.dtype = no_number())
-WRONG(arguments, no_scales, (M.dtype = KT_I8, M.block_scale = NULL))
-WRONG(arguments, zeros_alone, (M.block_scale = NULL, M.zero_point = a->floats))
-WRONG(arguments, groups_alone, (M.block_scale = NULL, M.group_of_col = (const int32_t *)a->codes))
-WRONG(arguments, no_blocks, (M.block_scale = a->floats, M.block_rows = absurd()))
-WRONG(arguments, no_block_cols,
-      (M.block_scale = a->floats, M.block_rows = 1, M.block_cols = absurd()))
-WRONG(arguments, no_grid,
-      (M.block_scale = a->floats, M.block_rows = M.block_cols = 1, M.scale_stride = absurd()))
-WRONG(arguments, rows_before,
-      (M.block_scale = a->floats, M.block_rows = M.block_cols = M.scale_stride = 1,
-       M.row_origin = -1 - below(99), M.col_origin = 0))
-WRONG(arguments, cols_before,
-      (M.block_scale = a->floats, M.block_rows = M.block_cols = M.scale_stride = 1,
-       M.col_origin = INT64_MIN, M.row_origin = 0))
-WRONG(arguments, rows_far,
-      (M.block_scale = a->floats, M.block_rows = M.block_cols = M.scale_stride = 1,
-       M.col_origin = 0, M.row_origin = huge()))
-WRONG(arguments, cols_far,
-      (M.block_scale = a->floats, M.block_rows = M.block_cols = M.scale_stride = 1,
-       M.col_origin = INT64_MAX, M.row_origin = 0))
-WRONG(arguments, wide_grid,
-      (M.block_scale = a->floats, M.block_rows = M.block_cols = 1, M.scale_stride = INT64_MAX / 2,
-       M.col_origin = M.row_origin = 0))
-WRONG(arguments, scales_and_factors, (M.row_scale = a->floats, M.row_factor = a->floats))
-WRONG(arguments, cut_before, M.first_col = -32)
-WRONG(arguments, cut_odd, M.first_col = 5)
-WRONG(arguments, cut_far, M.first_col = one_in(2) ? 256 : INT64_MAX)
-WRONG(arguments, no_rule,
-      (a->c.choice.rule = no_number(), a->c.choice.importance = NULL, a->choice = &a->c.choice))
-WRONG(arguments, importance_alone,
-      (a->c.choice.rule = KT_RULE_AMAX, a->c.choice.importance = a->floats,
-       a->choice = &a->c.choice))
-static void odd_importance(arguments *a) {
+static void draw_odd_importance(arguments *a) {
   static const float odd[] = {-1.0f, NAN, INFINITY, 0x1.0002p32f, -INFINITY};
   for (int64_t k = 0; k < a->cols; k++) a->floats[k] = 1.0f;
   a->floats[below(a->cols)] = ONE_OF(odd);
   a->c.choice = (kt_choice){KT_RULE_SEARCH, a->floats};
   a->choice = &a->c.choice;
 }
-WRONG(arguments, no_codes, a->codes = NULL)
-WRONG(arguments, no_packed, a->packed = NULL)
-WRONG(arguments, no_packed_scale, a->packed_scale = NULL)
-WRONG(arguments, no_room, a->scratch = NULL)
-WRONG(arguments, little_room, a->scratch_size = one_in(2) ? 0 : a->scratch_size - 1)
-WRONG(arguments, first_before, a->first = -32 * (1 + below(99)))
-WRONG(arguments, first_odd, a->first = 1 + below(31))
-WRONG(arguments, first_far, a->first = one_in(2) ? a->rows : INT64_MAX / 32 * 32)
-WRONG(arguments, no_kind, a->encoding.kind = no_number())
-WRONG(arguments, no_such_group, (a->encoding.kind = KT_ENCODE_MXFP4, a->encoding.group = 64))
-WRONG(arguments, group_below, a->encoding.group = -1)
-WRONG(arguments, no_half, a->encoding.half = no_number())
-WRONG(arguments, no_search, a->encoding.search = no_number())
-WRONG(arguments, no_tensor_scale,
-      (a->encoding = (kt_encoding){KT_ENCODE_NVFP4, 16, 0, 0},
-       a->tensor_scale = one_in(2) ? NAN : -1.0f))
+
+#define M (a->c.source.m)
+#define WEIGHTS_REFUSED(X)                                                                         \
+  X(no_layout, BY_LAYOUT, a->layout = NULL)                                                        \
+  X(other_format, BY_LAYOUT, a->c.layout.format = no_number())                                     \
+  X(other_group, BY_LAYOUT, a->c.layout.group = one_in(2) ? no_number() : 48)                      \
+  X(other_scales, BY_LAYOUT, a->c.layout.scale_dtype = no_number())                                \
+  X(no_matrix, BY_MATRIX, a->matrix = NULL)                                                        \
+  X(no_data, BY_MATRIX, M.data = NULL)                                                             \
+  X(few_rows, BY_MATRIX | BY_LAYOUT, M.rows = a->rows = absurd())                                  \
+  X(few_cols, BY_MATRIX | BY_LAYOUT, M.cols = a->cols = absurd())                                  \
+  X(many_rows, BY_MATRIX | BY_LAYOUT, M.rows = a->rows = huge(), M.row_stride = M.cols)            \
+  X(many_cols, BY_MATRIX | BY_LAYOUT, M.cols = a->cols = huge(), M.col_stride = 1,                 \
+    M.row_stride = 1)                                                                              \
+  X(many_of_both, BY_MATRIX | BY_LAYOUT, M.rows = a->rows = (int64_t)1 << 40,                      \
+    M.cols = a->cols = (int64_t)1 << 40)                                                           \
+  X(odd_rows, BY_LAYOUT, M.rows = a->rows += 1 + below(31))                                        \
+  X(odd_cols, BY_LAYOUT | BY_ENCODED, M.cols = a->cols += 1 + below(31))                           \
+  X(few_to_row, BY_MATRIX, M.row_stride = absurd())                                                \
+  X(few_to_col, BY_MATRIX, M.col_stride = absurd())                                                \
+  X(both_strides, BY_MATRIX, M.row_stride = M.col_stride = 2)                                      \
+  X(far_rows, BY_MATRIX, M.row_stride = huge(), M.col_stride = 1)                                  \
+  X(far_cols, BY_MATRIX, M.col_stride = huge(), M.row_stride = 1)                                  \
+  X(no_dtype, BY_MATRIX, M.dtype = no_number())                                                    \
+  X(no_scales, BY_MATRIX, M.dtype = KT_I8, M.block_scale = NULL)                                   \
+  X(zeros_alone, BY_MATRIX, M.block_scale = NULL, M.zero_point = a->floats)                        \
+  X(groups_alone, BY_MATRIX, M.block_scale = NULL, M.group_of_col = (const int32_t *)a->codes)     \
+  X(no_blocks, BY_MATRIX, M.block_scale = a->floats, M.block_rows = absurd())                      \
+  X(no_block_cols, BY_MATRIX, M.block_scale = a->floats, M.block_rows = 1,                         \
+    M.block_cols = absurd())                                                                       \
+  X(no_grid, BY_MATRIX, M.block_scale = a->floats, M.block_rows = M.block_cols = 1,                \
+    M.scale_stride = absurd())                                                                     \
+  X(rows_before, BY_MATRIX, M.block_scale = a->floats,                                             \
+    M.block_rows = M.block_cols = M.scale_stride = 1, M.row_origin = -1 - below(99),               \
+    M.col_origin = 0)                                                                              \
+  X(cols_before, BY_MATRIX, M.block_scale = a->floats,                                             \
+    M.block_rows = M.block_cols = M.scale_stride = 1, M.col_origin = INT64_MIN, M.row_origin = 0)  \
+  X(rows_far, BY_MATRIX, M.block_scale = a->floats,                                                \
+    M.block_rows = M.block_cols = M.scale_stride = 1, M.col_origin = 0, M.row_origin = huge())     \
+  X(cols_far, BY_MATRIX, M.block_scale = a->floats,                                                \
+    M.block_rows = M.block_cols = M.scale_stride = 1, M.col_origin = INT64_MAX, M.row_origin = 0)  \
+  X(wide_grid, BY_MATRIX, M.block_scale = a->floats, M.block_rows = M.block_cols = 1,              \
+    M.scale_stride = INT64_MAX / 2, M.col_origin = M.row_origin = 0)                               \
+  X(scales_and_factors, BY_MATRIX, M.row_scale = a->floats, M.row_factor = a->floats)              \
+  X(cut_before, BY_MATRIX, M.first_col = -32)                                                      \
+  X(cut_odd, BY_MATRIX, M.first_col = 5)                                                           \
+  X(cut_far, BY_MATRIX, M.first_col = one_in(2) ? 256 : INT64_MAX)                                 \
+  X(no_rule, BY_QUANTIZE | BY_AUDIT, a->c.choice.rule = no_number(),                               \
+    a->c.choice.importance = NULL, a->choice = &a->c.choice)                                       \
+  X(importance_alone, BY_QUANTIZE | BY_AUDIT, a->c.choice.rule = KT_RULE_AMAX,                     \
+    a->c.choice.importance = a->floats, a->choice = &a->c.choice)                                  \
+  X(odd_importance, BY_QUANTIZE | BY_AUDIT, draw_odd_importance(a))                                \
+  X(no_codes, BY_LAYOUT | BY_DECODE | BY_ENCODE | BY_ENCODED | BY_BLOCKS, a->codes = NULL)         \
+  X(no_packed, BY_PACK | BY_AUDIT | BY_CODES, a->packed = NULL)                                    \
+  X(no_packed_scale, BY_PACK | BY_AUDIT, a->packed_scale = NULL)                                   \
+  X(no_room, BY_QUANTIZE | BY_AUDIT | BY_ENCODE, a->scratch = NULL)                                \
+  X(little_room, BY_QUANTIZE | BY_AUDIT | BY_ENCODE,                                               \
+    a->scratch_size = one_in(2) ? 0 : a->scratch_size - 1)                                         \
+  X(first_before, BY_AUDIT, a->first = -32 * (1 + below(99)))                                      \
+  X(first_odd, BY_AUDIT, a->first = 1 + below(31))                                                 \
+  X(first_far, BY_AUDIT, a->first = one_in(2) ? a->rows : INT64_MAX / 32 * 32)                     \
+  X(no_kind, BY_ENCODE | BY_ENCODED, a->encoding.kind = no_number())                               \
+  X(no_such_group, BY_ENCODE | BY_ENCODED, a->encoding.kind = KT_ENCODE_MXFP4,                     \
+    a->encoding.group = 64)                                                                        \
+  X(group_below, BY_ENCODE | BY_ENCODED, a->encoding.group = -1)                                   \
+  X(no_half, BY_ENCODE | BY_ENCODED, a->encoding.half = no_number())                               \
+  X(no_search, BY_ENCODE | BY_ENCODED, a->encoding.search = no_number())                           \
+  X(no_tensor_scale, BY_ENCODE | BY_ENCODED,                                                       \
+    a->encoding = (kt_encoding){KT_ENCODE_NVFP4, 16, 0, 0},                                        \
+    a->tensor_scale = one_in(2) ? NAN : -1.0f)
+#define MAKES_WEIGHTS(name, who, ...) MAKES(arguments, name, __VA_ARGS__)
+WEIGHTS_REFUSED(MAKES_WEIGHTS)
 #undef M
 
 typedef struct weights_refusal {
@@ -119,61 +124,8 @@ typedef struct weights_refusal {
   void (*make)(arguments *a);
   int by;
 } weights_refusal;
-#define BY(name, who) {#name, name, who}
 
-static const weights_refusal weights_refusals[] = {
-    BY(no_layout, BY_LAYOUT),
-    BY(other_format, BY_LAYOUT),
-    BY(other_group, BY_LAYOUT),
-    BY(other_scales, BY_LAYOUT),
-    BY(no_matrix, BY_MATRIX),
-    BY(no_data, BY_MATRIX),
-    BY(few_rows, BY_MATRIX | BY_LAYOUT),
-    BY(few_cols, BY_MATRIX | BY_LAYOUT),
-    BY(many_rows, BY_MATRIX | BY_LAYOUT),
-    BY(many_cols, BY_MATRIX | BY_LAYOUT),
-    BY(many_of_both, BY_MATRIX | BY_LAYOUT),
-    BY(odd_rows, BY_LAYOUT),
-    BY(odd_cols, BY_LAYOUT | BY_ENCODED),
-    BY(few_to_row, BY_MATRIX),
-    BY(few_to_col, BY_MATRIX),
-    BY(both_strides, BY_MATRIX),
-    BY(far_rows, BY_MATRIX),
-    BY(far_cols, BY_MATRIX),
-    BY(no_dtype, BY_MATRIX),
-    BY(no_scales, BY_MATRIX),
-    BY(zeros_alone, BY_MATRIX),
-    BY(groups_alone, BY_MATRIX),
-    BY(no_blocks, BY_MATRIX),
-    BY(no_block_cols, BY_MATRIX),
-    BY(no_grid, BY_MATRIX),
-    BY(rows_before, BY_MATRIX),
-    BY(cols_before, BY_MATRIX),
-    BY(rows_far, BY_MATRIX),
-    BY(cols_far, BY_MATRIX),
-    BY(wide_grid, BY_MATRIX),
-    BY(scales_and_factors, BY_MATRIX),
-    BY(cut_before, BY_MATRIX),
-    BY(cut_odd, BY_MATRIX),
-    BY(cut_far, BY_MATRIX),
-    BY(no_rule, BY_QUANTIZE | BY_AUDIT),
-    BY(importance_alone, BY_QUANTIZE | BY_AUDIT),
-    BY(odd_importance, BY_QUANTIZE | BY_AUDIT),
-    BY(no_codes, BY_LAYOUT | BY_DECODE | BY_ENCODE | BY_ENCODED | BY_BLOCKS),
-    BY(no_packed, BY_PACK | BY_AUDIT | BY_CODES),
-    BY(no_packed_scale, BY_PACK | BY_AUDIT),
-    BY(no_room, BY_QUANTIZE | BY_AUDIT | BY_ENCODE),
-    BY(little_room, BY_QUANTIZE | BY_AUDIT | BY_ENCODE),
-    BY(first_before, BY_AUDIT),
-    BY(first_odd, BY_AUDIT),
-    BY(first_far, BY_AUDIT),
-    BY(no_kind, BY_ENCODE | BY_ENCODED),
-    BY(no_such_group, BY_ENCODE | BY_ENCODED),
-    BY(group_below, BY_ENCODE | BY_ENCODED),
-    BY(no_half, BY_ENCODE | BY_ENCODED),
-    BY(no_search, BY_ENCODE | BY_ENCODED),
-    BY(no_tensor_scale, BY_ENCODE | BY_ENCODED),
-};
+static const weights_refusal weights_refusals[] = {WEIGHTS_REFUSED(ROW)};
 enum { WEIGHTS_REFUSALS = sizeof weights_refusals / sizeof *weights_refusals };
 
 static inline void refuse_matrix(const arguments *a, int by) {
@@ -344,59 +296,63 @@ enum {
 
 #define L (a->t.layer.moe)
 #define C (*a->call)
-WRONG(asked, no_moe, a->moe = NULL)
-WRONG(asked, no_pool, a->pool = NULL)
-WRONG(asked, no_call, a->call = NULL)
-WRONG(asked, no_experts, L.expert = NULL)
-WRONG(asked, few_experts, L.experts = absurd())
-WRONG(asked, too_many_experts, L.experts = huge())
-WRONG(asked, all_experts, L.experts = INT32_MAX)
-WRONG(asked, more_than_fit,
-      (L.intermediate = L.intermediate / L.parts << 30, L.parts = 1 << 30, L.experts = INT32_MAX))
-WRONG(asked, few_parts, L.parts = absurd())
-WRONG(asked, many_parts, L.parts = one_in(2) ? huge() : INT32_MAX)
-WRONG(asked, other_parts, L.parts = 7 * L.parts)
-WRONG(asked, few_hidden, L.hidden = absurd())
-WRONG(asked, many_hidden, L.hidden = one_in(2) ? huge() : KT_MAX_COLS + 128)
-WRONG(asked, odd_hidden, L.hidden += 1 + below(31))
-WRONG(asked, few_inner, L.intermediate = absurd())
-WRONG(asked, many_inner, L.intermediate = huge())
-WRONG(asked, odd_inner, L.intermediate += L.parts)
-WRONG(asked, no_function, L.activation.function = no_number())
-WRONG(asked, nan_limit, L.activation.limit = one_in(2) ? NAN : -1.0f)
-WRONG(asked, layer_format, L.layout.format = no_number())
-WRONG(asked, layer_group, L.layout.group = no_number())
-WRONG(asked, few_tokens, C.tokens = -1 - below(99))
-WRONG(asked, many_tokens, C.tokens = one_in(2) ? INT64_MAX : (int64_t)1 << 62)
-WRONG(asked, no_choices, C.top_k = absurd())
-WRONG(asked, many_choices, C.top_k = one_in(2) ? huge() : 1 << 20)
-WRONG(asked, no_x, C.x = NULL)
-WRONG(asked, odd_x, C.x = (const uint8_t *)C.x + 1)
-WRONG(asked, other_x, C.x_dtype = no_number())
-WRONG(asked, no_ids, C.ids = NULL)
-WRONG(asked, odd_ids, C.ids = (const uint8_t *)C.ids + 1 + below(3))
-WRONG(asked, other_ids, C.id_size = one_in(2) ? 0 : one_in(2) ? 2 : no_number())
-WRONG(asked, no_weights, C.weights = NULL)
-WRONG(asked, no_y, C.y = NULL)
-WRONG(asked, odd_y, C.y = (uint8_t *)C.y + 1)
-WRONG(asked, other_y, C.y_dtype = one_in(2) ? KT_I8 : no_number())
-WRONG(asked, no_scratch, a->scratch = NULL)
-WRONG(asked, odd_scratch, a->scratch = (uint8_t *)a->scratch + 8 * (1 + below(7)))
-WRONG(asked, no_scratch_size, a->scratch_size = (size_t)below(64))
-WRONG(asked, with_add, C.add = a->want.dweights)
-WRONG(asked, no_rank, a->t.lora.rank = one_in(2) ? absurd() : huge())
-WRONG(asked, high_rank, a->t.lora.rank = KT_MAX_RANK + 1)
-WRONG(asked, nan_scale, a->t.lora.scale = NAN)
-WRONG(asked, all_dropped, a->t.lora.dropout = 1.0f)
-WRONG(asked, lora_dtype, a->t.lora.dtype = one_in(2) ? KT_F16 : no_number())
-WRONG(asked, half_pair, (a->t.lora.up_a = NULL, a->t.lora.up_b = a->scratch))
-WRONG(asked, odd_lora, (a->t.lora.up_a = (uint8_t *)a->scratch + 1, a->t.lora.up_b = a->scratch))
-WRONG(asked, no_dy, a->want.dy = NULL)
-WRONG(asked, other_dy, a->want.dy_dtype = no_number())
-WRONG(asked, other_dx, a->want.dx_dtype = no_number())
-WRONG(asked, odd_dweights, a->want.dweights = (void *)((uint8_t *)a->scratch + 2))
-WRONG(asked, no_saved, a->saved = NULL)
-WRONG(asked, odd_saved, a->saved = (uint8_t *)a->scratch + 16)
+#define LAYER_REFUSED(X)                                                                           \
+  X(no_moe, OF_LAYER | OF_CALL, a->moe = NULL)                                                     \
+  X(no_pool, OF_CALL, a->pool = NULL)                                                              \
+  X(no_call, OF_CALL, a->call = NULL)                                                              \
+  X(no_experts, OF_LAYER | OF_CALL, L.expert = NULL)                                               \
+  X(few_experts, OF_LAYER | OF_CALL, L.experts = absurd())                                         \
+  X(too_many_experts, OF_LAYER | OF_CALL, L.experts = huge())                                      \
+  X(all_experts, OF_CALL, L.experts = INT32_MAX)                                                   \
+  X(more_than_fit, OF_LAYER | OF_CALL, L.intermediate = L.intermediate / L.parts << 30,            \
+    L.parts = 1 << 30, L.experts = INT32_MAX)                                                      \
+  X(few_parts, OF_LAYER | OF_CALL, L.parts = absurd())                                             \
+  X(many_parts, OF_LAYER | OF_CALL, L.parts = one_in(2) ? huge() : INT32_MAX)                      \
+  X(other_parts, OF_LAYER | OF_CALL, L.parts = 7 * L.parts)                                        \
+  X(few_hidden, OF_LAYER | OF_CALL, L.hidden = absurd())                                           \
+  X(many_hidden, OF_LAYER | OF_CALL, L.hidden = one_in(2) ? huge() : KT_MAX_COLS + 128)            \
+  X(odd_hidden, OF_LAYER | OF_CALL, L.hidden += 1 + below(31))                                     \
+  X(few_inner, OF_LAYER | OF_CALL, L.intermediate = absurd())                                      \
+  X(many_inner, OF_LAYER | OF_CALL, L.intermediate = huge())                                       \
+  X(odd_inner, OF_LAYER | OF_CALL, L.intermediate += L.parts)                                      \
+  X(no_function, OF_LAYER | OF_CALL, L.activation.function = no_number())                          \
+  X(nan_limit, OF_LAYER | OF_CALL, L.activation.limit = one_in(2) ? NAN : -1.0f)                   \
+  X(layer_format, OF_LAYER | OF_CALL, L.layout.format = no_number())                               \
+  X(layer_group, OF_LAYER | OF_CALL, L.layout.group = no_number())                                 \
+  X(few_tokens, OF_CALL, C.tokens = -1 - below(99))                                                \
+  X(many_tokens, OF_CALL, C.tokens = one_in(2) ? INT64_MAX : (int64_t)1 << 62)                     \
+  X(no_choices, OF_CALL, C.top_k = absurd())                                                       \
+  X(many_choices, OF_CALL, C.top_k = one_in(2) ? huge() : 1 << 20)                                 \
+  X(no_x, OF_CALL, C.x = NULL)                                                                     \
+  X(odd_x, OF_CALL, C.x = (const uint8_t *)C.x + 1)                                                \
+  X(other_x, OF_CALL, C.x_dtype = no_number())                                                     \
+  X(no_ids, OF_CALL, C.ids = NULL)                                                                 \
+  X(odd_ids, OF_CALL, C.ids = (const uint8_t *)C.ids + 1 + below(3))                               \
+  X(other_ids, OF_CALL, C.id_size = one_in(2) ? 0 : one_in(2) ? 2 : no_number())                   \
+  X(no_weights, OF_CALL, C.weights = NULL)                                                         \
+  X(no_y, OF_FORWARD | OF_TRAIN, C.y = NULL)                                                       \
+  X(odd_y, OF_FORWARD | OF_TRAIN, C.y = (uint8_t *)C.y + 1)                                        \
+  X(other_y, OF_FORWARD | OF_TRAIN, C.y_dtype = one_in(2) ? KT_I8 : no_number())                   \
+  X(no_scratch, OF_CALL, a->scratch = NULL)                                                        \
+  X(odd_scratch, OF_CALL, a->scratch = (uint8_t *)a->scratch + 8 * (1 + below(7)))                 \
+  X(no_scratch_size, OF_CALL, a->scratch_size = (size_t)below(64))                                 \
+  X(with_add, OF_TRAIN, C.add = a->want.dweights)                                                  \
+  X(no_rank, OF_TRAIN | OF_BACKWARD, a->t.lora.rank = one_in(2) ? absurd() : huge())               \
+  X(high_rank, OF_TRAIN | OF_BACKWARD, a->t.lora.rank = KT_MAX_RANK + 1)                           \
+  X(nan_scale, OF_TRAIN | OF_BACKWARD, a->t.lora.scale = NAN)                                      \
+  X(all_dropped, OF_TRAIN | OF_BACKWARD, a->t.lora.dropout = 1.0f)                                 \
+  X(lora_dtype, OF_TRAIN | OF_BACKWARD, a->t.lora.dtype = one_in(2) ? KT_F16 : no_number())        \
+  X(half_pair, OF_TRAIN | OF_BACKWARD, a->t.lora.up_a = NULL, a->t.lora.up_b = a->scratch)         \
+  X(odd_lora, OF_TRAIN | OF_BACKWARD, a->t.lora.up_a = (uint8_t *)a->scratch + 1,                  \
+    a->t.lora.up_b = a->scratch)                                                                   \
+  X(no_dy, OF_BACKWARD, a->want.dy = NULL)                                                         \
+  X(other_dy, OF_BACKWARD, a->want.dy_dtype = no_number())                                         \
+  X(other_dx, OF_BACKWARD, a->want.dx_dtype = no_number())                                         \
+  X(odd_dweights, OF_BACKWARD, a->want.dweights = (void *)((uint8_t *)a->scratch + 2))             \
+  X(no_saved, OF_BACKWARD, a->saved = NULL)                                                        \
+  X(odd_saved, OF_TRAIN | OF_BACKWARD, a->saved = (uint8_t *)a->scratch + 16)
+#define MAKES_LAYER(name, who, ...) MAKES(asked, name, __VA_ARGS__)
+LAYER_REFUSED(MAKES_LAYER)
 #undef L
 #undef C
 
@@ -406,60 +362,7 @@ typedef struct layer_refusal {
   int by;
 } layer_refusal;
 
-static const layer_refusal layer_refusals[] = {
-    BY(no_moe, OF_LAYER | OF_CALL),
-    BY(no_pool, OF_CALL),
-    BY(no_call, OF_CALL),
-    BY(no_experts, OF_LAYER | OF_CALL),
-    BY(few_experts, OF_LAYER | OF_CALL),
-    BY(too_many_experts, OF_LAYER | OF_CALL),
-    BY(all_experts, OF_CALL),
-    BY(more_than_fit, OF_LAYER | OF_CALL),
-    BY(few_parts, OF_LAYER | OF_CALL),
-    BY(many_parts, OF_LAYER | OF_CALL),
-    BY(other_parts, OF_LAYER | OF_CALL),
-    BY(few_hidden, OF_LAYER | OF_CALL),
-    BY(many_hidden, OF_LAYER | OF_CALL),
-    BY(odd_hidden, OF_LAYER | OF_CALL),
-    BY(few_inner, OF_LAYER | OF_CALL),
-    BY(many_inner, OF_LAYER | OF_CALL),
-    BY(odd_inner, OF_LAYER | OF_CALL),
-    BY(no_function, OF_LAYER | OF_CALL),
-    BY(nan_limit, OF_LAYER | OF_CALL),
-    BY(layer_format, OF_LAYER | OF_CALL),
-    BY(layer_group, OF_LAYER | OF_CALL),
-    BY(few_tokens, OF_CALL),
-    BY(many_tokens, OF_CALL),
-    BY(no_choices, OF_CALL),
-    BY(many_choices, OF_CALL),
-    BY(no_x, OF_CALL),
-    BY(odd_x, OF_CALL),
-    BY(other_x, OF_CALL),
-    BY(no_ids, OF_CALL),
-    BY(odd_ids, OF_CALL),
-    BY(other_ids, OF_CALL),
-    BY(no_weights, OF_CALL),
-    BY(no_y, OF_FORWARD | OF_TRAIN),
-    BY(odd_y, OF_FORWARD | OF_TRAIN),
-    BY(other_y, OF_FORWARD | OF_TRAIN),
-    BY(no_scratch, OF_CALL),
-    BY(odd_scratch, OF_CALL),
-    BY(no_scratch_size, OF_CALL),
-    BY(with_add, OF_TRAIN),
-    BY(no_rank, OF_TRAIN | OF_BACKWARD),
-    BY(high_rank, OF_TRAIN | OF_BACKWARD),
-    BY(nan_scale, OF_TRAIN | OF_BACKWARD),
-    BY(all_dropped, OF_TRAIN | OF_BACKWARD),
-    BY(lora_dtype, OF_TRAIN | OF_BACKWARD),
-    BY(half_pair, OF_TRAIN | OF_BACKWARD),
-    BY(odd_lora, OF_TRAIN | OF_BACKWARD),
-    BY(no_dy, OF_BACKWARD),
-    BY(other_dy, OF_BACKWARD),
-    BY(other_dx, OF_BACKWARD),
-    BY(odd_dweights, OF_BACKWARD),
-    BY(no_saved, OF_BACKWARD),
-    BY(odd_saved, OF_TRAIN | OF_BACKWARD),
-};
+static const layer_refusal layer_refusals[] = {LAYER_REFUSED(ROW)};
 enum { LAYER_REFUSALS = sizeof layer_refusals / sizeof *layer_refusals };
 
 static inline void refuse_layer(const asked *a, int by) {
@@ -479,13 +382,6 @@ static inline void refuse_layer(const asked *a, int by) {
   if (by & OF_BACKWARD)
     REFUSED_CALL(CALLED(kt_train_backward, a->moe, a->lora, a->pool, a->call, a->saved, &a->want,
                         a->scratch, a->scratch_size));
-}
-
-/* What a refused call must leave alone. */
-static inline int is_untouched(const void *memory, size_t size) {
-  for (size_t i = 0; i < size; i++)
-    if (((const uint8_t *)memory)[i] != 0x77) return 0;
-  return 1;
 }
 
 static void layer_refusal_case(int number) {

@@ -7,7 +7,6 @@
 /* Of gradients, whose terms are rounded to bf16 more often, in whole matrices. */
 static const double gradient_bound = 0.03;
 
-enum { GRADIENTS = 11 };
 static uint64_t trainings[MOST_LAYOUTS][MOST_LEVELS];
 
 typedef struct training {
@@ -96,8 +95,8 @@ typedef struct trained {
 } trained;
 
 static inline int dtype_of(const training *t, int which) {
-  if (which == 0) return t->dx_dtype;
-  return t->lora_bf16 && which >= 2 && which < 8 ? KT_BF16 : KT_F32;
+  if (which == DX) return t->dx_dtype;
+  return t->lora_bf16 && which >= GATE_A && which <= DOWN_B ? KT_BF16 : KT_F32;
 }
 
 static inline size_t gradient_size(const training *t, int which) {
@@ -105,22 +104,9 @@ static inline size_t gradient_size(const training *t, int which) {
 }
 
 static inline kt_moe_gradients pointers(const training *t, trained *r) {
-  void *const *const g = r->gradient;
-  return (kt_moe_gradients){.dy = t->dy,
-                            .dx = g[0],
-                            .dweights = g[1],
-                            .gate_a = g[2],
-                            .gate_b = g[3],
-                            .up_a = g[4],
-                            .up_b = g[5],
-                            .down_a = g[6],
-                            .down_b = g[7],
-                            .gate = g[8],
-                            .up = g[9],
-                            .down = g[10],
-                            .dy_dtype = t->dy_dtype,
-                            .dx_dtype = t->dx_dtype,
-                            .lora_bf16 = t->lora_bf16};
+  const kt_moe_gradients g = {
+      .dy = t->dy, .dy_dtype = t->dy_dtype, .dx_dtype = t->dx_dtype, .lora_bf16 = t->lora_bf16};
+  return with_gradients(g, r->gradient);
 }
 
 /* Both; whether they were not refused. */

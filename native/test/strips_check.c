@@ -12,76 +12,10 @@
 #include "../src/cpu.h"
 #include "../src/format/scales.h"
 #include "../src/train/strips.h"
+#include "layers.h"
 
 #include <float.h>
-#include <math.h>
 #include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
-static int failures;
-
-static uint64_t state = 1;
-
-static uint64_t draw(void) {
-  state ^= state << 13;
-  state ^= state >> 7;
-  state ^= state << 17;
-  return state;
-}
-
-static float unit(void) { return (float)(draw() >> 40) / 16777216.0f * 2.0f - 1.0f; }
-
-static uint32_t bits_of(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-static float from_bits(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-/* bf16, ties to even, by what is cut off; NaN as the hardware's. */
-static uint16_t nearest_bf16(float value) {
-  const uint32_t bits = bits_of(value), low = bits & 0xffff, high = bits >> 16;
-  if (isnan(value)) return (uint16_t)(high | 0x40);
-  return (uint16_t)(high + (low > 0x8000 || (low == 0x8000 && (high & 1))));
-}
-
-/* ---- Memory -----------------------------------------------------------------
- *
- * Pages of one arena, each run of them between unreadable ones. */
-
-typedef struct memory {
-  uint8_t *base;
-  size_t size; /* all of it */
-} memory;
-
-static memory all[64];
-static size_t used;
-
-/* `size` bytes that end (or begin) at an unreadable page, until release_all(). */
-static void *guarded(size_t size, int at_end) {
-  const size_t page = (size_t)sysconf(_SC_PAGESIZE), inner = (size + page - 1) / page * page;
-  uint8_t *base =
-      mmap(NULL, inner + 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (base == MAP_FAILED || used == sizeof all / sizeof *all) exit(2);
-  if (mprotect(base, page, PROT_NONE) || mprotect(base + page + inner, page, PROT_NONE)) exit(2);
-  all[used++] = (memory){base, inner + 2 * page};
-  return base + page + (at_end ? inner - size : 0);
-}
-
-static void release_all(void) {
-  while (used) {
-    used--;
-    munmap(all[used].base, all[used].size);
-  }
-}
 
 static void expect_same(const char *what, const void *found, const void *expected, size_t size) {
   const uint8_t *const a = found, *const b = expected;
@@ -102,7 +36,7 @@ typedef struct weights {
 } weights;
 
 /* Scales of every size that the dtype has: zeros and the outermost exponents too. */
-static void draw_scales(int32_t dtype, void *scale, int64_t count) {
+static void draw_any_scales(int32_t dtype, void *scale, int64_t count) {
   for (int64_t i = 0; i < count; i++) {
     if (dtype == KT_SCALE_F32) ((float *)scale)[i] = ldexpf(unit(), (int)(draw() % 60) - 40);
     if (dtype == KT_SCALE_BF16) ((uint16_t *)scale)[i] = (uint16_t)(draw() % 0x7f80);
@@ -113,10 +47,10 @@ static void draw_scales(int32_t dtype, void *scale, int64_t count) {
 static weights make_weights(const kt_layout *layout, int64_t rows, int64_t cols) {
   const size_t size = kt_packed_size(layout, rows, cols),
                scales = kt_scale_size(layout, rows, cols);
-  uint8_t *const packed = guarded(size, 1);
-  uint8_t *const plain = guarded((size_t)(rows * cols) * 2, 1);
-  void *const scale = scales ? guarded(scales, 1) : NULL;
-  void *const plain_scale = scales ? guarded(scales, 1) : NULL;
+  uint8_t *const packed = held(size);
+  uint8_t *const plain = held((size_t)(rows * cols) * 2);
+  void *const scale = scales ? held(scales) : NULL;
+  void *const plain_scale = scales ? held(scales) : NULL;
   const int32_t dtype = layout->scale_dtype;
   for (size_t i = 0; i < size; i++) {
     packed[i] = (uint8_t)draw();
@@ -124,50 +58,15 @@ static weights make_weights(const kt_layout *layout, int64_t rows, int64_t cols)
     if (of_e4m3 && (packed[i] & 0x7f) == 0x7f) packed[i] ^= 0x40; /* NaN */
   }
   if (scales) {
-    draw_scales(dtype, plain_scale, kt_scale_count(layout, rows, cols));
+    draw_any_scales(dtype, plain_scale, kt_scale_count(layout, rows, cols));
     if (kt_scales_pack(layout, rows, cols, plain_scale, scale)) failures++;
   }
   if (kt_unpack(layout, rows, cols, packed, NULL, plain, NULL)) failures++;
   return (weights){{packed, scale, rows, cols, *layout}, plain, plain_scale};
 }
 
-/* Element i of row-major codes, in units of its format's scale. */
-static float code_value(const kt_layout *layout, const uint8_t *codes, int64_t i) {
-  static const float e2m1[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
-  const int nibble = codes[i / 2] >> (i % 2 * 4) & 15,
-            byte = layout->format == KT_FORMAT_MXFP4 ? 0 : codes[i];
-  const int exponent = byte >> 3 & 15, mantissa = byte & 7;
-  if (layout->format == KT_FORMAT_NVFP4) {
-    const uint8_t *const block = codes + i / 32 * 18;
-    const kt_layout as_codes = {KT_FORMAT_MXFP4, 0, 0}, as_scales = {KT_FORMAT_FP8, 0, 0};
-    return code_value(&as_codes, block, i % 32) * code_value(&as_scales, block + 16, i % 32 / 16);
-  }
-  const float e4m3 = (byte & 0x7f) == 0x7f ? NAN
-                     : exponent            ? ldexpf((float)(8 + mantissa), exponent - 10)
-                                           : ldexpf((float)mantissa, -9);
-  switch (layout->format) {
-  case KT_FORMAT_INT8:
-  case KT_FORMAT_INT4: return (float)((const int8_t *)codes)[i];
-  case KT_FORMAT_BF16: return from_bits((uint32_t)((const uint16_t *)(const void *)codes)[i] << 16);
-  case KT_FORMAT_FP8:
-  case KT_FORMAT_MXFP8: return copysignf(e4m3, byte & 0x80 ? -1.0f : 1.0f);
-  case KT_FORMAT_MXFP4: return copysignf(e2m1[nibble & 7], nibble & 8 ? -1.0f : 1.0f);
-  case KT_FORMAT_GINT8: return (float)(byte - 128);
-  default: return (float)(nibble - 8);
-  }
-}
-
-/* The plain scale of (row n, column k). */
-static float scale_value(const weights *w, int64_t n, int64_t k) {
-  const kt_layout *const layout = &w->packed.layout;
-  const int64_t row = layout->format == KT_FORMAT_FP8 && layout->group ? n / layout->group : n;
-  const int64_t at =
-      layout->group ? row * (w->packed.cols / layout->group) + k / layout->group : row;
-  switch (layout->scale_dtype) {
-  case KT_SCALE_F32: return ((const float *)w->scale)[at];
-  case KT_SCALE_BF16: return from_bits((uint32_t)((const uint16_t *)w->scale)[at] << 16);
-  default: return ldexpf(1.0f, ((const uint8_t *)w->scale)[at] - 127);
-  }
+static float worth(const weights *w, int64_t n, int64_t k) {
+  return scale_value(&w->packed.layout, w->scale, w->packed.cols, n, k);
 }
 
 /* A strip [32][cols] from where its tiles have it. */
@@ -191,7 +90,7 @@ static void check_scalar_strip(const weights *w, int64_t column, const uint8_t *
     for (int64_t i = 0; i < KT_STRIP; i++) {
       const int64_t at = n * w->packed.cols + column + i;
       float value = code_value(layout, w->codes, at);
-      if (layout->scale_dtype == KT_SCALE_UE8M0) value *= scale_value(w, n, column + i);
+      if (layout->scale_dtype == KT_SCALE_UE8M0) value *= worth(w, n, column + i);
       if (layout->format == KT_FORMAT_MXFP8 && fabsf(value) < FLT_MIN) value *= 0.0f;
       const int plain_bf16 = layout->format == KT_FORMAT_BF16;
       const uint16_t expected =
@@ -205,11 +104,10 @@ static void check_scalar_strip(const weights *w, int64_t column, const uint8_t *
 }
 
 static void check_fold_scales(const weights *w, int64_t column) {
-  float *const scale = guarded((size_t)w->packed.rows * sizeof *scale, 1);
-  const float units = w->packed.layout.format == KT_FORMAT_INT4 ? 16.0f : 1.0f;
+  float *const scale = held((size_t)w->packed.rows * sizeof *scale);
   kt_fold_scales(&w->packed, column, scale);
   for (int64_t n = 0; n < w->packed.rows; n++)
-    if (bits_of(scale[n]) != bits_of(units * scale_value(w, n, column))) {
+    if (bits_of(scale[n]) != bits_of(worth(w, n, column))) {
       printf("FAILED: scale of row %d, column %d is %g\n", (int)n, (int)column, (double)scale[n]);
       failures++;
       return;
@@ -221,7 +119,7 @@ static void check_weights(const kt_layout *layout, int64_t rows, int64_t cols) {
   const weights w = make_weights(layout, rows, cols);
   const kt_weight_format *const format = kt_format_of(layout);
   const size_t size = (size_t)rows * 64;
-  uint8_t *const scalar = guarded(size, 1), *const strip = guarded(size, 1);
+  uint8_t *const scalar = held(size), *const strip = held(size);
   for (int64_t column = 0; column < cols; column += KT_STRIP) {
     memset(scalar, 0xa5, size);
     format->transpose[KT_ISA_SCALAR](&w.packed, column, scalar);
@@ -263,7 +161,7 @@ static void check_formats(void) {
 
 static kt_plain make_plain(int dtype, int64_t rows, int64_t cols, int at_end) {
   const size_t size = dtype == KT_F32 ? 4 : 2;
-  void *const data = guarded((size_t)(rows * cols) * size, at_end);
+  void *const data = held_at((size_t)(rows * cols) * size, at_end);
   for (int64_t i = 0; i < rows * cols; i++) {
     if (dtype == KT_BF16) ((uint16_t *)data)[i] = (uint16_t)draw();
     if (dtype == KT_F32) ((uint32_t *)data)[i] = (uint32_t)draw() | (draw() % 16 ? 0 : 0x7f800000);
@@ -294,7 +192,7 @@ static void check_plain_strip(const kt_plain *m, int by_columns, int64_t first, 
 static void check_plain(int dtype, int64_t rows, int64_t cols, int64_t first, int64_t shift,
                         int64_t count) {
   const size_t size = (size_t)count * 64;
-  uint8_t *const scalar = guarded(size, 1), *const strip = guarded(size, 1);
+  uint8_t *const scalar = held(size), *const strip = held(size);
   for (int at_end = 0; at_end < 2; at_end++)
     for (int by_columns = 0; by_columns < 2; by_columns++) {
       const kt_plain m = make_plain(dtype, rows, cols, at_end);
@@ -333,18 +231,18 @@ static void check_plains(void) {
 static void check_fold(void) {
   static const float scales[] = {1.0f, 0.00417f, -3.3e20f, 1e-30f, 0.0f, 1e-44f, 3e38f};
   enum { ALL = 65536 };
-  uint16_t *const row = guarded(ALL * sizeof *row, 1), *const out = guarded(ALL * sizeof *out, 1);
-  float *const scale = guarded(ALL * sizeof *scale, 1);
-  uint16_t *const scalar = guarded(ALL * sizeof *scalar, 1);
+  uint16_t *const row = held(ALL * sizeof *row), *const out = held(ALL * sizeof *out);
+  float *const scale = held(ALL * sizeof *scale);
+  uint16_t *const scalar = held(ALL * sizeof *scalar);
   for (int i = 0; i < ALL; i++) {
     row[i] = (uint16_t)i;
     scale[i] = scales[draw() % (sizeof scales / sizeof *scales)] * (i % 2 ? 1.0f : 0.5f + unit());
   }
   kt_strips_scalar.fold(row, scale, ALL, scalar);
   for (int i = 0; i < ALL; i++) {
-    const float value = from_bits((uint32_t)row[i] << 16) * scale[i];
+    const float value = wide(row[i]) * scale[i];
     const uint16_t tiny = signbit(value) ? 0x8000 : 0;
-    if (isnan(value) ? !isnan(from_bits((uint32_t)scalar[i] << 16))
+    if (isnan(value) ? !isnan(wide(scalar[i]))
                      : scalar[i] != (fabsf(value) < 0x1p-126f ? tiny : nearest_bf16(value))) {
       printf("FAILED: %#x * %g becomes %#x\n", i, (double)scale[i], scalar[i]);
       failures++;
@@ -375,10 +273,10 @@ static void check_adding(int64_t cols, int64_t before, int64_t tokens) {
   const kt_layout layout = {KT_FORMAT_BF16, 0, KT_SCALE_NONE};
   const int64_t stride = cols * 2 + 64;
   const size_t count = (size_t)tokens * KT_STRIP, size = count * sizeof(float);
-  uint8_t *const codes = guarded((size_t)cols * 64, 1);
-  uint8_t *const x = guarded((size_t)(tokens * stride), 1);
-  uint8_t *const panel = guarded(KT_PANEL_SIZE, 1);
-  float *const whole = guarded(size, 1), *const sum = guarded(size, 1);
+  uint8_t *const codes = held((size_t)cols * 64);
+  uint8_t *const x = held((size_t)(tokens * stride));
+  uint8_t *const panel = held(KT_PANEL_SIZE);
+  float *const whole = held(size), *const sum = held(size);
   double bound = 0;
   draw_bf16(codes, (size_t)cols * 64);
   draw_bf16(x, (size_t)(tokens * stride));
@@ -416,22 +314,22 @@ static void check_sums(void) {
 /* One row, of numbers that are all below 2^`exponent`, but for `odd` among them. */
 static void check_split_row(int exponent, float odd) {
   enum { N = 320 };
-  uint16_t *const row = guarded(N * sizeof *row, 1);
-  float *const factor = guarded(N * sizeof *factor, 1);
-  int8_t *const high = guarded(N, 1), *const low = guarded(N, 1);
-  int8_t *const other_high = guarded(N, 1), *const other_low = guarded(N, 1);
+  uint16_t *const row = held(N * sizeof *row);
+  float *const factor = held(N * sizeof *factor);
+  int8_t *const high = held(N), *const low = held(N);
+  int8_t *const other_high = held(N), *const other_low = held(N);
   double amax = 0;
   for (int i = 0; i < N; i++) {
     row[i] = nearest_bf16(i == 77 && odd != 0.0f ? odd : ldexpf(unit(), exponent));
     factor[i] = unit();
-    amax = fmax(amax, fabs((double)(from_bits((uint32_t)row[i] << 16) * factor[i])));
+    amax = fmax(amax, fabs((double)(wide(row[i]) * factor[i])));
   }
   const float scale = kt_strips_scalar.split(row, factor, N, high, low);
   const int finite = isfinite(odd), zero = finite && amax / 32639 < 0x1p-126;
   if (finite ? zero ? scale != 0.0f : fabs((double)scale * 32639 / amax - 1) > 1e-6 : !isnan(scale))
     printf("FAILED: scale %g of a split row\n", (double)scale), failures++;
   for (int i = 0; i < N; i++) {
-    const double value = (double)(from_bits((uint32_t)row[i] << 16) * factor[i]);
+    const double value = (double)(wide(row[i]) * factor[i]);
     const double expected = finite && !zero ? value / (double)scale : 0.0;
     if (fabs(256.0 * high[i] + low[i] - expected) <= (expected == 0.0 ? 0.0 : 0.51)) continue;
     printf("FAILED: number %d of a split row is %d, %d instead of %g\n", i, high[i], low[i],
@@ -498,7 +396,7 @@ static double weight_value(const transposed_trial *t, int64_t k, int64_t column)
   const double code = (double)code_value(layout, w->codes, n * t->cols + column);
   const int folded = !layout->group && !kt_format_of(layout)->splits;
   if (folded || layout->scale_dtype == KT_SCALE_NONE) return code;
-  return code * (double)scale_value(w, n, column) * kt_format_of(layout)->scale_units;
+  return code * (double)worth(w, n, column);
 }
 
 /* Strips of columns first .. end - 1 of the first `tokens` rows, into t->sum. */
@@ -533,7 +431,7 @@ static void transposed_in_parts(transposed_trial *t) {
 
 static void make_rows(transposed_trial *t) {
   const int64_t numbers = t->matrices * t->rows;
-  float *const factor = guarded((size_t)numbers * sizeof *factor, 1);
+  float *const factor = held((size_t)numbers * sizeof *factor);
   draw_bf16((uint8_t *)t->x, (size_t)(t->tokens * numbers) * 2);
   const int splits = kt_format_of(&t->w[0].packed.layout)->splits;
   for (int64_t m = 0; splits && m < t->matrices; m++)
@@ -560,8 +458,7 @@ static void check_sums_of(const transposed_trial *t) {
     for (int64_t k = 0; k < numbers; k++) column[k] = weight_value(t, k, c);
     for (int64_t i = 0; i < t->tokens; i++) {
       double sum = 0;
-      for (int64_t k = 0; k < numbers; k++)
-        sum += (double)from_bits((uint32_t)t->x[i * numbers + k] << 16) * column[k];
+      for (int64_t k = 0; k < numbers; k++) sum += (double)wide(t->x[i * numbers + k]) * column[k];
       wrong += pow((double)t->sum[i * t->cols + c] - sum, 2);
       squares += sum * sum;
     }
@@ -581,16 +478,16 @@ static void check_transposed(const kt_layout *layout, int64_t matrices, int64_t 
   transposed_trial t = {.matrices = matrices, .rows = rows, .cols = cols, .tokens = tokens};
   for (int64_t m = 0; m < matrices; m++) t.w[m] = make_moderate(layout, rows, cols);
   t.stride = stride;
-  t.x = guarded((size_t)(tokens * numbers) * 2, 1);
-  t.given = guarded((size_t)(tokens * stride), 1);
-  t.out = guarded(KT_TRANSPOSED_ROWS * KT_STRIP * sizeof(float), 1);
-  t.sum = guarded((size_t)(tokens * cols) * sizeof(float), 1);
+  t.x = held((size_t)(tokens * numbers) * 2);
+  t.given = held((size_t)(tokens * stride));
+  t.out = held(KT_TRANSPOSED_ROWS * KT_STRIP * sizeof(float));
+  t.sum = held((size_t)(tokens * cols) * sizeof(float));
   t.job = (kt_transposed){.matrices = matrices, .to = numbers, .rows = t.given, .stride = stride};
   for (int64_t m = 0; m < matrices; m++) t.job.w[m] = t.w[m].packed;
-  t.job.ring = guarded(2 * KT_TRANSPOSED_CHUNK, 1);
-  t.job.sums = guarded(KT_TRANSPOSED_ROWS * 2 * KT_STRIP * sizeof(int32_t), 1);
-  t.job.squares = guarded((size_t)(2 * numbers / KT_STRIP) * sizeof(kt_packed_square), 1);
-  float *const whole = guarded((size_t)(tokens * cols) * sizeof(float), 1);
+  t.job.ring = held(2 * KT_TRANSPOSED_CHUNK);
+  t.job.sums = held(KT_TRANSPOSED_ROWS * 2 * KT_STRIP * sizeof(int32_t));
+  t.job.squares = held((size_t)(2 * numbers / KT_STRIP) * sizeof(kt_packed_square));
+  float *const whole = held((size_t)(tokens * cols) * sizeof(float));
   make_rows(&t);
   transposed_strips(&t, 0, cols, tokens);
   check_sums_of(&t);
@@ -626,11 +523,7 @@ static void check_all_transposed(void) {
 }
 
 int main(void) {
-#if defined(__x86_64__)
-  kt_cpu cpu;
-  kt_cpu_detect(&cpu);
-  if (cpu.avx512_bf16 && !cpu.amx_permission) setenv("KTCONV_ASSUME", "amx", 0);
-#endif
+  assume_amx();
   check_formats();
   check_plains();
   check_fold();

@@ -14,7 +14,6 @@
 #include <pthread.h>
 #include <sys/wait.h>
 
-#define SILU {KT_SWIGLU, 1.0f, 0.0f, INFINITY}
 #define BFLOATS KT_BF16, KT_BF16, KT_BF16, KT_BF16, KT_BF16, 8, 0
 #define MIXED KT_F32, KT_F16, KT_F32, KT_F16, KT_F16, 4, 1
 

@@ -8,8 +8,6 @@
 #define _GNU_SOURCE
 #include "train_problem.h"
 
-#define SILU {KT_SWIGLU, 1.0f, 0.0f, INFINITY}
-
 static kt_pool *pool;
 
 /* ---- Any selection of gradients -------------------------------------------------------- */
@@ -165,69 +163,7 @@ static kt_status go_backward(const arguments *a) {
 
 static void *shifted(const void *pointer) { return (uint8_t *)(uintptr_t)pointer + 1; }
 
-/* One wrong thing. */
-typedef void wrong(arguments *a);
-#define WRONG(name, what)                                                                          \
-  static void name(arguments *a) { what; }
-
-WRONG(no_moe, a->moe = NULL)
-WRONG(no_pool, a->pool = NULL)
-WRONG(no_call, a->call = NULL)
-WRONG(no_experts, a->p.moe.expert = NULL)
-WRONG(odd_parts, a->p.moe.parts = 3)
-WRONG(odd_hidden, a->p.moe.hidden = 33)
-WRONG(no_function, a->p.moe.activation.function = 99)
-WRONG(nan_limit, a->p.moe.activation.limit = NAN)
-WRONG(few_tokens, a->p.call.tokens = -1)
-WRONG(many_tokens, a->p.call.tokens = INT64_MAX)
-WRONG(no_choice, a->p.call.top_k = 0)
-WRONG(no_x, a->p.call.x = NULL)
-WRONG(odd_x, a->p.call.x = shifted(a->p.call.x))
-WRONG(other_x, a->p.call.x_dtype = 99)
-WRONG(no_ids, a->p.call.ids = NULL)
-WRONG(other_ids, a->p.call.id_size = 2)
-WRONG(no_weights, a->p.call.weights = NULL)
-WRONG(rank_0, a->p.lora.rank = 0)
-WRONG(rank_1025, a->p.lora.rank = KT_MAX_RANK + 1)
-WRONG(inf_scale, a->p.lora.scale = INFINITY)
-WRONG(inf_factor, (a->p.lora.scale = 3e38f, a->p.lora.dropout = 0.5f))
-WRONG(dropout_1, a->p.lora.dropout = 1.0f)
-WRONG(dropout_minus, a->p.lora.dropout = -0.5f)
-WRONG(dropout_nan, a->p.lora.dropout = NAN)
-WRONG(half_lora, a->p.lora.dtype = KT_F16)
-WRONG(no_gate_b, a->p.lora.gate_b = NULL)
-WRONG(no_up_a, a->p.lora.up_a = NULL)
-WRONG(no_down_b, a->p.lora.down_b = NULL)
-WRONG(odd_down_a, a->p.lora.down_a = shifted(a->p.lora.down_a))
-WRONG(ungated_lora, a->p.moe.activation.function = KT_RELU2)
-WRONG(no_scratch, a->m.scratch = NULL)
-WRONG(odd_scratch, a->m.scratch = shifted(a->m.scratch))
-WRONG(odd_saved, a->m.saved = shifted(a->m.saved))
-WRONG(little_scratch, a->m.scratch_size = 64)
-WRONG(no_up, a->p.experts[0].up = NULL)
-WRONG(no_gate_of_part, a->p.experts[EXPERTS].gate = NULL)
-WRONG(bias_of_part, a->p.experts[EXPERTS].down_bias = a->p.call.weights)
-/* of a forward */
-WRONG(with_add, a->p.call.add = a->p.call.weights)
-WRONG(no_y, a->p.call.y = NULL)
-WRONG(other_y, a->p.call.y_dtype = 99)
-/* of a backward */
-WRONG(no_gradients, a->gradients = NULL)
-WRONG(no_dy, a->want.dy = NULL)
-WRONG(odd_dy, a->want.dy = shifted(a->want.dy))
-WRONG(other_dy, a->want.dy_dtype = 99)
-WRONG(other_dx, a->want.dx_dtype = 99)
-WRONG(odd_dx, a->want.dx = shifted(a->want.dx))
-WRONG(odd_dweights, a->want.dweights = shifted(a->want.dweights))
-WRONG(odd_gradient, a->want.up_b = shifted(a->want.up_b))
-WRONG(other_rounding, a->want.lora_bf16 = 2)
-WRONG(rounded_floats, (a->want.lora_bf16 = 1, a->p.lora.dtype = KT_F32))
-WRONG(no_saved, a->m.saved = NULL)
-WRONG(without_lora, a->lora = NULL)
-WRONG(without_gate, a->p.lora.gate_a = a->p.lora.gate_b = NULL)
-WRONG(of_int8, (a->p.moe.layout = kinds[INT8].layout, a->p.moe.hidden = 64, a->p.moe.parts = 1))
-
-static void gate_of_ungated(arguments *a) {
+static void take_gate(arguments *a) {
   a->p.moe.activation.function = KT_RELU2;
   a->p.lora.gate_a = a->p.lora.gate_b = NULL;
   a->want.gate_a = a->want.gate_b = NULL;
@@ -235,46 +171,84 @@ static void gate_of_ungated(arguments *a) {
     a->p.experts[i].gate = a->p.experts[i].gate_scale = NULL;
 }
 
+/* X(name, status, what): the wrong thing. */
+#define OF_BOTH(X)                                                                                 \
+  X(no_moe, ARGUMENT, a->moe = NULL)                                                               \
+  X(no_pool, ARGUMENT, a->pool = NULL)                                                             \
+  X(no_call, ARGUMENT, a->call = NULL)                                                             \
+  X(no_experts, ARGUMENT, a->p.moe.expert = NULL)                                                  \
+  X(odd_parts, SHAPE, a->p.moe.parts = 3)                                                          \
+  X(odd_hidden, SHAPE, a->p.moe.hidden = 33)                                                       \
+  X(no_function, ARGUMENT, a->p.moe.activation.function = 99)                                      \
+  X(nan_limit, ARGUMENT, a->p.moe.activation.limit = NAN)                                          \
+  X(few_tokens, ARGUMENT, a->p.call.tokens = -1)                                                   \
+  X(many_tokens, ARGUMENT, a->p.call.tokens = INT64_MAX)                                           \
+  X(no_choice, ARGUMENT, a->p.call.top_k = 0)                                                      \
+  X(no_x, ARGUMENT, a->p.call.x = NULL)                                                            \
+  X(odd_x, ARGUMENT, a->p.call.x = shifted(a->p.call.x))                                           \
+  X(other_x, ARGUMENT, a->p.call.x_dtype = 99)                                                     \
+  X(no_ids, ARGUMENT, a->p.call.ids = NULL)                                                        \
+  X(other_ids, ARGUMENT, a->p.call.id_size = 2)                                                    \
+  X(no_weights, ARGUMENT, a->p.call.weights = NULL)                                                \
+  X(rank_0, ARGUMENT, a->p.lora.rank = 0)                                                          \
+  X(rank_1025, ARGUMENT, a->p.lora.rank = KT_MAX_RANK + 1)                                         \
+  X(inf_scale, ARGUMENT, a->p.lora.scale = INFINITY)                                               \
+  X(inf_factor, ARGUMENT, a->p.lora.scale = 3e38f, a->p.lora.dropout = 0.5f)                       \
+  X(dropout_1, ARGUMENT, a->p.lora.dropout = 1.0f)                                                 \
+  X(dropout_minus, ARGUMENT, a->p.lora.dropout = -0.5f)                                            \
+  X(dropout_nan, ARGUMENT, a->p.lora.dropout = NAN)                                                \
+  X(half_lora, ARGUMENT, a->p.lora.dtype = KT_F16)                                                 \
+  X(no_gate_b, ARGUMENT, a->p.lora.gate_b = NULL)                                                  \
+  X(no_up_a, ARGUMENT, a->p.lora.up_a = NULL)                                                      \
+  X(no_down_b, ARGUMENT, a->p.lora.down_b = NULL)                                                  \
+  X(odd_down_a, ARGUMENT, a->p.lora.down_a = shifted(a->p.lora.down_a))                            \
+  X(ungated_lora, ARGUMENT, a->p.moe.activation.function = KT_RELU2)                               \
+  X(no_scratch, ARGUMENT, a->m.scratch = NULL)                                                     \
+  X(odd_scratch, ARGUMENT, a->m.scratch = shifted(a->m.scratch))                                   \
+  X(odd_saved, ARGUMENT, a->m.saved = shifted(a->m.saved))                                         \
+  X(little_scratch, SCRATCH, a->m.scratch_size = 64)                                               \
+  X(no_up, EXPERT, a->p.experts[0].up = NULL)                                                      \
+  X(no_gate_of_part, EXPERT, a->p.experts[EXPERTS].gate = NULL)                                    \
+  X(bias_of_part, ARGUMENT, a->p.experts[EXPERTS].down_bias = a->p.call.weights)
+
+#define OF_FORWARD(X)                                                                              \
+  X(with_add, ARGUMENT, a->p.call.add = a->p.call.weights)                                         \
+  X(no_y, ARGUMENT, a->p.call.y = NULL)                                                            \
+  X(other_y, ARGUMENT, a->p.call.y_dtype = 99)
+
+#define OF_BACKWARD(X)                                                                             \
+  X(no_gradients, ARGUMENT, a->gradients = NULL)                                                   \
+  X(no_dy, ARGUMENT, a->want.dy = NULL)                                                            \
+  X(odd_dy, ARGUMENT, a->want.dy = shifted(a->want.dy))                                            \
+  X(other_dy, ARGUMENT, a->want.dy_dtype = 99)                                                     \
+  X(other_dx, ARGUMENT, a->want.dx_dtype = 99)                                                     \
+  X(odd_dx, ARGUMENT, a->want.dx = shifted(a->want.dx))                                            \
+  X(odd_dweights, ARGUMENT, a->want.dweights = shifted(a->want.dweights))                          \
+  X(odd_gradient, ARGUMENT, a->want.up_b = shifted(a->want.up_b))                                  \
+  X(no_saved, ARGUMENT, a->m.saved = NULL)                                                         \
+  X(without_lora, ARGUMENT, a->lora = NULL)                                                        \
+  X(without_gate, ARGUMENT, a->p.lora.gate_a = a->p.lora.gate_b = NULL)                            \
+  X(of_int8, ARGUMENT, a->p.moe.layout = kinds[INT8].layout, a->p.moe.hidden = 64,                 \
+    a->p.moe.parts = 1)                                                                            \
+  X(gate_of_ungated, ARGUMENT, take_gate(a))                                                       \
+  X(other_rounding, ARGUMENT, a->want.lora_bf16 = 2)                                               \
+  X(rounded_floats, ARGUMENT, a->want.lora_bf16 = 1, a->p.lora.dtype = KT_F32)
+
+#define MAKES(name, status, ...)                                                                   \
+  static void name(arguments *a) { __VA_ARGS__; }
+OF_BOTH(MAKES)
+OF_FORWARD(MAKES)
+OF_BACKWARD(MAKES)
+
 typedef struct refusal {
   const char *name;
-  wrong *make;
+  void (*make)(arguments *a);
   kt_status status;
 } refusal;
-#define REFUSED(name, status) {#name, name, KT_ERR_##status}
-
-static const refusal of_both[] = {
-    REFUSED(no_moe, ARGUMENT),        REFUSED(no_pool, ARGUMENT),
-    REFUSED(no_call, ARGUMENT),       REFUSED(no_experts, ARGUMENT),
-    REFUSED(odd_parts, SHAPE),        REFUSED(odd_hidden, SHAPE),
-    REFUSED(no_function, ARGUMENT),   REFUSED(nan_limit, ARGUMENT),
-    REFUSED(few_tokens, ARGUMENT),    REFUSED(many_tokens, ARGUMENT),
-    REFUSED(no_choice, ARGUMENT),     REFUSED(no_x, ARGUMENT),
-    REFUSED(odd_x, ARGUMENT),         REFUSED(other_x, ARGUMENT),
-    REFUSED(no_ids, ARGUMENT),        REFUSED(other_ids, ARGUMENT),
-    REFUSED(no_weights, ARGUMENT),    REFUSED(rank_0, ARGUMENT),
-    REFUSED(rank_1025, ARGUMENT),     REFUSED(inf_scale, ARGUMENT),
-    REFUSED(inf_factor, ARGUMENT),    REFUSED(dropout_1, ARGUMENT),
-    REFUSED(dropout_minus, ARGUMENT), REFUSED(dropout_nan, ARGUMENT),
-    REFUSED(half_lora, ARGUMENT),     REFUSED(no_gate_b, ARGUMENT),
-    REFUSED(no_up_a, ARGUMENT),       REFUSED(no_down_b, ARGUMENT),
-    REFUSED(odd_down_a, ARGUMENT),    REFUSED(ungated_lora, ARGUMENT),
-    REFUSED(no_scratch, ARGUMENT),    REFUSED(odd_scratch, ARGUMENT),
-    REFUSED(odd_saved, ARGUMENT),     REFUSED(little_scratch, SCRATCH),
-    REFUSED(no_up, EXPERT),           REFUSED(no_gate_of_part, EXPERT),
-    REFUSED(bias_of_part, ARGUMENT)};
-
-static const refusal of_forward[] = {REFUSED(with_add, ARGUMENT), REFUSED(no_y, ARGUMENT),
-                                     REFUSED(other_y, ARGUMENT)};
-
-static const refusal of_backward[] = {
-    REFUSED(no_gradients, ARGUMENT),    REFUSED(no_dy, ARGUMENT),
-    REFUSED(odd_dy, ARGUMENT),          REFUSED(other_dy, ARGUMENT),
-    REFUSED(other_dx, ARGUMENT),        REFUSED(odd_dx, ARGUMENT),
-    REFUSED(odd_dweights, ARGUMENT),    REFUSED(odd_gradient, ARGUMENT),
-    REFUSED(no_saved, ARGUMENT),        REFUSED(without_lora, ARGUMENT),
-    REFUSED(without_gate, ARGUMENT),    REFUSED(of_int8, ARGUMENT),
-    REFUSED(gate_of_ungated, ARGUMENT), REFUSED(other_rounding, ARGUMENT),
-    REFUSED(rounded_floats, ARGUMENT)};
+#define ROW(name, status, ...) {#name, name, KT_ERR_##status},
+static const refusal of_both[] = {OF_BOTH(ROW)};
+static const refusal of_forward[] = {OF_FORWARD(ROW)};
+static const refusal of_backward[] = {OF_BACKWARD(ROW)};
 
 /* The status, and nothing written. */
 static void check_refusal(const refusal *r, kt_status (*function)(const arguments *)) {

@@ -38,8 +38,6 @@ enum { POOLS = 3 };
 #define MIXED KT_BF16, KT_F16, KT_F32, KT_F16, KT_F16, 4, 1
 #define OTHERS KT_F32, KT_BF16, KT_F16, KT_F32, KT_BF16, 8, 1
 
-#define SILU {KT_SWIGLU, 1.0f, 0.0f, INFINITY}
-
 /* Where LoRA moves what a limit cuts, an element that comes to lie on the other side has another
  * derivative: limits are for layers in which few elements are near. */
 static const trial trials[] = {
@@ -274,11 +272,7 @@ static void check_trial(const trial *t, kt_pool *const *pools, int number) {
 int main(void) {
   static const int32_t nodes[POOLS][POOLS] = {{0}, {0, 1}, {0, 0, 1}};
   kt_pool *pools[POOLS];
-#if defined(__x86_64__)
-  kt_cpu cpu;
-  kt_cpu_detect(&cpu);
-  if (cpu.avx512_bf16 && !cpu.amx_permission) setenv("KTCONV_ASSUME", "amx", 0);
-#endif
+  assume_amx();
   for (int i = 0; i < POOLS; i++)
     if (kt_pool_create(i + 1, NULL, nodes[i], pools + i) != KT_OK) return 2;
   for (int i = 0; i < (int)(sizeof trials / sizeof *trials); i++) check_trial(trials + i, pools, i);

@@ -22,25 +22,10 @@ typedef struct trial {
 
 /* ---- Numbers in memory ---------------------------------------------------------- */
 
-static inline size_t size_of(int dtype) { return dtype == KT_F32 ? 4 : 2; }
-
-static inline float half_value(uint16_t half) {
-  const int exponent = half >> 10 & 31, mantissa = half & 1023;
-  const float size =
-      exponent ? ldexpf((float)(1024 + mantissa), exponent - 25) : ldexpf((float)mantissa, -24);
-  return half & 0x8000 ? -size : size;
-}
-
-static inline float value_at(int dtype, const void *data, int64_t i) {
-  if (dtype == KT_F32) return ((const float *)data)[i];
-  const uint16_t bits = ((const uint16_t *)data)[i];
-  return dtype == KT_BF16 ? wide(bits) : half_value(bits);
-}
-
 /* `count` numbers of -1 .. 1; halves are k / 1024, of which bf16 does not have all. *rounded: what
  * bf16 makes of them. */
 static inline void *draw_values(int dtype, int64_t count, float most, float **rounded_values) {
-  void *data = guarded((size_t)count * size_of(dtype));
+  void *data = guarded((size_t)count * value_size(dtype));
   float *values = *rounded_values = malloc((size_t)count * sizeof *values);
   if (!values) exit(2);
   for (int64_t i = 0; i < count; i++) {
@@ -151,11 +136,11 @@ static inline int dtype_of(const problem *p, int which) {
 }
 
 static inline size_t bytes_of(const problem *p, int which) {
-  return (size_t)count_of(p, which) * size_of(dtype_of(p, which));
+  return (size_t)count_of(p, which) * value_size(dtype_of(p, which));
 }
 
 static inline size_t y_bytes(const problem *p) {
-  return (size_t)(p->call.tokens * p->moe.hidden) * size_of(p->call.y_dtype);
+  return (size_t)(p->call.tokens * p->moe.hidden) * value_size(p->call.y_dtype);
 }
 
 /* Room for those gradients of `wanted` (bits) that are possible. */
@@ -181,13 +166,7 @@ static inline void spoil(const problem *p, const result *r) {
 }
 
 static inline kt_moe_gradients pointers(const problem *p, const result *r) {
-  kt_moe_gradients g = p->gradients;
-  void *const *const from = r->gradient;
-  g.dx = from[DX], g.dweights = from[DWEIGHTS];
-  g.gate_a = from[GATE_A], g.gate_b = from[GATE_B], g.up_a = from[UP_A], g.up_b = from[UP_B];
-  g.down_a = from[DOWN_A], g.down_b = from[DOWN_B];
-  g.gate = from[GATE], g.up = from[UP], g.down = from[DOWN];
-  return g;
+  return with_gradients(p->gradients, r->gradient);
 }
 
 /* Memory of the sizes that the library asks for, full of NaN. */

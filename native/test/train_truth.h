@@ -6,9 +6,6 @@
 
 enum { EXPERTS = 4, TOP_K = 2, MOST_PARTS = 3 };
 
-/* Gradients, in the order of kt_moe_gradients. */
-enum { DX, DWEIGHTS, GATE_A, GATE_B, UP_A, UP_B, DOWN_A, DOWN_B, GATE, UP, DOWN, GRADIENTS };
-
 /* A layer, a call of it, and all of it as numbers. */
 typedef struct problem {
   kt_moe moe;
