@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from helpers.faults import Fault
+from helpers.local_servers import Handler, listening
 
 TOKEN = "hf_thisTokenMustNotBeShownAnywhere"
 LARGE = 1000  # bytes: larger files are on the other host
@@ -57,13 +57,8 @@ class HubServer:
         return sum(stop - start for _, start, stop in self.ranges)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
     hub: HubServer
-    timeout = 20
-
-    def log_message(self, *_: Any) -> None:
-        pass
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -214,32 +209,9 @@ def _blob(path: Path) -> str:
     return hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, *_: Any) -> None:
-        pass  # of a client that went away
-
-
 @contextmanager
 def serving() -> Iterator[HubServer]:
     """A hub and its storage on free ports of this machine."""
     hub = HubServer()
-    servers = [
-        _Server(("127.0.0.1", 0), type("Handler", (kind,), {"hub": hub}))
-        for kind in (_Handler, _Storage)
-    ]
-    hub.url, hub.storage_url = (f"http://127.0.0.1:{one.server_address[1]}" for one in servers)
-    threads = [
-        threading.Thread(target=one.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        for one in servers
-    ]
-    for thread in threads:
-        thread.start()
-    try:
+    with listening(_Handler, hub=hub) as hub.url, listening(_Storage, hub=hub) as hub.storage_url:
         yield hub
-    finally:
-        for server, thread in zip(servers, threads, strict=True):
-            server.shutdown()
-            thread.join()
-            server.server_close()

@@ -10,13 +10,12 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from helpers.faults import Fault
+from helpers.local_servers import Handler, listening
 
 
 class WebServer:
@@ -39,13 +38,8 @@ class WebServer:
         return sum(stop - start for _, start, stop in self.sent)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
     web: WebServer
-    timeout = 20
-
-    def log_message(self, *_: Any) -> None:
-        pass
 
     def do_GET(self) -> None:
         parts = urlsplit(self.path)
@@ -160,27 +154,9 @@ class _GcsHandler(_Handler):
         self._say(200, json.dumps(content).encode(), "application/json")
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, *_: Any) -> None:
-        pass  # of a client that went away
-
-
 @contextmanager
 def serving(folder: Path, as_gcs: bool = False) -> Iterator[WebServer]:
     """`folder` on a free port of this machine, as a directory or as the bucket gs://bucket."""
     web = WebServer(folder)
-    kind = _GcsHandler if as_gcs else _Handler
-    server = _Server(("127.0.0.1", 0), type("Handler", (kind,), {"web": web}))
-    web.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(
-        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-    )
-    thread.start()
-    try:
+    with listening(_GcsHandler if as_gcs else _Handler, web=web) as web.url:
         yield web
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

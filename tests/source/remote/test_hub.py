@@ -5,25 +5,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers.cli import (
-    check_reader,
     contents,
     done,
     ktconv,
     ktconv_done,
     refused,
     run,
-    start,
     write_model,
 )
 from helpers.faults import Fault, every_third, expect_retries
 from helpers.hub_server import TOKEN, HubServer, Repository, serving
+from source.remote.conftest import killed, weights
 
 from ktconv.errors import CheckpointError, ResourceError, SourceChangedError
 from ktconv.source.remote import ahead, attempts, mirror
@@ -48,15 +45,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("hub") / "model", layers=2, inner=256)
 
 
-@pytest.fixture(scope="module")
-def local(model: Path) -> Path:
-    done(model, model.parent / "local")
-    return model.parent / "local"
-
-
 @pytest.fixture
 def hub(
-    server: HubServer, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    server: HubServer,
+    model: Path,
+    no_pauses: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> Iterator[HubServer]:
     constants = pytest.importorskip("huggingface_hub.constants")
     url, storage = server.url, server.storage_url
@@ -71,15 +66,9 @@ def hub(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 10)
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.0)
-    monkeypatch.setattr(attempts, "LONGEST_PAUSE", 0.0)
     monkeypatch.setattr(ahead, "PIECE_BYTES", 50_000)
     yield server
     mirror.close_all()
-
-
-def weights(output: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(output.glob("*.safetensors"))}
 
 
 FAULTS: dict[str, list[Fault | None]] = {
@@ -227,24 +216,7 @@ def test_a_run_that_is_killed_goes_on(
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    ready = threading.Event()
-
-    def kill(number: int) -> Fault | None:
-        if number < at:
-            return None
-        assert ready.wait(60)
-        os.kill(process.pid, signal.SIGKILL)
-        return Fault("reset")
-
-    hub.fault = kill
-    process = start(URL, tmp_path / "out")
-    ready.set()
-    process.communicate(timeout=120)
-    assert process.returncode == -signal.SIGKILL
-    clean = contents(local)
-    del clean["ktconv.json"], clean["README.md"]  # name the source
-    check_reader(tmp_path / "out", clean)
-    hub.fault = lambda _: None
+    killed(hub, at, URL, tmp_path / "out", local)
     mirror.close_all()
     done(URL, tmp_path / "out")
     assert weights(tmp_path / "out") == weights(local)

@@ -22,7 +22,7 @@ from helpers.families import (
     write_safetensors,
 )
 from helpers.stores import FolderStore, ResetError
-from source.remote.conftest import Served
+from source.remote.conftest import Served, weights
 
 from ktconv.errors import CheckpointError
 from ktconv.source import open_checkpoint
@@ -30,24 +30,14 @@ from ktconv.source.remote import attempts, mirror
 from ktconv.source.remote.store import RemoteFile
 from ktconv.system.stores import local_path, transfer
 
-pytestmark = [pytest.mark.slow, pytest.mark.network]
+pytestmark = [pytest.mark.slow, pytest.mark.network, pytest.mark.usefixtures("no_pauses")]
 
 URL = "hf://org/model"
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.0)
-    monkeypatch.setattr(attempts, "LONGEST_PAUSE", 0.0)
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return write_model(tmp_path / "model", layers=2)
-
-
-def weights(output: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(output.glob("*.safetensors"))}
 
 
 def texts(output: Path) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,19 +11,18 @@ from typing import Any
 
 import pytest
 from helpers.cli import (
-    check_reader,
     contents,
     done,
     ktconv,
     ktconv_done,
     refused,
     run,
-    start,
     write_model,
 )
 from helpers.faults import Fault, every_third, expect_retries
 from helpers.paths import ROOT
 from helpers.web_server import WebServer, serving
+from source.remote.conftest import killed, weights
 
 from ktconv.errors import KtconvError
 from ktconv.source.remote import ahead, attempts, mirror
@@ -47,16 +45,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("web") / "model", layers=2, inner=256)
 
 
-@pytest.fixture(scope="module")
-def local(model: Path) -> Path:
-    done(model, model.parent / "local")
-    return model.parent / "local"
-
-
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.0)
-    monkeypatch.setattr(attempts, "LONGEST_PAUSE", 0.0)
+def _quick(no_pauses: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ahead, "PIECE_BYTES", 50_000)
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
@@ -72,10 +62,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def web(model: Path) -> Iterator[WebServer]:
     with serving(model) as found:
         yield found
-
-
-def weights(output: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(output.glob("*.safetensors"))}
 
 
 def opened(url: str) -> Store:
@@ -277,24 +263,7 @@ def test_a_run_goes_on_with_a_new_signature(web: WebServer, local: Path, tmp_pat
 def test_a_run_that_is_killed_goes_on(web: WebServer, local: Path, tmp_path: Path, at: int) -> None:
     """It is killed while a request is answered; what it wrote and read is of use."""
     more = "--cache-dir", tmp_path / "cache"
-    ready = threading.Event()
-
-    def kill(number: int) -> Fault | None:
-        if number < at:
-            return None
-        assert ready.wait(60)
-        os.kill(process.pid, signal.SIGKILL)
-        return Fault("reset")
-
-    web.fault = kill
-    process = start(web.url, tmp_path / "out", *more)
-    ready.set()
-    process.communicate(timeout=120)
-    assert process.returncode == -signal.SIGKILL
-    clean = contents(local)
-    del clean["ktconv.json"], clean["README.md"]  # name the source
-    check_reader(tmp_path / "out", clean)
-    web.fault = lambda _: None
+    killed(web, at, web.url, tmp_path / "out", local, *more)
     done(web.url, tmp_path / "out", *more)
     assert weights(tmp_path / "out") == weights(local)
 
