@@ -10,7 +10,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +21,12 @@ import threadpoolctl
 from helpers import family_models
 from helpers.amx import EMULATOR, Emulator, kept_directory, load_emulator
 from helpers.disk_calls import Commands
+from helpers.levels import at_level
+from helpers.paths import EXAMPLE
 
 from ktconv import native
 from ktconv.cli import options
+from ktconv.system.pool import Pool
 from ktconv.verify import model as model_level
 
 MEMORY = "/dev/shm"  # where Linux keeps files in memory
@@ -231,6 +234,36 @@ def torch() -> Any:
     return pytest.importorskip("torch")
 
 
+@pytest.fixture
+def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Level layers on random hidden states: loading transformers takes ten times as long."""
+    monkeypatch.setattr("ktconv.verify.hidden_states.find_spec", lambda name: None)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Two threads of the kernels."""
+    with Pool(2) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def converted_example(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The example model converted with these options; nobody may change it."""
+    from helpers.convert import convert
+
+    made: dict[str, Path] = {}
+
+    def get(**options: Any) -> Path:
+        key = repr(sorted(options.items()))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("example") / "out"
+            convert(EXAMPLE, made[key], **options)
+        return made[key]
+
+    return get
+
+
 @pytest.fixture(scope="session")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     """Commands in processes of their own, which one interpreter of this run is forked for."""
@@ -263,7 +296,5 @@ def isa(request: pytest.FixtureRequest, tiles: Emulator | None) -> Iterator[str]
     level: str = request.param
     if level not in native.isa_available():
         pytest.skip(f"this machine does not support {level}")
-    before = native.isa()
-    native.use_isa(level)
-    yield level
-    native.use_isa(before)
+    with at_level(level):
+        yield level

@@ -20,10 +20,9 @@ import pytest
 from bench.reports import PACK_SCHEMA, SCHEMA, problems
 from click.testing import CliRunner
 from helpers import amx
-from helpers.convert import convert
+from helpers.convert import Converted, convert
 from helpers.family_list import MADE
 from helpers.family_models import write
-from helpers.paths import EXAMPLE
 
 from ktconv import native
 from ktconv.bench import command, pack_stage, run
@@ -417,11 +416,9 @@ def test_bad_input(
     assert "Traceback" not in result.stderr and not list(tmp_path.iterdir())
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("model") / "int4"
-    convert(EXAMPLE, output, method="int4")
-    return output
+@pytest.fixture(scope="session")
+def model(converted_example: Converted) -> Path:
+    return converted_example(method="int4")
 
 
 # Models by what their experts compute.

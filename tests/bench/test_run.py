@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from bench.reports import SCHEMA, problems
 from helpers import amx, gpt_oss
-from helpers.convert import convert
+from helpers.convert import Converted, convert
 from helpers.families import Tensor, numbered, random_weights, write_checkpoint
 from helpers.nemotron import write_nemotron
 from helpers.paths import EXAMPLE
@@ -327,13 +327,13 @@ def test_scratch_is_foreseen(method: str, parts: int) -> None:
 
 
 def test_what_can_be_compared_is_told_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    converted_example: Converted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same keys as those of the rows that come out."""
-    convert(EXAMPLE, tmp_path / "model", method="int8")
+    output = converted_example(method="int8")
     for asked in (
         request(["int4", "bf16"], "96,256,4,2", skip=True, tokens=(1, 9), threads=(1, 2)),
-        request([], shapes=(), model=tmp_path / "model", layer=1, tokens=(2,)),
+        request([], shapes=(), model=output, layer=1, tokens=(2,)),
     ):
         told: list[Any] = []
         rows = bench(asked, quiet, told.extend).rows
@@ -349,10 +349,10 @@ def test_what_can_be_compared_is_told_before_anything_is_measured(
 
 
 def test_a_model_on_a_machine_without_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    converted_example: Converted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    convert(EXAMPLE, tmp_path / "model", method="int8")
-    asked = request([], shapes=(), model=tmp_path / "model")
+    output = converted_example(method="int8")
+    asked = request([], shapes=(), model=output)
     monkeypatch.setattr("ktconv.system.machine.available_memory", lambda: 100 << 20)
     for read, tokens, words in (
         (1 << 30, 1, "measuring memory takes"),
@@ -363,12 +363,12 @@ def test_a_model_on_a_machine_without_memory(
             bench(replace(asked, tokens=(tokens,)), quiet)
 
 
-def test_a_trace_that_does_not_fit_a_model(tmp_path: Path) -> None:
-    convert(EXAMPLE, tmp_path / "model", method="int8")
+def test_a_trace_that_does_not_fit_a_model(tmp_path: Path, converted_example: Converted) -> None:
+    output = converted_example(method="int8")
     for ids, words in (([[0, 99]], "sends token 0 to expert 99"), ([[0, 1, 2]], "has 3 experts")):
         np.savez(tmp_path / "trace.npz", ids=np.array(ids))
         routing = parse_routing(f"trace:{tmp_path / 'trace.npz'}")
-        asked = request([], shapes=(), model=tmp_path / "model", routing=routing, top_k=2)
+        asked = request([], shapes=(), model=output, routing=routing, top_k=2)
         with pytest.raises(UsageError, match=words) as caught:
             bench(asked, quiet)
         assert "--shape" not in f"{caught.value} {caught.value.hint}"
@@ -392,7 +392,7 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_nodes")
-def test_weights_on_another_node_are_said(tmp_path: Path) -> None:
+def test_weights_on_another_node_are_said(converted_example: Converted) -> None:
     heard: list[str] = []
     report = bench(request(threads=(1, 2), parts=2), heard.append)
     assert [row.local_share for row in report.rows] == [pytest.approx(0.5, abs=0.1)] * 2
@@ -401,8 +401,8 @@ def test_weights_on_another_node_are_said(tmp_path: Path) -> None:
     assert report.nodes is not None and set(report.nodes.read_gb_s) == {"0", "1"}
     bench(request(threads=(2,), parts=1), heard.append)
     assert any("; --numa 2 cuts them into parts" in line for line in heard)
-    convert(EXAMPLE, tmp_path / "out", method="int8", numa=1)
-    bench(request(model=tmp_path / "out", threads=(2,)), heard.append)
+    output = converted_example(method="int8")
+    bench(request(model=output, threads=(2,)), heard.append)
     assert any("; ktconv reshard --numa 2 cuts them into parts" in line for line in heard)
 
 

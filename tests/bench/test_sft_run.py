@@ -15,8 +15,7 @@ import torch
 from bench.conftest import QuickMeter
 from bench.reports import SFT_SCHEMA, problems
 from click.testing import CliRunner
-from helpers.convert import convert
-from helpers.paths import EXAMPLE
+from helpers.convert import Converted
 
 from ktconv import native
 from ktconv.bench import command
@@ -83,9 +82,9 @@ def test_rows_of_all_that_was_asked_for() -> None:
     assert of_bf16[0]["saved_bytes"] < of_bf16[-1]["saved_bytes"]
 
 
-def test_a_converted_model_without_some_experts(tmp_path: Path) -> None:
-    convert(EXAMPLE, tmp_path / "out", method="int8", numa=2)
-    (row,) = rows_of("--model", tmp_path / "out", "--layer", "1", *SMALL[2:])
+def test_a_converted_model_without_some_experts(converted_example: Converted) -> None:
+    output = converted_example(method="int8", numa=2)
+    (row,) = rows_of("--model", output, "--layer", "1", *SMALL[2:])
     assert (row["method"], row["parts"], row["layer"]) == ("int8", 2, 1)
 
 

@@ -25,6 +25,7 @@ from click.exceptions import Exit
 from click.testing import CliRunner
 from helpers.cli import contents, done, refused, refused_in_json, run, write_model
 from helpers.disk_calls import CLOSED, READER_LEFT, Commands, Ended
+from helpers.faults import read_zeros
 from helpers.paths import EXAMPLE
 
 from ktconv.cli import bench as bench_command
@@ -395,10 +396,7 @@ def test_a_failed_check_is_one_json_document(
 ) -> None:
     from ktconv.writer.staging import ShardStaging
 
-    def zeros(self: ShardStaging, name: str, target: memoryview, offset: int) -> None:
-        target[:] = bytes(len(target))
-
-    monkeypatch.setattr(ShardStaging, "read", zeros)
+    monkeypatch.setattr(ShardStaging, "read", read_zeros)
     found = run(model, tmp_path / "out", "--json", "--threads", "1")  # of several the fastest fails
     refused_in_json(found, 1, "blk.0")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.cli import write_model
+from helpers.cli import edit_json, write_model
 from helpers.harmless import assert_harmless, assert_safe, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -128,12 +128,6 @@ def test_a_progress_bar_shows_names_as_they_are() -> None:
 # ---- whole commands --------------------------------------------------------------------
 
 
-def edit(path: Path, change: Edit) -> None:
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-
 def edit_header(path: Path, change: Edit) -> None:
     data = path.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
@@ -146,13 +140,13 @@ def edit_header(path: Path, change: Edit) -> None:
 def rename_tensor(model: Path, old: str, new: str) -> None:
     weight_map = json.loads((model / INDEX).read_text())["weight_map"]
     edit_header(model / weight_map[old], lambda header: header.update({new: header.pop(old)}))
-    edit(
+    edit_json(
         model / INDEX, lambda index: index["weight_map"].update({new: index["weight_map"].pop(old)})
     )
 
 
 def named_model_type(model: Path) -> None:
-    edit(model / "config.json", lambda config: config.update(model_type=HOSTILE))
+    edit_json(model / "config.json", lambda config: config.update(model_type=HOSTILE))
 
 
 def named_expert(model: Path) -> None:
@@ -165,7 +159,7 @@ def named_stack(model: Path) -> None:
 
 
 def named_shard(model: Path) -> None:
-    edit(
+    edit_json(
         model / INDEX,
         lambda index: index["weight_map"].update(
             {"model.embed_tokens.weight": HOSTILE + ".safetensors"}
@@ -177,7 +171,7 @@ def named_tensor_elsewhere(model: Path) -> None:
     rename_tensor(model, "model.embed_tokens.weight", HOSTILE)
     there = json.loads((model / INDEX).read_text())["weight_map"][HOSTILE]
     other = next(shard for shard in SHARDS if shard != there)
-    edit(model / INDEX, lambda index: index["weight_map"].update({HOSTILE: other}))
+    edit_json(model / INDEX, lambda index: index["weight_map"].update({HOSTILE: other}))
 
 
 def named_base(model: Path) -> None:
@@ -196,7 +190,7 @@ def named_side_file(model: Path) -> None:
 
 
 def named_size(model: Path) -> None:
-    edit(model / "config.json", lambda config: config.update(hidden_size=HOSTILE))
+    edit_json(model / "config.json", lambda config: config.update(hidden_size=HOSTILE))
 
 
 @pytest.mark.parametrize(

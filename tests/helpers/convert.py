@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -41,6 +41,8 @@ from ktconv.targets.packed.target import Options
 Matrices = Mapping[tuple[int, int, Projection], NDArray[np.float32]]
 
 Rule = Literal["amax", "search"]
+
+Converted = Callable[..., Path]  # of the fixture converted_example
 
 SIDE_FILES = {"README.md", "ktconv.json", "model.safetensors.index.json"}
 REQUEST_OPTIONS = {

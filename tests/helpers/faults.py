@@ -1,9 +1,11 @@
-"""Faults that servers of tests answer requests with, and how often ktconv tries again."""
+"""Faults that servers of tests answer requests with, how often ktconv tries again, full disks."""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -36,3 +38,13 @@ def expect_retries(name: str, met: Sequence[Fault | None], retries: int) -> None
         assert 0 < retries <= len(met)
     else:
         assert retries == (len(met) if name == "busy and down" else 0)
+
+
+def no_space(*_: Any) -> None:
+    """In the place of a system call that writes."""
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def read_zeros(self: object, name: str, target: memoryview, offset: int) -> None:
+    """In the place of ShardStaging.read: the disk has forgotten what was written."""
+    target[:] = bytes(len(target))

@@ -40,6 +40,11 @@ def change(output: Path, name: str, how: Callable[[U8], None]) -> TensorRef:
     return tensor
 
 
+def flip(data: U8) -> None:
+    """One bit, in the middle: what `change` changes."""
+    data[len(data) // 2] ^= 1
+
+
 def swap(output: Path, one: str, two: str) -> None:
     """Exchange two modules of equal shape."""
     for part in ("weight_packed", "weight_scale"):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from helpers.cli import ktconv
-from helpers.convert import convert
+from helpers.convert import Converted, convert
 from helpers.families import (
     family,
     numbered,
@@ -35,13 +35,10 @@ pytestmark = pytest.mark.slow
 LAYER_0 = "model-00001-of-00003.safetensors"
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+@pytest.fixture
+def finished(converted_example: Converted) -> Callable[[str], Path]:
     """The example converted with two parts, by layout; not to be changed."""
-    root = tmp_path_factory.mktemp("finished")
-    for layout in ("safetensors", "layers"):
-        convert(EXAMPLE, root / layout, layout=layout, numa=2)
-    return lambda layout: root / layout
+    return lambda layout: converted_example(layout=layout, numa=2)
 
 
 @pytest.fixture

@@ -289,18 +289,6 @@ def assert_same(what: str, found: NDArray[np.generic], expected: NDArray[np.gene
 
 
 @contextmanager
-def at_level(isa: str) -> Iterator[None]:
-    """The library at this level, for tests that go through all of them: what is right is computed
-    once. Tests with the fixture `isa` say which levels the machine lacks."""
-    before = native.isa()
-    native.use_isa(isa)
-    try:
-        yield
-    finally:
-        native.use_isa(before)
-
-
-@contextmanager
 def guarded(size: int) -> Iterator[U8]:
     """`size` bytes that end where an unreadable page begins."""
     page = mmap.PAGESIZE

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from helpers.levels import at_level
 from helpers.looped import each
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
@@ -21,7 +22,6 @@ from native.support import (
     Rule,
     Source,
     assert_same,
-    at_level,
     every_rule,
     quantize_pack,
 )
@@ -218,16 +218,13 @@ def test_rows_in_pieces(isa: str, fmt: str) -> None:
 def test_levels_agree_to_the_bit(fmt: str, rule: Rule, weighted: bool) -> None:
     source = Source(fmt, 96, 512, rule=rule, weighted=weighted)
     packed, scale = quantize_pack(source, source.matrix())
-    before, found = native.isa(), []
-    try:
-        for level in native.isa_available():
-            native.use_isa(level)
+    found = []
+    for level in native.isa_available():
+        with at_level(level):
             one = audited(source, packed, scale)
             sums = one.squared_source, one.squared_error, one.squared_value, one.zeros
             per_row = one.row_error, one.row_scale, one.row_squared_error, one.row_squared_source
             found.append((sums, *(each.tobytes() for each in per_row)))
-    finally:
-        native.use_isa(before)
     assert len(set(found)) == 1
 
 
@@ -242,10 +239,9 @@ def test_levels_agree_on_odd_numbers_and_codes(fmt: str, odd: float) -> None:
     bits[5, 1030:1100] = np.float32(odd).view(np.uint32)
     codes[4, 2000] = codes[20, 63] = codes[20, 64] = codes[5, 1] = -1 << source.fmt.traits.bits - 1
     packed, scale[6] = pack_codes(source.fmt, codes), np.inf
-    before, found = native.isa(), []
-    try:
-        for level in native.isa_available():
-            native.use_isa(level)
+    found = []
+    for level in native.isa_available():
+        with at_level(level):
             one = native.audit(fmt, source.matrix(bits), 32, 0, packed, scale, source.choice)
             assert one.invalid == 4
             per_row = one.row_error, one.row_amax, one.row_squared_error, one.row_squared_source
@@ -256,8 +252,6 @@ def test_levels_agree_on_odd_numbers_and_codes(fmt: str, odd: float) -> None:
                     *(np.nan_to_num(each).tobytes() for each in per_row),
                 )
             )
-    finally:
-        native.use_isa(before)
     assert len(set(found)) == 1
 
 

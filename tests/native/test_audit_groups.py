@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from helpers.levels import at_level
 from helpers.looped import each
 from msgspec.structs import replace
-from native.support import F32, STORED, U8, Rule, Source, assert_same, at_level, every_rule
+from native.support import F32, STORED, U8, Rule, Source, assert_same, every_rule
 from numpy.typing import NDArray
 
 from ktconv import native
@@ -206,15 +207,12 @@ def test_any_bytes(isa: str, layout: Layout) -> None:
 def test_levels_agree_to_the_bit(layout: Layout, rule: Rule, weighted: bool) -> None:
     source = Source("int4", 96, 640, rule=rule, weighted=weighted)
     packed, scale = quantized(layout, source)
-    before, found = native.isa(), []
-    try:
-        for level in native.isa_available():
-            native.use_isa(level)
+    found = []
+    for level in native.isa_available():
+        with at_level(level):
             one = audited(layout, source, packed, scale)
             sums = one.squared_source, one.squared_error, one.squared_value, one.max_steps
             found.append((sums, one.row_error.tobytes(), one.row_scale.tobytes()))
-    finally:
-        native.use_isa(before)
     assert len(set(found)) == 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.levels import at_level
 
 from ktconv import native
 from ktconv.native import BLOCK_TYPES
@@ -73,14 +74,11 @@ def test_every_level_gives_the_same_bytes_and_sums(kind: str, counts: bool) -> N
     counted = np.abs(_weights(4)[0]) * 50 if counts else None
     if counted is not None:
         counted[:32] = 0  # a block that nothing counts in
-    before, found = native.isa(), []
-    try:
-        for level in native.isa_available():
-            native.use_isa(level)
+    found = []
+    for level in native.isa_available():
+        with at_level(level):
             blocks = native.encode_blocks(kind, _matrix(weights), counted)
             found.append((blocks.tobytes(), native.audit_blocks(kind, _matrix(weights), blocks)))
-    finally:
-        native.use_isa(before)
     assert all(one == found[0] for one in found)
 
 

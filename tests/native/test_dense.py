@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.levels import at_level
 
 from ktconv import native
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
@@ -165,9 +166,5 @@ def test_what_is_refused() -> None:
 
 
 def test_the_reference_is_no_code_of_a_level() -> None:
-    before = native.isa()
-    try:
-        native.use_isa("scalar")
+    with at_level("scalar"):
         assert not native.dense_is_fast()
-    finally:
-        native.use_isa(before)

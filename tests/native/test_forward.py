@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.levels import at_level
 from ktconv._native import ffi, lib
 from numpy.typing import NDArray
 
@@ -52,14 +53,6 @@ def weights_of(seed: int, hidden: int, intermediate: int, gated: bool = True) ->
         )
 
     return expert
-
-
-@pytest.fixture
-def isa(isa: str) -> str:
-    """The levels at which the forward runs code of its own."""
-    if isa not in native.kernel_levels(*(method.layout for method in FORMATS.values())):
-        pytest.skip(f"there are no kernels for {isa}")
-    return isa
 
 
 @cache
@@ -131,7 +124,7 @@ def assert_true(layer: Experts, y: Array, x: Array, ids: Array, weights: Array) 
 @pytest.mark.parametrize(("hidden", "intermediate", "experts", "top_k", "parts"), LAYERS)
 @pytest.mark.parametrize("method", [*EXACT, *OTHERS])
 def test_forward_is_near_the_reference(
-    isa: str,
+    kernel_level: str,
     pools: dict[str, Pool],
     method: str,
     hidden: int,
@@ -175,12 +168,11 @@ def test_levels_with_kernels_of_their_own() -> None:
 def test_all_levels_agree(tiles: object, pools: dict[str, Pool], method: str, tokens: int) -> None:
     layer = make(method, 256, 384, 3, 1)
     x, ids, weights = inputs(tokens, 256, 3, 2)
-    before, found = native.isa(), []
+    found = []
     levels = native.kernel_levels(FORMATS[method].layout)
     for level in levels:
-        native.use_isa(level)
-        found.append(layer.forward(x, ids, weights, pools["two"]))
-    native.use_isa(before)
+        with at_level(level):
+            found.append(layer.forward(x, ids, weights, pools["two"]))
     assert len(found) > 1 or levels == ["scalar"]
     assert all(np.array_equal(y, found[0]) for y in found[1:])
 
@@ -191,7 +183,7 @@ def test_all_levels_agree(tiles: object, pools: dict[str, Pool], method: str, to
     [(1, 24), (2, 1), (2, 24), (4, 6)],  # 24: 18 for an expert, more than an AMX tile's 16
 )
 def test_threads_and_nodes_do_not_matter(
-    isa: str, pools: dict[str, Pool], method: str, parts: int, tokens: int
+    kernel_level: str, pools: dict[str, Pool], method: str, parts: int, tokens: int
 ) -> None:
     layer = make(method, 128, 512, 4, parts)
     x, ids, weights = inputs(tokens, 128, 4, 3)
@@ -211,8 +203,8 @@ def test_several_blocks_of_tokens(pools: dict[str, Pool], method: str) -> None:
 
 
 @pytest.mark.parametrize("method", [*EXACT, *OTHERS])
-def test_the_batch_does_not_matter(isa: str, pools: dict[str, Pool], method: str) -> None:
-    if isa == "amx" and method == "bf16":
+def test_the_batch_does_not_matter(kernel_level: str, pools: dict[str, Pool], method: str) -> None:
+    if kernel_level == "amx" and method == "bf16":
         pytest.skip("AMX sums even and odd columns apart, few tokens are left to AVX-512")
     layer = make(method, 256, 256, 4, 1)
     x, ids, weights = inputs(60, 256, 4, 2)
@@ -249,7 +241,7 @@ def test_rows_gathered_in_one_batch_are_not_those_of_the_next(
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_experts_that_live_elsewhere(isa: str, pools: dict[str, Pool], dtype: Any) -> None:
+def test_experts_that_live_elsewhere(kernel_level: str, pools: dict[str, Pool], dtype: Any) -> None:
     """-1 is skipped, and experts that are not here need no memory."""
     layer = make("int4", 256, 256, 4, 2, ids=[0, None, 2, None])
     x, _, weights = inputs(5, 256, 4, 3)
@@ -266,7 +258,7 @@ def test_an_expert_without_weights_is_refused(pools: dict[str, Pool]) -> None:
         layer.forward(x, np.array([[1]], np.int64), weights, pools["one"])
 
 
-def test_all_tokens_to_one_expert(isa: str, pools: dict[str, Pool]) -> None:
+def test_all_tokens_to_one_expert(kernel_level: str, pools: dict[str, Pool]) -> None:
     layer = make("int8", 128, 256, 4, 1)
     x, _, weights = inputs(33, 128, 4, 1)
     ids = np.full((33, 1), 3, np.int64)
@@ -287,7 +279,7 @@ REPEATS = {
 @pytest.mark.parametrize("method", ["int8", "int4", "bf16", "gint4-32"])
 @pytest.mark.parametrize("name", REPEATS)
 def test_the_same_expert_twice_counts_twice(
-    isa: str, pools: dict[str, Pool], method: str, name: str
+    kernel_level: str, pools: dict[str, Pool], method: str, name: str
 ) -> None:
     layer = make(method, 128, 128, 3, 1)
     ids = np.array(REPEATS[name], np.int64)
@@ -296,7 +288,7 @@ def test_the_same_expert_twice_counts_twice(
     assert_true(layer, y, x, ids, weights)
 
 
-def test_ids_drawn_without_care(isa: str, pools: dict[str, Pool]) -> None:
+def test_ids_drawn_without_care(kernel_level: str, pools: dict[str, Pool]) -> None:
     """Any repeats, any gaps; more choices than experts."""
     layer = make("int8", 128, 128, 3, 1)
     for seed in range(30):
@@ -352,7 +344,9 @@ UNGATED = ACTIVATIONS["relu2"]
 
 
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
-def test_forward_with_every_activation(isa: str, pools: dict[str, Pool], name: str) -> None:
+def test_forward_with_every_activation(
+    kernel_level: str, pools: dict[str, Pool], name: str
+) -> None:
     layer = make("bf16", 256, 256, 3, 1, activation=ACTIVATIONS[name])
     x, ids, weights = inputs(20, 256, 3, 2)
     x = f32_to_bf16(bf16_to_f32(x) * np.float32(5))  # far into saturation and limits
@@ -367,19 +361,20 @@ def test_activations_are_the_same_bits_on_every_level(
     layer = make("int8", 256, 256, 3, 1, activation=ACTIVATIONS[name])
     x, ids, weights = inputs(20, 256, 3, 2)
     x = f32_to_bf16(bf16_to_f32(x) * np.float32(20))
-    before, found = native.isa(), []
+    found = []
     levels = native.kernel_levels(FORMATS["int8"].layout)
     for level in levels:
-        native.use_isa(level)
-        found.append(layer.forward(x, ids, weights, pools["two"]))
-    native.use_isa(before)
+        with at_level(level):
+            found.append(layer.forward(x, ids, weights, pools["two"]))
     assert len(found) > 1 or levels == ["scalar"]
     assert all(np.array_equal(y, found[0]) for y in found[1:])
 
 
 @pytest.mark.parametrize("method", [*EXACT, *OTHERS])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_experts_without_gate(isa: str, pools: dict[str, Pool], method: str, parts: int) -> None:
+def test_experts_without_gate(
+    kernel_level: str, pools: dict[str, Pool], method: str, parts: int
+) -> None:
     """Every format, several parts, few and many tokens, experts that live elsewhere."""
     layer = make(method, 256, 256, 4, parts, UNGATED)
     for tokens in (1, 40):
@@ -450,7 +445,7 @@ def test_unknown_functions(pools: dict[str, Pool], number: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["silu", "relu2", "softcap", "ungated_gelu"])
-def test_biases(isa: str, pools: dict[str, Pool], name: str) -> None:
+def test_biases(kernel_level: str, pools: dict[str, Pool], name: str) -> None:
     """gpt-oss: every matrix has one; that of down is added once, whatever the parts."""
     hidden, intermediate, parts = 128, 256, 2
     layer = make("bf16", hidden, intermediate, 2, parts, ACTIVATIONS[name])
@@ -487,7 +482,7 @@ def test_biases(isa: str, pools: dict[str, Pool], name: str) -> None:
     assert relative(y, expected) < KERNEL_BOUND
 
 
-def test_nonfinite_inputs_stay_in_their_token(isa: str, pools: dict[str, Pool]) -> None:
+def test_nonfinite_inputs_stay_in_their_token(kernel_level: str, pools: dict[str, Pool]) -> None:
     for method in ("int4", "bf16", "gint4-32"):
         layer = make(method, 128, 128, 2, 1)
         x, ids, weights = inputs(14, 128, 2, 2)
@@ -498,7 +493,7 @@ def test_nonfinite_inputs_stay_in_their_token(isa: str, pools: dict[str, Pool]) 
         assert np.isfinite(np.delete(y, [3, 11], axis=0)).all()
 
 
-def test_a_nan_in_one_matrix(isa: str, pools: dict[str, Pool]) -> None:
+def test_a_nan_in_one_matrix(kernel_level: str, pools: dict[str, Pool]) -> None:
     """A bias that is NaN: the limit does not make a number of it."""
     for index in range(2):
         layer = with_bias(make("bf16", 128, 128, 2, 1, Activation(limit=7.0)).layer, index, np.nan)

@@ -63,17 +63,10 @@ def stored(values: Array, dtype: str) -> Array:
         return f32_to_bf16(values) if dtype == "bf16" else values.astype(DTYPES[dtype])
 
 
-@pytest.fixture
-def level(isa: str) -> str:
-    if isa not in native.kernel_levels(*(method.layout for method in FORMATS.values())):
-        pytest.skip(f"there are no kernels for {isa}")
-    return isa
-
-
 @pytest.mark.parametrize("tokens", [1, 37])
 @pytest.mark.parametrize("method", ["int8", "gint4-32", "bf16"])
 def test_every_dtype_of_x_gives_the_bits_of_its_bf16(
-    level: str, pool: Pool, method: str, tokens: int
+    kernel_level: str, pool: Pool, method: str, tokens: int
 ) -> None:
     of, (x, ids, weights) = layer(method), batch(tokens)
     for dtype in DTYPES:
@@ -85,7 +78,7 @@ def test_every_dtype_of_x_gives_the_bits_of_its_bf16(
 
 
 @pytest.mark.parametrize("tokens", [1, 37])
-def test_y_is_the_float32_sum_rounded_once(level: str, pool: Pool, tokens: int) -> None:
+def test_y_is_the_float32_sum_rounded_once(kernel_level: str, pool: Pool, tokens: int) -> None:
     of, (x, ids, weights) = layer(), batch(tokens)
     x = stored(x, "bf16")
     exact = call(of, pool, x, ids, weights, np.empty((tokens, HIDDEN), np.float32))
@@ -94,7 +87,7 @@ def test_y_is_the_float32_sum_rounded_once(level: str, pool: Pool, tokens: int) 
         assert np.array_equal(found, stored(exact, dtype)), dtype
 
 
-def test_float16_of_every_magnitude(level: str, pool: Pool) -> None:
+def test_float16_of_every_magnitude(kernel_level: str, pool: Pool) -> None:
     """Halves of steps, denormals, the largest numbers and beyond, infinity, NaN, zeros."""
     of, ids = layer(), np.full((1, 1), -1, np.int64)
     halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
@@ -113,7 +106,7 @@ def test_float16_of_every_magnitude(level: str, pool: Pool) -> None:
     assert np.array_equal(y.view(np.uint16)[~nan], expected.view(np.uint16)[~nan])
 
 
-def test_skipped_experts_are_as_ids_of_none(level: str, pool: Pool) -> None:
+def test_skipped_experts_are_as_ids_of_none(kernel_level: str, pool: Pool) -> None:
     of, (x, ids, weights) = layer(), batch(9)
     x, skip = stored(x, "bf16"), np.zeros(EXPERTS, bool)
     skip[[0, 3]] = True
@@ -139,7 +132,7 @@ def test_an_expert_without_weights_may_be_skipped(pool: Pool) -> None:
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("tokens", [1, 37])
-def test_the_sum_begins_with_add(level: str, pool: Pool, parts: int, tokens: int) -> None:
+def test_the_sum_begins_with_add(kernel_level: str, pool: Pool, parts: int, tokens: int) -> None:
     """Part 0 and `add` first, then the other parts; one rounding."""
     of, (x, ids, weights) = layer(parts=parts), batch(tokens)
     x, add = stored(x, "bf16"), batch(tokens, seed=1)[0] * np.float32(1e3)

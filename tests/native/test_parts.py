@@ -10,6 +10,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from helpers.levels import at_level
 
 from ktconv import native
 from ktconv.formats import FORMATS
@@ -32,10 +33,8 @@ def part(request: pytest.FixtureRequest) -> Iterator[str]:
     name: str = request.param
     if name not in native.isa_parts():
         pytest.skip(f"this machine does not support {name}")
-    before = native.isa()
-    native.use_isa(name)
-    yield name
-    native.use_isa(before)
+    with at_level(name):
+        yield name
 
 
 @pytest.fixture(scope="module")

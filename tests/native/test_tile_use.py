@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from helpers import amx
+from helpers.levels import at_level
 
 from ktconv import native
 from ktconv.bench.weights import RandomWeights
@@ -57,9 +58,7 @@ def forward(
     x = np.random.default_rng(0).standard_normal((tokens, WIDTH), np.float32)
     ids = np.tile(np.arange(EXPERTS, dtype=np.int64), (tokens, 1))
     weights = np.full(ids.shape, 1 / EXPERTS, np.float32)
-    before = native.isa()
-    native.use_isa("amx")
-    try:
+    with at_level("amx"):
         scratch = layer.scratch(tokens, EXPERTS, pool)
         rows = f32_to_bf16(x)
         y = np.empty_like(rows)
@@ -96,8 +95,6 @@ def forward(
                 training.forward(trained, 0, memory)
             else:
                 call()
-    finally:
-        native.use_isa(before)
 
 
 @pytest.mark.parametrize("key", [*STEPS, *GROUPS])

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.levels import at_level
 from helpers.looped import each
 from hypothesis import HealthCheck, example, given, note, settings
 from hypothesis import strategies as st
@@ -19,7 +20,6 @@ from native.support import (
     Rule,
     Source,
     assert_same,
-    at_level,
     every_rule,
     quantize_pack,
 )

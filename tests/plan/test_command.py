@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import gguf_files
 from helpers.cli import ktconv, ktconv_done, refused, refused_in_json
-from helpers.convert import convert, read_model
+from helpers.convert import Converted, convert, read_model
 from helpers.encoded import HIDDEN, INNER, encoded_model
 from helpers.paths import EXAMPLE
 from plan.conftest import SKEWED
@@ -203,11 +203,11 @@ def test_numbers_and_shares() -> None:
 
 
 @pytest.mark.parametrize("method", ["int4", "int8", "bf16"])
-def test_bytes_of_a_conversion_are_known_before(method: str, tmp_path: Path) -> None:
+def test_bytes_of_a_conversion_are_known_before(method: str, converted_example: Converted) -> None:
     facts = planned(EXAMPLE, method=method, numa=1)
     if FORMATS[method].output:
-        convert(EXAMPLE, tmp_path / "out", method=method)
-        after = planned(tmp_path / "out", numa=0)
+        output = converted_example(method=method)
+        after = planned(output, numa=0)
         assert facts["cpu"] == after["cpu"]
         assert facts["other_bytes"] == after["other_bytes"]
     model = open_model(ModelSource(EXAMPLE))

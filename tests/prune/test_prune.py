@@ -20,6 +20,7 @@ from helpers.convert import all_files, read_json, read_model
 from helpers.families import bf16, simple_config, write_checkpoint
 from helpers.layouts import draw
 from helpers.paths import EXAMPLE
+from helpers.stopped import StopsAfterOneUnit
 
 from ktconv.prune import Choice, choose
 from ktconv.source import ModelSource, open_checkpoint
@@ -118,17 +119,12 @@ def test_ids_of_a_file_by_hand(kept: Path, output: Path, tmp_path: Path) -> None
 
 
 def test_an_interrupted_run_goes_on(kept: Path, output: Path, tmp_path: Path) -> None:
-    from ktconv.conversion.pipeline import Observer
     from ktconv.prune.run import Request, prune
-
-    class Stops(Observer):
-        def unit_finished(self, key: str) -> None:
-            raise KeyboardInterrupt
 
     again = tmp_path / "again"
     request = Request(ModelSource(str(EXAMPLE), prune=kept), again, threads=1)
     with pytest.raises(KeyboardInterrupt):
-        prune(request, Stops())
+        prune(request, StopsAfterOneUnit())
     assert (again / ".ktconv").is_dir() and not (again / "ktconv.json").exists()
     report = prune(request)
     assert report.complete and report.kept

@@ -16,6 +16,8 @@ from helpers.cli import STATE, check_reader, contents, edit_json, staged, stamps
 from helpers.convert import all_files, assert_same, convert, read_json, read_model
 from helpers.disk_calls import Commands
 from helpers.families import Tensor, bf16, numbered, random_weights, simple_config, write_checkpoint
+from helpers.faults import read_zeros
+from helpers.stopped import StopsAfterOneUnit
 
 from ktconv.cli.app import app
 from ktconv.cli.options import preflight_facts, report_facts
@@ -246,18 +248,11 @@ class FillDisk(Observer):
                     break
 
 
-class Stop(Observer):
-    """Ends the run after the first unit."""
-
-    def unit_finished(self, key: str) -> None:
-        raise KeyboardInterrupt
-
-
 def test_changed_folders_are_refused_on_resume(folders: Made, tmp_path: Path) -> None:
     root = folders("int4", 1)
     request = Request(root, tmp_path / "out", threads=1)
     with pytest.raises(KeyboardInterrupt):
-        merge(request, Stop())
+        merge(request, StopsAfterOneUnit())
     file = next((root / "_layer_2").rglob("*scale_.kt"))
     os.utime(file, ns=(1, 1))
     with pytest.raises(OutputError, match=r"begun from other input files.*layers\.2") as caught:
@@ -268,7 +263,7 @@ def test_changed_folders_are_refused_on_resume(folders: Made, tmp_path: Path) ->
 
 def test_changed_options_are_refused_on_resume(kept_folders: Made, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        merge(Request(kept_folders("int4", 1), tmp_path / "out", threads=1), Stop())
+        merge(Request(kept_folders("int4", 1), tmp_path / "out", threads=1), StopsAfterOneUnit())
     with pytest.raises(OutputError):
         merge(Request(kept_folders("int4", 1), tmp_path / "out", max_shard_size=10**6))
     with pytest.raises(OutputError):
@@ -318,10 +313,7 @@ def test_a_scale_that_is_no_number(foreign: Made, tmp_path: Path) -> None:
 def test_verify_reads_back(
     kept_folders: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def damaged(self: object, name: str, target: memoryview, offset: int) -> None:
-        target[:] = bytes(len(target))
-
-    monkeypatch.setattr("ktconv.writer.staging.ShardStaging.read", damaged)
+    monkeypatch.setattr("ktconv.writer.staging.ShardStaging.read", read_zeros)
     with pytest.raises(VerificationError, match="read back differs from what was written"):
         merge(Request(kept_folders("int4", 1), tmp_path / "out"))
     assert merge(Request(kept_folders("int4", 1), tmp_path / "out", verify=False)).complete

@@ -14,6 +14,7 @@ import pytest
 from helpers.cli import check_reader, contents, edit_json, stamps, write_model
 from helpers.convert import assert_same, assert_shards, convert, read_json, read_model
 from helpers.families import Raw, bf16, numbered, random_weights, simple_config, write_checkpoint
+from helpers.faults import read_zeros
 from numpy.typing import NDArray
 
 from ktconv import native
@@ -291,10 +292,7 @@ def test_verify_unpacks_what_was_packed(
 def test_verify_reads_back_what_was_written(
     shards: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def damaged(self: object, name: str, target: memoryview, offset: int) -> None:
-        target[:] = bytes(len(target))
-
-    monkeypatch.setattr("ktconv.writer.staging.ShardStaging.read", damaged)
+    monkeypatch.setattr("ktconv.writer.staging.ShardStaging.read", read_zeros)
     with pytest.raises(VerificationError, match="read back"):
         reshard(Request(shards("int4", 1), tmp_path / "out", 2))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.faults import no_space
 from msgspec.structs import replace
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -186,12 +187,7 @@ def test_inputs_that_overflow_are_refused(value: float, torch: Any, tmp_path: Pa
 
 
 def test_a_full_disk(torch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import errno
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
     tap = HessianTap(LAYERS, ORIGIN, tmp_path / "dir")
     with pytest.raises(DiskFullError, match=rf"dir/{FIRST}.part: the disk is full"):
         feed(tap, torch, 3)

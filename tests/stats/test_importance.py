@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.faults import no_space
 from safetensors.numpy import load_file, save_file
 
 from ktconv.errors import CheckpointError, DiskFullError, ResourceError, UsageError
@@ -128,7 +129,6 @@ def test_inputs_that_overflow_are_refused(value: float, torch: Any, tmp_path: Pa
 def test_a_full_disk_leaves_the_older_file(
     torch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import errno
 
     tap = ImportanceTap(LAYERS, ORIGIN, tmp_path)
     feed(tap, torch)
@@ -136,11 +136,8 @@ def test_a_full_disk_leaves_the_older_file(
     tap.write(path)
     older, before = path.read_bytes(), listed(tmp_path)
 
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch, pytest.raises(DiskFullError, match=r"file\.ktconv\.part"):
-        patch.setattr(os, "posix_fallocate", full)
+        patch.setattr(os, "posix_fallocate", no_space)
         tap.write(path)
     assert path.read_bytes() == older and listed(tmp_path) == before
     tap.write(path)  # nothing was lost

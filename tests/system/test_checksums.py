@@ -12,7 +12,7 @@ import pytest
 from blake3 import blake3
 from helpers.convert import convert, read_json, read_model
 from helpers.corrupt import check
-from helpers.gpu_corrupt import change
+from helpers.gpu_corrupt import change, flip
 from helpers.paths import DOCS
 from numpy.typing import NDArray
 
@@ -70,16 +70,12 @@ def as_before(output: Path) -> None:
     (output / "ktconv.json").write_text(json.dumps(manifest))
 
 
-def flip_first(data: U8) -> None:
-    data[0] ^= 1
-
-
 def test_an_earlier_output_verifies(tmp_path: Path) -> None:
     convert(MODEL, tmp_path / "out", numa=2)
     as_before(tmp_path / "out")
     assert check(tmp_path / "out").passed and check(tmp_path / "out", MODEL).passed
     name = next(name for name in read_model(tmp_path / "out") if name.endswith("numa.1.weight"))
-    change(tmp_path / "out", name, flip_first)
+    change(tmp_path / "out", name, flip)
     found = check(tmp_path / "out").failures
     assert [(one.check, one.tensor) for one in found] == [("checksum", name)]
 

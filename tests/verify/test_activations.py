@@ -18,8 +18,10 @@ from ktconv.native import Activation
 from ktconv.runtime.layers import KERNEL_BOUND, load, pack_experts
 from ktconv.runtime.layers.experts import OutputNorm
 from ktconv.system.pool import Pool
-from ktconv.verify import Request, hidden_states, prepare, verify
+from ktconv.verify import Request, prepare, verify
 from ktconv.verify.packed import model as packed_model
+
+pytestmark = pytest.mark.usefixtures("no_transformers")
 
 HIDDEN, EXPERTS, STRONG = 128, 4, 16.0  # STRONG: so that limits matter
 LIMITS: dict[str, Any] = {"swiglu_limits": [0.0, 0.5], "swiglu_limits_shared": [0.25, 0.0]}
@@ -42,11 +44,6 @@ def write(directory: Path, more: Mapping[str, Any] | None = None, **config: Any)
             tensors[f"{prefix}.mlp.shared_experts.{name}_proj.weight"] = strong(values)
     sizes = {"num_hidden_layers": 2, "num_experts_per_tok": 2}
     return write_checkpoint(directory, tensors, simple_config(**sizes, **config))
-
-
-@pytest.fixture(autouse=True)
-def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hidden_states, "find_spec", lambda name: None)
 
 
 @pytest.mark.usefixtures("tiles")  # the AMX level runs too, where it is emulated

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 import torch
 from helpers.cli import ktconv
-from helpers.convert import convert
+from helpers.convert import Converted, convert
 from helpers.family_list import MODELS
 from helpers.family_models import write
 from helpers.paths import EXAMPLE
@@ -20,35 +20,25 @@ from helpers.paths import EXAMPLE
 from ktconv.errors import UsageError
 from ktconv.train.gradients import NAMES, Found
 from ktconv.train.step import Step
-from ktconv.verify import VerifyRequest, hidden_states, run, verify
+from ktconv.verify import VerifyRequest, run, verify
 from ktconv.verify.memory import Budget
 from ktconv.verify.packed import gradients
 from ktconv.verify.report import render_report
 from ktconv.verify.text import lines_of
 
 # The AMX level runs too, where it is emulated.
-pytestmark = [pytest.mark.usefixtures("tiles"), pytest.mark.slow, pytest.mark.torch]
+pytestmark = [
+    pytest.mark.usefixtures("tiles", "no_transformers"),
+    pytest.mark.slow,
+    pytest.mark.torch,
+]
 
 Example = Callable[[str], Path]
 
 
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
-    made: dict[str, Path] = {}
-
-    def get(method: str) -> Path:
-        if method not in made:
-            made[method] = tmp_path_factory.mktemp("gradients") / method
-            convert(EXAMPLE, made[method], method=method, numa=2)
-        return made[method]
-
-    return get
-
-
-@pytest.fixture(autouse=True)
-def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random hidden states, which take no time."""
-    monkeypatch.setattr(hidden_states, "find_spec", lambda name: None)
+@pytest.fixture
+def example(converted_example: Converted) -> Callable[[str], Path]:
+    return lambda method: converted_example(method=method, numa=2)
 
 
 def request(output: Path, **changes: Any) -> VerifyRequest:

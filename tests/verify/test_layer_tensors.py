@@ -24,18 +24,13 @@ from helpers.families import (
 
 from ktconv.errors import CheckpointError
 from ktconv.source.reading.reader import SourceReader
-from ktconv.verify import Request, Result, hidden_states, prepare, verify
+from ktconv.verify import Request, Result, prepare, verify
 
 # The AMX level runs too, where it is emulated.
-pytestmark = [pytest.mark.usefixtures("tiles"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("tiles", "no_transformers"), pytest.mark.slow]
 HIDDEN, EXPERTS = 128, 4
 BLOCK = "model.layers.1.mlp"
 Changes = Mapping[str, Tensor | None]  # None: without that tensor
-
-
-@pytest.fixture(autouse=True)
-def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hidden_states, "find_spec", lambda name: None)
 
 
 def ones(*shape: int) -> Raw:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.convert import convert
+from helpers.convert import Converted, convert
 from helpers.corrupt import swap
 from helpers.families import (
     FAMILIES,
@@ -34,7 +34,6 @@ from ktconv.verify import (
     LEVELS,
     Request,
     Thresholds,
-    hidden_states,
     prepare,
     verify,
 )
@@ -52,23 +51,9 @@ needs_torch = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def get(method: str) -> Path:
-        if method not in made:
-            made[method] = tmp_path_factory.mktemp("levels") / method
-            convert(EXAMPLE, made[method], method=method, numa=2)
-        return made[method]
-
-    return get
-
-
 @pytest.fixture
-def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if only the base dependencies were installed."""
-    monkeypatch.setattr(hidden_states, "find_spec", lambda name: None)
+def example(converted_example: Converted) -> Callable[[str], Path]:
+    return lambda method: converted_example(method=method, numa=2)
 
 
 @pytest.mark.parametrize("method", ["int4", "int8"])

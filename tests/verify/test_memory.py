@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.cli import process
-from helpers.convert import convert
+from helpers.convert import Converted, convert
 from helpers.families import (
     bf16,
     file_bytes,
@@ -171,9 +171,11 @@ def test_memory_of_comparing_two_conversions(large: tuple[Path, Path], tmp_path:
 
 
 @pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed")
-def test_level_model_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    convert(EXAMPLE, tmp_path / "out", method="int8")
-    request = Request(tmp_path / "out", str(EXAMPLE), "model", threads=1, windows=2)
+def test_level_model_is_refused_before_anything_is_read(
+    converted_example: Converted,
+) -> None:
+    output = converted_example(method="int8")
+    request = Request(output, str(EXAMPLE), "model", threads=1, windows=2)
     peak = prepare(request).budget.peak
     limit = machine.resident_memory() + MIB
     with pytest.raises(MemoryLimitError, match="layer by layer needs") as caught:

@@ -12,7 +12,7 @@ from native.kernels.product import LEVELS, Products, link_products
 @pytest.fixture(scope="session")
 def products(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Products:
     """All kernels, one product at a time."""
-    compiler = Products.compiler()
+    compiler = amx.compiler()
     if compiler is None:
         pytest.skip("no C compiler")
     library = link_products(compiler, tmp_path_factory.mktemp("products"))

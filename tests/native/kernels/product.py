@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -166,10 +165,6 @@ class Products:
         self.max_strips = int(self._lib.kt_test_max_strips())
         self.max_products = int(self._lib.kt_test_max_products())
         self._panel = guarded_copy(np.full(self._lib.kt_test_panel_size(), 0xA5, np.uint8))
-
-    @staticmethod
-    def compiler() -> str | None:
-        return shutil.which(os.environ.get("CC", "cc"))
 
     def use(self, layout: Layout, level: str) -> None:
         """Products are of that level from now on; skips the test if there are none."""

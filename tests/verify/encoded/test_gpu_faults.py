@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from helpers.corrupt import check, forget_manifest, found, record_again
 from helpers.encoded import KINDS, SOURCE, encoded_model
-from helpers.gpu_corrupt import U8, change, edit_config, find, group, read, rename, swap
+from helpers.gpu_corrupt import U8, change, edit_config, find, flip, group, read, rename, swap
 from helpers.paths import EXAMPLE
 
 from ktconv.errors import CheckpointError, UsageError
@@ -382,9 +382,6 @@ def test_a_manifest_with_odd_geometry(geometry: Any, model: Path, copied: Copy) 
 
 def test_a_dense_tensor_that_changed(model: Path, copied: Copy) -> None:
     output = copied()
-
-    def flip(data: U8) -> None:
-        data[5] ^= 1
 
     change(output, "model.embed_tokens.weight", flip)
     failures = found(check(output, model), "structure", "copied tensor")

@@ -12,7 +12,7 @@ from helpers.cli import ktconv, ktconv_done
 from helpers.convert import read_json
 from helpers.corrupt import check, forget_manifest, found
 from helpers.encoded import encoded_model
-from helpers.gpu_corrupt import U8, change, read
+from helpers.gpu_corrupt import U8, change, flip, read
 from helpers.recoded import change_recorded
 
 from ktconv.source import read_header
@@ -144,9 +144,6 @@ def test_the_last_bit_of_a_second_scale(
     for proj in ("gate_proj", "up_proj", "down_proj"):
         name = f"model.layers.1.mlp.experts.2.{proj}.{part}"
         before = read(output, name)
-
-        def flip(data: U8) -> None:
-            data[0] ^= 1
 
         change_recorded(output, name, flip)
         failures = check(output, model, "weights").failures

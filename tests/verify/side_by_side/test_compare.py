@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from helpers.cli import ktconv
-from helpers.gpu_corrupt import change
+from helpers.gpu_corrupt import change, flip
 from helpers.layered import LAYERS, layered_model
 from helpers.recoded import encode
 
@@ -153,9 +153,6 @@ def test_names_beside_points_do_not_overlap() -> None:
 
 def test_a_damaged_output_fails(model: Path, outputs: dict[str, Path], tmp_path: Path) -> None:
     damaged = shutil.copytree(outputs["four"], tmp_path / "damaged")
-
-    def flip(data: Any) -> None:
-        data[5] ^= 1
 
     change(damaged, "model.layers.2.mlp.experts.1.up_proj.weight_packed", flip)
     words = (damaged, outputs["eight"], "--source", model, "--level", "weights", "--no-speed")
