@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.cli import edit_json, ktconv, ktconv_done, refused, refused_in_json
-from helpers.convert import convert
+from helpers.convert import Converted
 from helpers.lora import sides, write_adapter
 from helpers.paths import EXAMPLE
 
@@ -26,11 +26,9 @@ PROMPT = "def main("
 TEMPLATE = "{% for message in messages %}Q: {{ message['content'] }}\nA:{% endfor %}"
 
 
-@pytest.fixture(scope="module")
-def int4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("generate") / "int4"
-    convert(EXAMPLE, output, method="int4", numa=1)
-    return output
+@pytest.fixture(scope="session")
+def int4(converted_example: Converted) -> Path:
+    return converted_example(method="int4")
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from helpers.family_list import SAVED
 from helpers.family_models import build
+from helpers.levels import at_level
 from helpers.paths import EXAMPLE
 
 from ktconv import native
@@ -153,13 +154,8 @@ def test_other_calls_are_the_models_own(model: Any) -> None:
 def test_without_kernels_nothing_changes(model: Any) -> None:
     from ktconv.generate.outside import OnKernels, on_kernels
 
-    before = native.isa()
-    native.use_isa("scalar")
-    try:
-        with on_kernels(model, model.test_pool) as told:
-            assert told == OnKernels() and not patched(model)
-    finally:
-        native.use_isa(before)
+    with at_level("scalar"), on_kernels(model, model.test_pool) as told:
+        assert told == OnKernels() and not patched(model)
 
 
 def test_weights_move_once_and_stay_shared() -> None:

@@ -7,9 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from helpers.paths import EXAMPLE
+from ktconv.model import load_model
 from ktconv.train import Prepared
 
 IDS = torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(0), device="cpu")
+
+
+def example() -> Any:
+    """The example model in float32, so that only our own rounding is seen."""
+    return load_model(EXAMPLE, "float32")[0]
 
 
 def train_a_little(prepared: Prepared, seed: int = 0) -> None:

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.convert import convert
+from helpers.convert import Converted
 from helpers.paths import EXAMPLE
 
 
 @pytest.fixture(scope="session")
-def int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def int8(converted_example: Converted) -> Path:
     """The example model in INT8."""
-    output = tmp_path_factory.mktemp("model") / "int8"
-    convert(EXAMPLE, output, method="int8")
-    return output
+    return converted_example(method="int8")
 
 
 @pytest.fixture(scope="session")
-def int4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def int4(converted_example: Converted) -> Path:
     """The example model in INT4, cut into two parts."""
-    output = tmp_path_factory.mktemp("model") / "int4"
-    convert(EXAMPLE, output, method="int4", numa=2)
-    return output
+    return converted_example(method="int4", numa=2)
 
 
 @pytest.fixture
@@ -42,3 +39,16 @@ def model(loaded: tuple[Any, Any]) -> Any:
 @pytest.fixture
 def tokenizer(loaded: tuple[Any, Any]) -> Any:
     return loaded[1]
+
+
+@pytest.fixture
+def fused_experts(torch: Any) -> Callable[[], Any]:
+    """Makes a module that looks like two experts in two stacks."""
+
+    def make() -> Any:
+        module = torch.nn.Module()
+        module.gate_up_proj = torch.nn.Parameter(torch.zeros(2, 8, 4))
+        module.down_proj = torch.nn.Parameter(torch.zeros(2, 4, 4))
+        return module
+
+    return make

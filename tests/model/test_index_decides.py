@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.convert import convert, read_model
+from helpers.convert import Converted, convert, read_model
 from helpers.paths import EXAMPLE
 
 pytest.importorskip("torch")
@@ -42,12 +42,14 @@ def overlaid(tmp_path: Path) -> Path:
     return model
 
 
-def test_the_source_is_loaded_as_it_is_converted(overlaid: Path, tmp_path: Path) -> None:
+def test_the_source_is_loaded_as_it_is_converted(
+    overlaid: Path, tmp_path: Path, converted_example: Converted
+) -> None:
     ids = torch.arange(32)[None]
     with torch.inference_mode():
         expected = load_model(EXAMPLE, "float32")[0](ids).logits
         found = load_model(overlaid, "float32")[0](ids).logits
     assert torch.equal(found, expected)
     convert(overlaid, tmp_path / "out", method="int8")
-    convert(EXAMPLE, tmp_path / "expected", method="int8")
-    assert read_model(tmp_path / "out") == read_model(tmp_path / "expected")
+    expected_output = converted_example(method="int8")
+    assert read_model(tmp_path / "out") == read_model(expected_output)

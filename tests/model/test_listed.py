@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.convert import convert
+from helpers.convert import Converted
 from helpers.paths import EXAMPLE
 
 from ktconv.errors import CheckpointError, UsageError
@@ -141,14 +142,16 @@ def test_experts_called_with_more_are_refused(model: Any, int8: Path, torch: Any
         replace_experts(model, int8, threads=1)
 
 
-def test_excluded_experts_run_as_before(model: Any, tmp_path: Path, torch: Any) -> None:
+def test_excluded_experts_run_as_before(
+    model: Any, converted_example: Converted, torch: Any
+) -> None:
     from helpers.listed import with_lists
 
-    convert(EXAMPLE, tmp_path / "part", method="int8", exclude_experts=expert_set({0: [2]}))
+    part = converted_example(method="int8", exclude_experts=expert_set({0: [2]}))
     with_lists(model)
     own = model.model.layers[0].mlp.experts
     rows = torch.randn((3, 128), generator=torch.Generator().manual_seed(1))
-    with replace_experts(model, tmp_path / "part", threads=1) as replaced, torch.no_grad():
+    with replace_experts(model, part, threads=1) as replaced, torch.no_grad():
         assert replaced.own == {0: [2], 1: []}
         packed = model.model.layers[0].mlp.experts
         assert len(packed) == len(own) and packed is not own
@@ -196,19 +199,13 @@ def test_lists_that_are_no_experts(torch: Any) -> None:
     assert find_experts(routed)[0].path == "layers.0.mlps"
 
 
-def test_lists_of_layers_with_any_name(torch: Any) -> None:
+def test_lists_of_layers_with_any_name(torch: Any, fused_experts: Callable[[], Any]) -> None:
     def model(*names: str) -> Any:
-        found = torch.nn.ModuleDict({"experts": fused()})
+        found = torch.nn.ModuleDict({"experts": fused_experts()})
         for name in reversed(names):
             first = torch.nn.Identity()
             found = torch.nn.ModuleDict({name: torch.nn.ModuleList([first, found])})
         return found
-
-    def fused() -> Any:
-        module = torch.nn.Module()
-        module.gate_up_proj = torch.nn.Parameter(torch.zeros(2, 8, 4))
-        module.down_proj = torch.nn.Parameter(torch.zeros(2, 4, 4))
-        return module
 
     (site,) = find_experts(model("stack")).values()
     assert (site.layer, site.path, site.layers_path) == (1, "stack.1.experts", "stack")

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
-from helpers.adapted import IDS, apart, logits, train_a_little
+from helpers.adapted import IDS, apart, example, logits, train_a_little
 from safetensors.torch import load_file, save_file
 
 from ktconv.errors import CheckpointError, UsageError
@@ -31,7 +31,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two that differ, of experts; the second of attention and no expert's gate, too."""
     found = {}
     for number, name in enumerate(("first", "second")):
-        model = load_model(EXAMPLE, "float32")[0]
+        model = example()
         targets: Any = ("gate", "up", "down") if number == 0 else ("up", "down")
         prepared = prepare(model, EXAMPLE, rank=4 + 5 * number, alpha=8, targets=targets)
         train_a_little(prepared, seed=number)
@@ -51,13 +51,13 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def merged(adapter: Path) -> Any:
     """Logits of the model in float32 whose weights the adapter was added to."""
-    model = load_model(EXAMPLE, "float32")[0]
+    model = example()
     merge(model, adapter)
     return logits(model)
 
 
 def test_logits_are_those_of_the_merged_model(int8: Path, adapters: dict[str, Path]) -> None:
-    model = load_model(EXAMPLE, "float32")[0]
+    model = example()
     replace_experts(model, int8)
     base = logits(model)
     added = add_adapters(model, adapters)
@@ -97,7 +97,7 @@ def test_generate(int8: Path, adapters: dict[str, Path]) -> None:
 
 
 def test_what_is_refused(int8: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
-    model = load_model(EXAMPLE, "float32")[0]
+    model = example()
     with pytest.raises(UsageError, match="has no packed experts"):
         add_adapters(model, adapters)
     replace_experts(model, int8)

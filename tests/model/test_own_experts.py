@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.convert import convert
+from helpers.convert import Converted
 from helpers.paths import EXAMPLE
 
 from ktconv.model import replace_experts
@@ -21,12 +21,10 @@ pytestmark = pytest.mark.torch
 CHOSEN = {0: [0, 3], 1: [7]}  # of 8
 
 
-@pytest.fixture(scope="module")
-def part(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="session")
+def part(converted_example: Converted) -> Path:
     """The example in INT4 without some experts."""
-    output = tmp_path_factory.mktemp("part") / "out"
-    convert(EXAMPLE, output, exclude_experts=expert_set(CHOSEN))
-    return output
+    return converted_example(exclude_experts=expert_set(CHOSEN))
 
 
 def test_excluded_experts_answer_as_before(part: Path, model: Any, torch: Any) -> None:

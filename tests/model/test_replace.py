@@ -7,12 +7,13 @@ import gc
 import json
 import shutil
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.convert import convert, read_model
+from helpers.convert import Converted, read_model
 from helpers.paths import EXAMPLE
 from safetensors.numpy import save_file
 
@@ -269,23 +270,21 @@ def test_layers_for_several_tokens_are_left_out(
     assert replace_experts(model, tmp_path / "mtp", threads=1).layers == (0, 1)
 
 
-def test_folders_of_layers_serve_as_well(model: Any, tmp_path: Path, torch: Any) -> None:
-    convert(EXAMPLE, tmp_path / "folders", method="int8", layout="layers")
+def test_folders_of_layers_serve_as_well(
+    model: Any, converted_example: Converted, torch: Any
+) -> None:
+    folders = converted_example(method="int8", layout="layers")
     own = logits(model, torch)
-    assert replace_experts(model, tmp_path / "folders", threads=1).layers == (0, 1)
+    assert replace_experts(model, folders, threads=1).layers == (0, 1)
     assert 1e-6 < distance(logits(model, torch), own) < 0.02
 
 
-def test_stray_experts_are_refused(torch: Any) -> None:
-    def fused() -> Any:
-        module = torch.nn.Module()
-        module.gate_up_proj = torch.nn.Parameter(torch.zeros(2, 8, 4))
-        module.down_proj = torch.nn.Parameter(torch.zeros(2, 4, 4))
-        return module
-
-    stray = torch.nn.ModuleDict({"experts": fused()})
+def test_stray_experts_are_refused(torch: Any, fused_experts: Callable[[], Any]) -> None:
+    stray = torch.nn.ModuleDict({"experts": fused_experts()})
     with pytest.raises(CheckpointError, match="not in a numbered layer"):
         find_experts(stray)
-    layers = torch.nn.ModuleList([torch.nn.ModuleDict({"a": fused(), "b": fused()})])
+    layers = torch.nn.ModuleList(
+        [torch.nn.ModuleDict({"a": fused_experts(), "b": fused_experts()})]
+    )
     with pytest.raises(CheckpointError, match="both are layer 0"):
         find_experts(torch.nn.ModuleDict({"layers": layers}))

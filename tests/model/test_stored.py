@@ -247,18 +247,14 @@ def test_other_modules_have_no_experts(torch: Any) -> None:
     assert not [path for path, one in llama.named_modules() if stored_in(one) is not None]
 
 
-def test_experts_of_other_towers_are_left_out(torch: Any) -> None:
-    def fused() -> Any:
-        module = torch.nn.Module()
-        module.gate_up_proj = torch.nn.Parameter(torch.zeros(2, 8, 4))
-        module.down_proj = torch.nn.Parameter(torch.zeros(2, 4, 4))
-        return module
-
+def test_experts_of_other_towers_are_left_out(torch: Any, fused_experts: Callable[[], Any]) -> None:
     def layers(**blocks: Any) -> Any:
         return torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.ModuleDict(blocks)])})
 
-    two = torch.nn.ModuleDict({"talker": layers(mlp=fused()), "thinker": layers(mlp=fused())})
+    two = torch.nn.ModuleDict(
+        {"talker": layers(mlp=fused_experts()), "thinker": layers(mlp=fused_experts())}
+    )
     assert find_experts(two)[0].path == "thinker.layers.0.mlp"
-    one = layers(text_moe=fused(), vision_moe=fused())
+    one = layers(text_moe=fused_experts(), vision_moe=fused_experts())
     assert find_experts(one)[0].path == "layers.0.text_moe"
-    assert find_experts(layers(vision_moe=fused()))[0].path == "layers.0.vision_moe"
+    assert find_experts(layers(vision_moe=fused_experts()))[0].path == "layers.0.vision_moe"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.convert import convert
+from helpers.convert import Converted
 from helpers.paths import EXAMPLE
 
 from ktconv.errors import MemoryShortError, UsageError
@@ -143,13 +143,13 @@ def test_adapters_of_experts_are_refused(as_list: bool, model: Any, int8: Path, 
 
 
 def test_experts_that_are_not_loaded(
-    model: Any, expected: Any, int8: Path, tmp_path: Path, torch: Any
+    model: Any, expected: Any, int8: Path, converted_example: Converted, torch: Any
 ) -> None:
     """They are not needed, unless the output leaves some to the model."""
     find_experts(model)[1].module.to("meta")
-    convert(EXAMPLE, tmp_path / "part", method="int8", exclude_experts=expert_set({1: [0, 3]}))
+    part = converted_example(method="int8", exclude_experts=expert_set({1: [0, 3]}))
     with pytest.raises(UsageError, match=r"layer 1 leaves experts \[0, 3\] .* not loaded"):
-        replace_experts(model, tmp_path / "part", threads=1)
+        replace_experts(model, part, threads=1)
     replaced = replace_experts(model, int8, threads=1)
     assert replaced.untried == (1,)
     assert torch.equal(logits(model, torch), expected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -16,12 +16,6 @@ from ktconv.system.arrays import F32, I64
 
 HIDDEN, INNER, EXPERTS, TOP_K = 256, 128, 6, 3
 Batch = tuple[F32, I64, F32]
-
-
-@pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    with Pool(2) as made:
-        yield made
 
 
 @cache  # the same experts in all tests

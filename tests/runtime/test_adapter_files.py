@@ -16,11 +16,11 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
-from helpers.adapted import train_a_little
+from helpers.adapted import example, train_a_little
 from safetensors.torch import load_file, save_file
 
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.model import add_adapters, load_model
+from ktconv.model import add_adapters
 from ktconv.runtime import MoELayer
 from ktconv.train import merge, prepare, save
 
@@ -34,7 +34,7 @@ HIDDEN, TOP_K = 128, 2
 @pytest.fixture(scope="module")
 def trained() -> tuple[Any, Any]:
     """The example with LoRA that makes a difference, on weights of BF16."""
-    model = load_model(EXAMPLE, "float32")[0]
+    model = example()
     prepared = prepare(model, EXAMPLE, rank=4, alpha=8)
     train_a_little(prepared)
     return model, prepared
@@ -239,7 +239,7 @@ def test_more_than_products_is_refused(setting: Any, said: str, adapter: Path) -
     with pytest.raises(CheckpointError, match=said):
         MoELayer.load(EXAMPLE, 1).add_adapter("one", adapter)
     with pytest.raises(CheckpointError, match=said):
-        merge(load_model(EXAMPLE, "float32")[0], adapter)
+        merge(example(), adapter)
 
 
 def test_trained_heads_are_no_part_of_a_layer(adapter: Path) -> None:

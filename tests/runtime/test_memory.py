@@ -10,10 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.convert import convert
+from helpers.convert import Converted, convert
 from helpers.family_list import MADE
 from helpers.family_models import write
-from helpers.paths import EXAMPLE
 
 from ktconv import native
 from ktconv.native import PAGE
@@ -47,12 +46,12 @@ print(*(sums[name] for name in ("Rss", "Anonymous", "Private_Clean", "Private_Di
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system has no smaps")
-def test_processes_share_the_pages_of_an_output(tmp_path: Path, pool: Pool) -> None:
-    convert(EXAMPLE, tmp_path / "out", method="int8", numa=2)
-    here = MoELayer.load_all(tmp_path / "out", pool=pool)
+def test_processes_share_the_pages_of_an_output(converted_example: Converted, pool: Pool) -> None:
+    output = converted_example(method="int8", numa=2)
+    here = MoELayer.load_all(output, pool=pool)
     for layer in here.values():
         layer.touch()
-    command = [sys.executable, "-c", CHILD, str(tmp_path / "out")]
+    command = [sys.executable, "-c", CHILD, str(output)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     weights, mapped, *private = map(int, done.stdout.split())
     assert weights == sum(layer.weight_bytes for layer in here.values())
@@ -61,10 +60,12 @@ def test_processes_share_the_pages_of_an_output(tmp_path: Path, pool: Pool) -> N
     assert sum(private) < 0.1 * mapped
 
 
-def test_loading_an_output_reads_nothing_but_headers_and_scales(tmp_path: Path, pool: Pool) -> None:
-    convert(EXAMPLE, tmp_path / "out", method="int8")
+def test_loading_an_output_reads_nothing_but_headers_and_scales(
+    converted_example: Converted, pool: Pool
+) -> None:
+    output = converted_example(method="int8")
     tracemalloc.start()
-    layers = MoELayer.load_all(tmp_path / "out", pool=pool)
+    layers = MoELayer.load_all(output, pool=pool)
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert kept < 0.3 * sum(layer.weight_bytes for layer in layers.values())

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.convert import convert
+from helpers.convert import Converted
 from helpers.paths import EXAMPLE
 
 from ktconv import native
@@ -36,11 +36,9 @@ from .conftest import batch
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 
-@pytest.fixture(scope="module")
-def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("placed") / "out"
-    convert(EXAMPLE, path, method="int8", numa=2)
-    return path
+@pytest.fixture(scope="session")
+def output(converted_example: Converted) -> Path:
+    return converted_example(method="int8", numa=2)
 
 
 @pytest.fixture
@@ -232,10 +230,10 @@ def test_pages_are_gathered_by_node(
         assert spans[0][0] == wanted.spans[0][0] and spans[-1][1] == wanted.spans[-1][1]
 
 
-def test_fewer_parts_than_nodes_is_said(tmp_path: Path, two_nodes: Pool) -> None:
-    convert(EXAMPLE, tmp_path / "out", method="int8", numa=1)
+def test_fewer_parts_than_nodes_is_said(converted_example: Converted, two_nodes: Pool) -> None:
+    output = converted_example(method="int8")
     with pytest.warns(UserWarning, match="is cut into 1 part, but threads of 2 NUMA nodes"):
-        layer = MoELayer.load(tmp_path / "out", pool=two_nodes)
+        layer = MoELayer.load(output, pool=two_nodes)
     assert part_nodes(1, two_nodes) == [None]
     layer.touch()  # all is on node 0, where one of the two threads is
     assert layer.memory.pages > 100 and layer.memory.local_share == pytest.approx(0.5, abs=0.01)

@@ -1,19 +1,12 @@
-"""Threads of the kernels, and a layer on them."""
+"""A layer, and LoRA on it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from ktconv.runtime import MoELayer, Pool
-
-
-@pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    with Pool(2) as made:
-        yield made
 
 
 @pytest.fixture(scope="session")

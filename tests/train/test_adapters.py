@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
-from helpers.adapted import apart, logits, train_a_little
+from helpers.adapted import apart, example, logits, train_a_little
 from helpers.disk_calls import hooked
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -30,11 +30,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.torch]
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 KEY = "base_model.model.model.layers.{}.mlp.experts.{}.{}_proj.lora_{}.weight"
-
-
-def example() -> Any:
-    """In float32."""
-    return load_model(EXAMPLE, "float32")[0]
 
 
 def prepared_example(**options: Any) -> tuple[Any, Any]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from helpers.paths import EXAMPLE
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -18,14 +17,13 @@ import peft
 import torch
 import transformers
 from helpers import listed
-from helpers.adapted import apart, logits, train_a_little
+from helpers.adapted import apart, example, logits, train_a_little
 from helpers.family_list import SAVED
 from helpers.family_models import build
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ktconv.errors import KtconvError, UsageError
-from ktconv.model import load_model
 from ktconv.model.sites import find_experts
 from ktconv.train import load, merge, prepare, save
 
@@ -41,10 +39,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.torch,
 ]
-
-
-def example() -> Any:
-    return load_model(EXAMPLE, "float32")[0]
 
 
 def by_peft(model: Any, parameters: list[str], **options: Any) -> Any:

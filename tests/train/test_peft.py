@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.paths import EXAMPLE
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -16,13 +15,12 @@ pytest.importorskip("peft")
 
 import peft
 import torch
-from helpers.adapted import IDS, apart, logits, train_a_little
+from helpers.adapted import IDS, apart, example, logits, train_a_little
 from helpers.family_list import SAVED
 from helpers.family_models import build
 from safetensors.torch import load_file, save_file
 
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.model import load_model
 from ktconv.train import SaveAdapter, load, merge, prepare, save
 
 WEIGHTS = "adapter_model.safetensors"
@@ -33,11 +31,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.torch,
 ]
-
-
-def example() -> Any:
-    """In float32."""
-    return load_model(EXAMPLE, "float32")[0]
 
 
 def with_both(order: str = "before", **options: Any) -> tuple[Any, Any]:

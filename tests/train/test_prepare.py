@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.convert import convert
+from helpers.convert import Converted
 from helpers.forked import forked
 from helpers.paths import EXAMPLE
 
@@ -42,11 +42,9 @@ def model() -> Any:
     return load_model(EXAMPLE, "float32")[0]
 
 
-@pytest.fixture(scope="module")
-def int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("prepare") / "int8"
-    convert(EXAMPLE, output, method="int8", numa=2)
-    return output
+@pytest.fixture(scope="session")
+def int8(converted_example: Converted) -> Path:
+    return converted_example(method="int8", numa=2)
 
 
 def loss(model: Any) -> Any:
@@ -174,7 +172,7 @@ def test_memory_is_for_converted_weights(model: Any) -> None:
 def test_methods(model: Any, int8: Path) -> None:
     assert prepare(copy.deepcopy(model), rank=4, method="int8").method == "int8"
     assert prepare(copy.deepcopy(model), int8, rank=4, method="int8").method == "int8"
-    with pytest.raises(UsageError, match=r"the method of .*int8 is int8, not int4"):
+    with pytest.raises(UsageError, match=r"the method of .*out is int8, not int4"):
         prepare(model, int8, rank=4, method="int4")
     assert not hasattr(find_experts(model)[0].module, "lora")
 
@@ -287,7 +285,9 @@ def test_a_model_on_a_gpu(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         assert move_non_experts(model, FAR).moved == 0
 
 
-def test_models_that_do_not_fit(model: Any, int8: Path, tmp_path: Path) -> None:
+def test_models_that_do_not_fit(
+    model: Any, int8: Path, tmp_path: Path, converted_example: Converted
+) -> None:
     """Nothing has changed after a refusal."""
     with pytest.raises(CheckpointError, match="no experts were found"):
         prepare(torch.nn.Linear(3, 3), rank=4)
@@ -299,9 +299,9 @@ def test_models_that_do_not_fit(model: Any, int8: Path, tmp_path: Path) -> None:
         prepare(model, rank=4, targets=("gait",))  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="nowhere"):
         prepare(model, tmp_path / "nowhere", rank=4)
-    convert(EXAMPLE, tmp_path / "part", method="int8", exclude_experts=expert_set({1: [0, 3]}))
+    part = converted_example(method="int8", exclude_experts=expert_set({1: [0, 3]}))
     with pytest.raises(UsageError, match=r"leaves out experts \[0, 3\] of layer 1"):
-        prepare(model, tmp_path / "part", rank=4)
+        prepare(model, part, rank=4)
     empty, _ = load_model(EXAMPLE, experts=False)
     with pytest.raises(UsageError, match="not in memory as bf16"):
         prepare(empty, rank=4)

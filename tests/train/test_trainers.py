@@ -21,7 +21,7 @@ pytest.importorskip("accelerate")
 
 import peft
 import torch
-from helpers.adapted import IDS, apart, logits, train_a_little
+from helpers.adapted import IDS, apart, example, logits, train_a_little
 from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -44,7 +44,7 @@ pytestmark = [
 def prepared_model(kind: str) -> tuple[Any, Any]:
     """With LoRA of PEFT in attention ("before" or "after" that in experts, "added" by
     transformers' add_adapter), or "without"."""
-    model = load_model(EXAMPLE, "float32")[0]
+    model = example()
     torch.manual_seed(3)
     if kind == "before":
         model = peft.get_peft_model(model, peft.LoraConfig(**CONFIG))
@@ -142,7 +142,7 @@ def test_training_is_resumed_without_a_callback(kind: str, tmp_path: Path) -> No
 
 def test_a_checkpoint_without_experts(tmp_path: Path) -> None:
     """Is said: a warning of PEFT's method, an error of the callback."""
-    alone = peft.get_peft_model(load_model(EXAMPLE, "float32")[0], peft.LoraConfig(**CONFIG))
+    alone = peft.get_peft_model(example(), peft.LoraConfig(**CONFIG))
     alone.save_pretrained(str(tmp_path / "checkpoint-1"))
     assert not any(".experts." in name for name in load_file(tmp_path / "checkpoint-1" / WEIGHTS))
     model, prepared = prepared_model("before")
@@ -173,7 +173,7 @@ def test_what_cannot_be_saved_in_one_directory(tmp_path: Path) -> None:
 def test_other_models_are_saved_as_before(tmp_path: Path) -> None:
     """Those without LoRA in experts, and those of processes that are not the first."""
     prepared_model("before")
-    plain = load_model(EXAMPLE, "float32")[0]
+    plain = example()
     plain.save_pretrained(tmp_path / "plain")
     assert not (tmp_path / "plain/adapter_config.json").exists()
     model = prepared_model("before")[0]
@@ -192,7 +192,7 @@ def _lora(model: Any) -> list[Any]:
 
 def test_rank_stabilized_lora_beside_experts(tmp_path: Path) -> None:
     """Its setting is of the whole file, and PEFT has it wrong in experts: alphas say the same."""
-    model = load_model(EXAMPLE, "float32")[0]
+    model = example()
     config = peft.LoraConfig(
         **CONFIG,
         use_rslora=True,
@@ -205,15 +205,15 @@ def test_rank_stabilized_lora_beside_experts(tmp_path: Path) -> None:
         if "lora_B" in name:
             one.data.normal_(0, 0.1)
     save(model, tmp_path)
-    other = peft.get_peft_model(load_model(EXAMPLE, "float32")[0], copy.deepcopy(config))
+    other = peft.get_peft_model(example(), copy.deepcopy(config))
     prepare(other, rank=4, alpha=8)
     load(other, tmp_path)
     expected = logits(model.eval())
     assert torch.equal(logits(other.eval()), expected)
-    merged = load_model(EXAMPLE, "float32")[0]
+    merged = example()
     merge(merged, tmp_path)
     assert apart(logits(merged), expected) < 0.005
-    theirs = peft.PeftModel.from_pretrained(load_model(EXAMPLE, "float32")[0], tmp_path)
+    theirs = peft.PeftModel.from_pretrained(example(), tmp_path)
     assert apart(logits(theirs), logits(merged)) < 1e-5
 
 
@@ -332,7 +332,7 @@ def expect_converted(adapter: Path, trained: Any, output: Path) -> None:
     ktconv.quantize_cpu(EXAMPLE, output, adapter=adapter, method="bf16")
     model, _ = load_model(output, "float32")
     assert apart(logits(model), trained) < 0.02
-    assert apart(logits(load_model(EXAMPLE, "float32")[0]), trained) > 0.03
+    assert apart(logits(example()), trained) > 0.03
 
 
 @pytest.mark.parametrize("kind", ["before", "without"])

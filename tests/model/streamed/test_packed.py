@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from helpers.convert import convert
+from helpers.convert import Converted
 from helpers.paths import EXAMPLE
 from helpers.streamed import on_meta, routed
 from msgspec.structs import replace
@@ -46,12 +46,10 @@ def example(torch: Any) -> Example:
     return Example(model, model.config.to_dict(), checkpoint, layers)
 
 
-@pytest.fixture(scope="module")
-def part(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="session")
+def part(converted_example: Converted) -> Path:
     """In INT4 without some experts."""
-    output = tmp_path_factory.mktemp("part") / "out"
-    convert(EXAMPLE, output, exclude_experts=expert_set(CHOSEN))
-    return output
+    return converted_example(exclude_experts=expert_set(CHOSEN))
 
 
 def both(example: Example, output: Path, **options: Any) -> Any:

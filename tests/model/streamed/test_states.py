@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.disk_calls import hooked
+from helpers.faults import no_space
 from helpers.paths import EXAMPLE
 
 pytest.importorskip("torch")
@@ -336,10 +337,6 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 
 
 # ---- full disks ------------------------------------------------------------------------
-
-
-def no_space(*_: Any) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fdatasync", "fsync"])

@@ -14,6 +14,7 @@ from helpers.corrupt import check
 from helpers.encoded import encoded_model
 from helpers.families import simple_config, write_checkpoint
 from helpers.golden import splitmix64
+from helpers.gpu_corrupt import flip
 from helpers.paths import ROOT
 from helpers.recoded import change_recorded, encode, values_of
 
@@ -83,9 +84,6 @@ def test_one_wrong_bit_is_found(part: str, tmp_path: Path) -> None:
     model, _, _ = encoded_model(tmp_path / "model", "awq")
     encode(model, tmp_path / "out", "awq")
     name = f"blk.0.ffn_up_exps.1.{part}"
-
-    def flip(data: Any) -> None:
-        data[len(data) // 2] ^= 1
 
     change_recorded(tmp_path / "out", name, flip)
     failures = check(tmp_path / "out", model).failures

@@ -28,7 +28,7 @@ from helpers.families import (
     simple_config,
     write_checkpoint,
 )
-from helpers.gpu_corrupt import find
+from helpers.gpu_corrupt import find, flip
 from helpers.recoded import change_recorded, encode, values_of
 
 from ktconv import native
@@ -250,7 +250,7 @@ def test_searched_scales_have_smaller_errors(
     for part in SCHEMES[scheme].layout.parts[:2]:
         shutil.rmtree(tmp_path / "copy", ignore_errors=True)
         shutil.copytree(tmp_path / "out", tmp_path / "copy")
-        change_recorded(tmp_path / "copy", f"{module}.{part}", _flip)
+        change_recorded(tmp_path / "copy", f"{module}.{part}", flip)
         assert not check(tmp_path / "copy", model).passed
 
 
@@ -478,10 +478,6 @@ def test_nan_in_the_source_is_named(tmp_path: Path) -> None:
 # ---- faults ----------------------------------------------------------------------------
 
 
-def _flip(data: np.ndarray) -> None:
-    data[len(data) // 2] ^= 1
-
-
 FAULTS = [(name, part) for name in ALL for part in SCHEMES[name].layout.parts]
 
 
@@ -493,7 +489,7 @@ def test_one_wrong_bit_is_found(
     output = tmp_path / "copy"
     shutil.copytree(made(scheme), output)
     module = list(places(model, scheme))[4].module
-    change_recorded(output, f"{module}.{part}", _flip)
+    change_recorded(output, f"{module}.{part}", flip)
     result = check(output, model)
     assert not result.passed
     named = {failure.tensor for failure in result.failures}

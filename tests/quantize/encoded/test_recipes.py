@@ -14,6 +14,7 @@ from helpers.cli import ktconv
 from helpers.convert import all_files, read_json, read_model
 from helpers.corrupt import check
 from helpers.families import Raw
+from helpers.gpu_corrupt import flip
 from helpers.layered import EXPERTS, HIDDEN, layered_model
 from helpers.recoded import change_recorded, encode, values_of
 
@@ -236,9 +237,6 @@ def test_verify_proves_it_and_finds_every_flipped_bit(
                 continue
             seen.add((name, part))
             output = shutil.copytree(mixed, tmp_path / "damaged")
-
-            def flip(data: Any) -> None:
-                data[0] ^= 1
 
             change_recorded(output, f"{module}.{part}", flip)
             result = check(output, model)

@@ -19,11 +19,10 @@ from ktconv.formats.gguf import GGUF_FORMATS
 from ktconv.source import ModelSource, open_checkpoint
 from ktconv.source.reading import streamed
 from ktconv.source.reading.tensors import SourceTensors
-from ktconv.verify import hidden_states
 from ktconv.verify.gguf.dequantized import dequantized
 from ktconv.verify.gguf.output import open_gguf_output
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_transformers")]
 
 gguf = pytest.importorskip("gguf")
 
@@ -38,12 +37,6 @@ def _config(inner: int, experts: int, layers: int = 1) -> dict[str, Any]:
         num_hidden_layers=layers,
         num_experts_per_tok=2,
     )
-
-
-@pytest.fixture(autouse=True)
-def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Level layers on random hidden states: loading transformers takes ten times as long."""
-    monkeypatch.setattr(hidden_states, "find_spec", lambda name: None)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -273,13 +272,6 @@ def test_manifest_and_card(output: Path) -> None:
     card = (output / "README.md").read_text()
     assert "ffn_up_bwd_exps" in card and "--save-backward" in card
     assert options_of_record({**manifest["options"], "fold": "up-down"}) is None
-
-
-@pytest.fixture(scope="module")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
-    server = Commands(tmp_path_factory.mktemp("commands"))
-    yield server
-    server.close()
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "layers"])

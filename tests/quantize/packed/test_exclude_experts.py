@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from helpers.convert import all_files, assert_same, convert, read_json, read_model
+from helpers.convert import Converted, all_files, assert_same, read_json, read_model
 from helpers.paths import EXAMPLE
 from safetensors.numpy import save_file
 
@@ -65,11 +65,9 @@ def output(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return left(tmp_path_factory.mktemp("left") / "out", file)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("whole") / "out"
-    convert(EXAMPLE, output, numa=2)
-    return output
+@pytest.fixture(scope="session")
+def whole(converted_example: Converted) -> Path:
+    return converted_example(numa=2)
 
 
 def run(*words: object) -> Any:

@@ -15,12 +15,13 @@ from helpers.activations import silu
 from helpers.convert import all_files, convert, read_json, read_model, source_matrices
 from helpers.corrupt import bytes_of, overwrite, place_of
 from helpers.families import bf16, numbered, random_weights, simple_config, write_checkpoint
+from helpers.levels import at_level
 from helpers.paths import EXAMPLE
 from helpers.second_moments import TOKENS, correlated, record
+from helpers.stopped import StopsAfterOneUnit
 from numpy.typing import NDArray
 
 from ktconv import native
-from ktconv.conversion.pipeline import Observer
 from ktconv.errors import OutputError
 from ktconv.formats import FORMATS, split, tensor_name
 from ktconv.formats.folding import decode, encode, factors
@@ -201,26 +202,14 @@ def set_fold(output: Path, name: str, value: object) -> None:
 # ---- runs ------------------------------------------------------------------------------
 
 
-class Killed(Exception):
-    pass
-
-
-class KillsAfterOneLayer(Observer):
-    def unit_finished(self, key: str) -> None:
-        raise Killed
-
-
 def test_a_killed_run_goes_on(converted: Path, numa: int, moments: Path, tmp_path: Path) -> None:
     """With the same bytes, with another number of threads and other instructions."""
-    options, before = Options(numa=numa, **FOLD), native.isa()
+    options = Options(numa=numa, **FOLD)
     request = Request(str(EXAMPLE), tmp_path / "out", options, threads=1, calibrate=moments)
-    with pytest.raises(Killed):
-        quantize_cpu(request, KillsAfterOneLayer())
-    native.use_isa("scalar")
-    try:
+    with pytest.raises(KeyboardInterrupt):
+        quantize_cpu(request, StopsAfterOneUnit())
+    with at_level("scalar"):
         report = quantize_cpu(request)
-    finally:
-        native.use_isa(before)
     assert report.kept and report.complete
     assert all_files(tmp_path / "out") == all_files(converted)
 

@@ -10,16 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.convert import all_files, convert, read_json, read_model
+from helpers.convert import Converted, all_files, convert, read_json, read_model
 from helpers.corrupt import bytes_of, overwrite, place_of
 from helpers.families import read_matrix
+from helpers.levels import at_level
 from helpers.paths import EXAMPLE
 from helpers.second_moments import TOKENS, correlated, record
+from helpers.stopped import StopsAfterOneUnit
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from ktconv import native
-from ktconv.conversion.pipeline import Observer
 from ktconv.errors import CheckpointError, MemoryLimitError, OutputError, UsageError
 from ktconv.formats import FORMATS, split, tensor_name
 from ktconv.formats.search import MULTIPLES
@@ -221,17 +222,17 @@ def test_records_and_fallback(converted: Path, checkpoint: Checkpoint) -> None:
 
 
 def test_outputs_are_nearer(
-    converted: Path, moments: Path, checkpoint: Checkpoint, tmp_path: Path
+    converted: Path, moments: Path, checkpoint: Checkpoint, converted_example: Converted
 ) -> None:
     """Errors of the outputs of matrices, against the search without inputs."""
-    convert(EXAMPLE, tmp_path / "plain", numa=2)
+    plain_output = converted_example(numa=2)
     hessians = open_hessians(moments)
     layer = checkpoint.layers[1]
     for proj in PROJECTIONS:
         source, hessian = read_matrix(layer.experts[7][proj]), hessians.matrix(1, 7, proj)
         plain, mine = (
             error(source, restored(output, layer, 7, proj, 2), hessian).sum()
-            for output in (tmp_path / "plain", converted)
+            for output in (plain_output, converted)
         )
         assert mine < 0.4 * plain
 
@@ -241,28 +242,15 @@ def test_bytes_follow_from_the_inputs_alone(
     converted: Path, moments: Path, level: str, tmp_path: Path
 ) -> None:
     """For any number of threads and at every level."""
-    before = native.isa()
-    native.use_isa(level)
-    try:
+    with at_level(level):
         convert(EXAMPLE, tmp_path / "other", calibrate=moments, numa=2, threads=3)
-    finally:
-        native.use_isa(before)
     assert all_files(tmp_path / "other") == all_files(converted)
-
-
-class Killed(Exception):
-    pass
-
-
-class KillsAfterOneLayer(Observer):
-    def unit_finished(self, key: str) -> None:
-        raise Killed
 
 
 def test_a_killed_run_goes_on(converted: Path, moments: Path, tmp_path: Path) -> None:
     request = Request(str(EXAMPLE), tmp_path / "out", Options(numa=2), threads=1, calibrate=moments)
-    with pytest.raises(Killed):
-        quantize_cpu(request, KillsAfterOneLayer())
+    with pytest.raises(KeyboardInterrupt):
+        quantize_cpu(request, StopsAfterOneUnit())
     assert not (tmp_path / "out" / "ktconv.json").exists()
     report = quantize_cpu(request)
     assert report.kept and report.complete
@@ -295,8 +283,8 @@ def test_a_text_is_as_good_as_its_second_moments(fold: Any, tmp_path: Path) -> N
     request = Request(
         str(EXAMPLE), tmp_path / "out", Options(numa=1, fold=fold), threads=2, calibrate=text
     )
-    with pytest.raises(Killed):
-        quantize_cpu(request, KillsAfterOneLayer())
+    with pytest.raises(KeyboardInterrupt):
+        quantize_cpu(request, StopsAfterOneUnit())
     report = quantize_cpu(request)
     assert report.complete and report.kept == ["layer-00000"]
     assert list(report.more["calibration_coverage"]["layers"]) == ["1"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.convert import convert
+from helpers.convert import Converted, convert
 from helpers.paths import EXAMPLE
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
@@ -297,11 +297,9 @@ def test_gelu_is_the_integral_and_its_approximation() -> None:
 # ---- converted models ------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("moe") / "int4"
-    convert(EXAMPLE, output, method="int4", numa=2)
-    return output
+@pytest.fixture(scope="session")
+def converted(converted_example: Converted) -> Path:
+    return converted_example(method="int4", numa=2)
 
 
 def copy_of(converted: Path, target: Path) -> Path:

@@ -34,6 +34,8 @@ from helpers.gguf_files import model as gguf_model
 from helpers.gguf_files import write_gguf
 from helpers.gpt_oss import SIZES as GPT_OSS_SIZES
 from helpers.gpt_oss import Blocks
+from helpers.kernel_errors import kernel_error
+from helpers.levels import at_level
 from helpers.nemotron import write_nemotron
 from helpers.paths import DOCS
 from numpy.typing import NDArray
@@ -41,11 +43,9 @@ from numpy.typing import NDArray
 from ktconv import native
 from ktconv.errors import CheckpointError, KtconvError
 from ktconv.formats import FORMATS, format_named
-from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.native import Activation
 from ktconv.runtime.layers import KERNEL_BOUND, Experts, native_experts, native_formats
 from ktconv.source import open_checkpoint
-from ktconv.system.pool import Pool
 
 pytestmark = pytest.mark.slow
 
@@ -118,18 +118,6 @@ HELD: dict[str, str | None] = {
     "AutoRound, zero scales": "gint4-64-f32",
     "awq, zero scales": "gint8-64-f32",
 }
-
-
-def kernel_error(experts: Experts) -> float:
-    """Of a forward, relative to float32 arithmetic with activations rounded as kernels do."""
-    rng = np.random.default_rng(4)
-    x = f32_to_bf16(rng.standard_normal((5, experts.hidden), np.float32))
-    ids = rng.integers(-1, experts.count, (5, 3))
-    weights = rng.random(ids.shape, np.float32)
-    with Pool(1) as pool:
-        y = bf16_to_f32(experts.forward(x, ids, weights, pool))
-    expected = experts.reference(x, ids, weights, rounded=True)
-    return float(np.linalg.norm(y - expected) / np.linalg.norm(expected))
 
 
 def values_of(experts: Experts, expert: int) -> list[F32]:
@@ -612,13 +600,9 @@ def test_any_number_of_threads_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_kernels_compute_the_same_on_each_level(tmp_path: Path, tiles: Any) -> None:
     model, _, _ = encoded_model(tmp_path / "model", "gptq symmetric")
     experts = native_experts(model)
-    before = native.isa()
-    try:
-        for isa in native.kernel_levels(experts.layer.layout):
-            native.use_isa(isa)
+    for isa in native.kernel_levels(experts.layer.layout):
+        with at_level(isa):
             assert kernel_error(experts) < KERNEL_BOUND
-    finally:
-        native.use_isa(before)
 
 
 def test_bf16_holds_numbers_under_powers_of_two(tmp_path: Path) -> None:

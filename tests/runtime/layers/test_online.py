@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers.convert import convert
 from helpers.families import Weights, random_weights
+from helpers.kernel_errors import kernel_error
 from helpers.paths import EXAMPLE
 from numpy.typing import NDArray
 
@@ -20,7 +21,6 @@ from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.formats.search import Choice
 from ktconv.native import Activation, Layout
 from ktconv.runtime.layers import KERNEL_BOUND, Experts, native_experts, open_experts, pack_online
-from ktconv.system.pool import Pool
 
 pytestmark = pytest.mark.slow
 
@@ -47,17 +47,6 @@ def packed_bytes(experts: Experts) -> list[bytes]:
         for array in ((matrix.codes, matrix.scale) if matrix else ())
         if array is not None
     ]
-
-
-def kernel_error(experts: Experts) -> float:
-    rng = np.random.default_rng(4)
-    x = f32_to_bf16(rng.standard_normal((5, experts.hidden), np.float32))
-    ids = rng.integers(-1, experts.count, (5, 2))
-    factors = rng.random(ids.shape, np.float32)
-    with Pool(1) as pool:
-        y = bf16_to_f32(experts.forward(x, ids, factors, pool))
-    expected = experts.reference(x, ids, factors, rounded=True)
-    return float(np.linalg.norm(y - expected) / np.linalg.norm(expected))
 
 
 # ---- numbers ---------------------------------------------------------------------------

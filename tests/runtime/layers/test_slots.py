@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.convert import convert
+from helpers.convert import Converted
 from helpers.families import random_weights
 from helpers.paths import EXAMPLE
 from numpy.typing import NDArray
@@ -30,11 +30,9 @@ def packed_online(slots: Slots | None) -> Experts:
     return pack_online(*weights, "int8", parts=2, slots=slots)
 
 
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("slots") / "out"
-    convert(EXAMPLE, output, method="int4", numa=1)
-    return output
+@pytest.fixture(scope="session")
+def converted(converted_example: Converted) -> Path:
+    return converted_example(method="int4")
 
 
 @pytest.fixture(params=["converted", "native", "online"])
