@@ -108,6 +108,14 @@ def test_a_dense_layer_parts_them(tmp_path: Path) -> None:
         assert whole == Ran(model, False) and whole.calls == [2] * TOKENS
 
 
+def test_a_model_that_asks_for_router_logits(tmp_path: Path) -> None:
+    """Transformers would make a loss of answers of routers that are not called."""
+    with made(tmp_path, output_router_logits=True) as model:
+        whole = Ran(model, True)
+        assert whole.calls == [1] * TOKENS and model.config.output_router_logits
+        assert whole == Ran(model, False)
+
+
 def test_a_cache_of_another_kind_parts_them(model: Any) -> None:
     from transformers.cache_utils import DynamicLayer
 

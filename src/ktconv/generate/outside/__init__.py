@@ -51,7 +51,26 @@ def on_kernels(model: Any, pool: Pool, watch: Watch | None = None) -> Iterator[O
         attending = stack.enter_context(attention_on(pool))
         routers = stack.enter_context(routers_on(model, pool))
         known = Known(linears, norms, routers, attending)
+        stack.enter_context(_without_router_logits(model))
         whole = stack.enter_context(layers_on(model, pool, known, watch))
         every = all(one in linears for one in model.modules() if isinstance(one, nn.Linear))
         all_linear = bool(linears) and every
         yield OnKernels(len(linears), len(norms), len(routers), whole, all_linear)
+
+
+@contextmanager
+def _without_router_logits(model: nn.Module) -> Iterator[None]:
+    """Inside, no setting of the model asks for the answers of its routers, for a loss: a decoder
+    layer that is computed as a whole calls no router's module."""
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        configs[id(config)] = config
+    asking = [one for one in configs.values() if getattr(one, "output_router_logits", False)]
+    for one in asking:
+        one.output_router_logits = False
+    try:
+        yield
+    finally:
+        for one in asking:
+            one.output_router_logits = True
