@@ -171,11 +171,11 @@ static int16_t *load_integers(const kt_audit_job *job, int64_t row, int kept, mo
     const float amax = job->amax[row + r], factor = is_fixed_row(amax) ? 32767.0f / amax : 0.0f;
     int16_t *const to = integers + r * pitch;
     const float *const values = values_at(job, r);
-    const uint8_t *const stored = (const uint8_t *)m->data + (row + r) * m->row_stride * 2;
+    const uint8_t *const bf16 = (const uint8_t *)m->data + (row + r) * m->row_stride * 2;
     if (halves && is_int4)
-      row_integers(stored, cols, 1, factor, to, 1, of + r);
+      row_integers(bf16, cols, 1, factor, to, 1, of + r);
     else if (halves)
-      row_integers(stored, cols, 1, factor, to, 0, of + r);
+      row_integers(bf16, cols, 1, factor, to, 0, of + r);
     else if (is_int4)
       row_integers(values, cols, 0, factor, to, 1, of + r);
     else
