@@ -120,7 +120,7 @@ def test_results_are_dropped_unit_by_unit() -> None:
 
 
 def test_tasks_run_while_the_next_unit_is_opened() -> None:
-    """Its files are allocated then, which takes long in memory."""
+    """Opening a unit allocates its files, which takes long in memory: no worker waits for it."""
     ran = threading.Semaphore(0)
     seen: list[bool] = []
 

@@ -138,7 +138,7 @@ def larger_in_place(module: Any, given: Any) -> None:
 
 @pytest.mark.parametrize("hook", [larger, larger_in_place])
 def test_a_hook_between_layers_is_met(model: Any, hook: Any) -> None:
-    """What is computed ahead of it is dropped for the first token, and no more computed."""
+    """Layers behind a hook are computed ahead for the first token, dropped, and then left apart."""
     handle = model.model.layers[3].register_forward_pre_hook(hook)
     try:
         whole, parts = Ran(model, True), Ran(model, False)

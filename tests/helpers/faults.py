@@ -41,10 +41,10 @@ def expect_retries(name: str, met: Sequence[Fault | None], retries: int) -> None
 
 
 def no_space(*_: Any) -> None:
-    """In the place of a system call that writes."""
+    """Fail as a system call that writes to a full disk."""
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def read_zeros(self: object, name: str, target: memoryview, offset: int) -> None:
-    """In the place of ShardStaging.read: the disk has forgotten what was written."""
+    """Read zeros, as ShardStaging.read from a disk that has forgotten what was written."""
     target[:] = bytes(len(target))

@@ -1,4 +1,4 @@
-"""How far kernels are from what they should compute."""
+"""Errors of kernels against float32 arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ktconv.runtime.layers import Experts
 
 
 def kernel_error(experts: Experts) -> float:
-    """Of a forward, relative to float32 arithmetic with activations rounded as kernels do."""
+    """The error of a forward, relative to float32 arithmetic with activations rounded as kernels
+    do."""
     rng = np.random.default_rng(4)
     x = f32_to_bf16(rng.standard_normal((5, experts.hidden), np.float32))
     ids = rng.integers(-1, experts.count, (5, 3))
