@@ -11,7 +11,7 @@ import pytest
 from helpers.cli import contents, write_model
 from msgspec.structs import replace
 
-from ktconv.conversion.run import DISK_MARGIN, disk_needed, fit_threads, manifest_memory
+from ktconv.conversion.run import DISK_MARGIN, Preflight, fit_threads, manifest_memory
 from ktconv.errors import MemoryLimitError
 from ktconv.quantize.packed import task
 from ktconv.quantize.packed.run import Request, prepare, quantize_cpu
@@ -68,8 +68,10 @@ def test_an_odd_need_is_rounded_up() -> None:
 
 def test_the_disk_must_hold_the_units_and_a_margin() -> None:
     units: list[Any] = [SimpleNamespace(output_bytes=size) for size in (5, 7)]
-    assert disk_needed(units) == 12 + DISK_MARGIN
-    assert disk_needed([]) == 0
+    nothing: Any = None
+    planned: Preflight[Any] = Preflight(nothing, nothing, [], 1, 0, 0)
+    assert planned.disk_needed(units) == 12 + DISK_MARGIN
+    assert planned.disk_needed([]) == 0
 
 
 def test_memory_for_an_earlier_manifest_grows_with_it(tmp_path: Path) -> None:

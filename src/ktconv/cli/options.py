@@ -210,7 +210,6 @@ def preflight_facts(
     preflight: Preflight[Any], pending: Sequence[Unit] | None = None
 ) -> dict[str, Any]:
     """The JSON of a dry run. `pending`: units to write; None: those that are missing now."""
-    from ktconv.conversion.run import disk_needed
     from ktconv.source.activations import by_ranges, in_words
 
     plan = preflight.plan
@@ -245,7 +244,9 @@ def preflight_facts(
         "notes": list(plan.notes),
         "threads": preflight.threads,
         "peak_memory_bytes": preflight.peak_memory,
-        "disk_needed_bytes": disk_needed(preflight.pending() if pending is None else pending),
+        "disk_needed_bytes": preflight.disk_needed(
+            preflight.pending() if pending is None else pending
+        ),
         "disk_free_bytes": preflight.disk_free,
         **network_facts(preflight if pending is None else None),
         "seconds": 0.0,

@@ -124,6 +124,17 @@ class Preflight(Struct, Generic[T_co], frozen=True):
         state = OutputState(self.plan, Journal(self.request.output))
         return units if self.request.overwrite else state.pending(units)
 
+    def disk_needed(self, units: Sequence[Unit]) -> int:
+        """Bytes that must be free to write these units, and what comes with them."""
+        if not units:
+            return 0
+        written = sum(unit.output_bytes for unit in units)
+        return written + DISK_MARGIN + self.passing_bytes(units)
+
+    def passing_bytes(self, units: Sequence[Unit]) -> int:
+        """Bytes of files that a run keeps next to its journal while it writes these units."""
+        return 0
+
 
 def scaled_layers(plan: Plan[Target], units: Sequence[Unit]) -> list[Chosen] | None:
     """The layers among units whose scales are looked at before anything is written; None for a
@@ -132,11 +143,6 @@ def scaled_layers(plan: Plan[Target], units: Sequence[Unit]) -> list[Chosen] | N
     if is_remote(plan.checkpoint.path):
         return None
     return [(unit.layer, unit.experts) for unit in units if isinstance(unit, LayerUnit)]
-
-
-def disk_needed(units: Sequence[Unit]) -> int:
-    """Bytes that must be free to write these units, and what comes with them."""
-    return sum(unit.output_bytes for unit in units) + DISK_MARGIN if units else 0
 
 
 class Report(Struct, frozen=True):
@@ -482,7 +488,7 @@ class Conversion(ABC):
                 remove_empty(self.output)
 
     def _check_disk(self, pending: Sequence[Unit]) -> None:
-        needed = disk_needed(pending)
+        needed = self.preflight.disk_needed(pending)
         free = machine.disk_free(self.output)
         if needed > free:
             raise DiskSpaceError(

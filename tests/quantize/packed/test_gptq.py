@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from ktconv import native
-from ktconv.errors import CheckpointError, MemoryLimitError, OutputError, UsageError
+from ktconv.conversion.run import DISK_MARGIN
+from ktconv.errors import CheckpointError, DiskSpaceError, MemoryLimitError, OutputError, UsageError
 from ktconv.formats import FORMATS, split, tensor_name
 from ktconv.formats.search import MULTIPLES
 from ktconv.quantize.packed.gptq.codes import best_codes, codes_under, factor_of
@@ -272,10 +273,22 @@ def tensors_of(output: Path) -> dict[str, bytes]:
     return {name: bytes(one.data) for name, one in read_model(output).items()}
 
 
+def disk_needed(request: Request) -> int:
+    """Bytes on disk at the peak of a run, more than the converted weights and what comes with
+    them."""
+    preflight = prepare(request)
+    output = sum(unit.output_bytes for unit in preflight.pending())
+    needed = preflight.disk_needed(preflight.pending())
+    assert needed > output + DISK_MARGIN
+    return needed
+
+
 @pytest.mark.parametrize("fold", ["", "up-down"])
-def test_a_text_is_as_good_as_its_second_moments(fold: Any, tmp_path: Path) -> None:
+def test_a_text_is_as_good_as_its_second_moments(
+    fold: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed behind the first layer, and continued: the bytes of a directory that was recorded of
-    the same text. Nothing of the pass is left."""
+    the same text. Nothing of the pass is left. Second moments and hidden states count as disk."""
     text = tmp_path / "text.txt"
     text.write_text((EXAMPLE.parent / "corpus.txt").read_text()[:3000])
     recorded = run_stats(StatsRequest(str(EXAMPLE), text, hessian=tmp_path / "moments"))
@@ -283,6 +296,11 @@ def test_a_text_is_as_good_as_its_second_moments(fold: Any, tmp_path: Path) -> N
     request = Request(
         str(EXAMPLE), tmp_path / "out", Options(numa=1, fold=fold), threads=2, calibrate=text
     )
+    disk = disk_needed(request)
+    monkeypatch.setattr("ktconv.system.machine.disk_free", lambda path: disk - 1)
+    with pytest.raises(DiskSpaceError):
+        quantize_cpu(request)
+    monkeypatch.setattr("ktconv.system.machine.disk_free", lambda path: disk)
     with pytest.raises(KeyboardInterrupt):
         quantize_cpu(request, StopsAfterOneUnit())
     report = quantize_cpu(request)

@@ -76,6 +76,9 @@ class Preflight(AnyPreflight[KTransformersTarget], frozen=True):
     ways: Sequence[Way]  # to choose codes: the rule for scales first
     buffers: BufferSizes  # of a worker
 
+    def passing_bytes(self, units: Sequence[Unit]) -> int:
+        return sum(way.passing_bytes(units) for way in self.ways)
+
     @property
     def weights(self) -> ExpertWeights | SourceWeights | None:
         """The weights of squared errors; None: all errors count the same."""

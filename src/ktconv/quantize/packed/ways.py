@@ -144,6 +144,10 @@ class Way(ABC):
         """Bytes that are kept while `units` are converted."""
         return 0
 
+    def passing_bytes(self, units: Sequence[Unit]) -> int:
+        """Bytes of files that are there while `units` are converted, and not behind it."""
+        return 0
+
     def worker_memory(self, plan: Plan) -> int:
         """Bytes of each worker besides its buffers."""
         return 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import asdict
 
 from ktconv.conversion.pipeline import Task
+from ktconv.conversion.plan import LayerUnit, Unit
 from ktconv.errors import UsageError
 from ktconv.model import require_packages
 from ktconv.quantize.packed.coverage import facts_of, table
@@ -32,7 +33,6 @@ from ktconv.writer.journal import Journal
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ktconv.conversion.plan import Unit
     from ktconv.quantize.packed.gptq.inputs import Calibration
     from ktconv.quantize.packed.gptq.streaming import TextCalibration
     from ktconv.quantize.packed.run import QuantizeCpu
@@ -132,6 +132,13 @@ class Compensation(Way):
 
     def shared_memory(self, units: int) -> int:
         return self.found.memory(units)
+
+    def passing_bytes(self, units: Sequence[Unit]) -> int:
+        if self.text is None:
+            return 0
+        calibrated = set(self.text.layers)
+        layers = (unit.layer.index for unit in units if isinstance(unit, LayerUnit))
+        return 0 if calibrated.isdisjoint(layers) else self.text.disk
 
     def worker_memory(self, plan: Plan) -> int:
         from ktconv.quantize.packed.gptq.task import expert_memory
