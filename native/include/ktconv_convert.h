@@ -347,15 +347,16 @@ kt_status kt_largest(const kt_matrix *matrix, float *largest, void *scratch, siz
 
 enum { KT_COMPENSATE_COLS = 128 }; /* at a time */
 
-/* Chooses the codes of the next `cols` columns of weights.
- *   weights       [rows] at `stride` floats, as earlier columns have left them; not changed
+/* Chooses the codes of the next `cols` columns of weights. Columns lie one behind the other here.
+ *   weights       [cols] at `stride` floats, each [rows], as earlier columns have left them; not
+ *                 changed
  *   factor        [cols][cols] of U, its upper triangle; the diagonal must be > 0
- *   step          [rows][groups] between two codes: scale times scale_units; under a step that is
+ *   step          [groups][rows] between two codes: scale times scale_units; under a step that is
  *                 not > 0, codes are 0
  *   group_of_col  [cols] which step is a column's
- *   codes         [rows][cols] out: -max_level..max_level, nearest to weight / step, ties to even
- *   errors        [rows][cols] out: (weight - code * step) / factor[j][j], by which the caller
- *                 changes later columns: weights -= errors * (the rows of U of these columns)
+ *   codes         [cols][rows] out: -max_level..max_level, nearest to weight / step, ties to even
+ *   errors        [cols][rows] out: (weight - code * step) / factor[j][j], by which the caller
+ *                 changes later columns: weights -= (the rows of U of these columns)^T * errors
  *   loss          [rows] in and out: the squares of errors are added, in the order of columns
  * All operations are binary32, each rounded, none fused; `loss` is binary64. Same bits on every
  * level. KT_ERR_SCALE: a diagonal that is not positive, or a group that there is not. */

@@ -50,7 +50,7 @@ static inline void sizes_overflow(void) {
   EXPECTED(KT_ERR_ARGUMENT,
            CALLED(kt_choose_experts, &router, NULL, INT64_MAX / 2 + 1, f, ids, ids, f));
   EXPECTED(KT_ERR_ARGUMENT, CALLED(kt_choose_experts, &router, NULL, INT64_MAX, f, NULL, ids, f));
-  EXPECTED(KT_ERR_SHAPE, CALLED(kt_compensate, 7, (int64_t)1 << 62, 4, f, (int64_t)1 << 61, f, f, 1,
+  EXPECTED(KT_ERR_SHAPE, CALLED(kt_compensate, 7, (int64_t)1 << 61, 4, f, (int64_t)1 << 61, f, f, 1,
                                 groups, room(8, 1), f, room(16, 8)));
   kt_matrix m = {.data = f,
                  .rows = 2,

@@ -593,15 +593,15 @@ static void blocks_case(int number) {
 static void compensate_case(int number) {
   const int wild = number % 2;
   const int64_t rows = 1 + below(70), cols = 1 + below(KT_COMPENSATE_COLS), groups = 1 + below(9);
-  const int64_t stride = cols + (one_in(2) ? 0 : below(50));
+  const int64_t stride = rows + (one_in(2) ? 0 : below(50));
   const size_t count = (size_t)(rows * cols);
-  float *const weights = room((size_t)((rows - 1) * stride + cols) * 4, 4);
+  float *const weights = room((size_t)((cols - 1) * stride + rows) * 4, 4);
   float *const factor = room((size_t)(cols * cols) * 4, 4);
   float *const step = room((size_t)(rows * groups) * 4, 4);
   int32_t *const groups_of = room((size_t)cols * 4, 4);
   snprintf(inputs, sizeof inputs, "compensate [%d, %d] at %d, %d groups%s", (int)rows, (int)cols,
            (int)stride, (int)groups, wild ? ", wild" : "");
-  for (int64_t i = 0; i < (rows - 1) * stride + cols; i++)
+  for (int64_t i = 0; i < (cols - 1) * stride + rows; i++)
     weights[i] = wild ? draw_float(1) : unit();
   for (int64_t i = 0; i < cols * cols; i++) factor[i] = wild ? draw_float(1) : 0.1f * unit();
   for (int64_t i = 0; i < cols; i++)

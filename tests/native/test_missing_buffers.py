@@ -32,7 +32,7 @@ CALLS: dict[str, list[str | int | float]] = {
         "encoding", "matrix", 1.0, "room", "room", "scratch", -1, "room", "room", "optional",
     ],
     "kt_compensate": [
-        7, ROWS, COLS, "room", COLS, "ones", "room", 1, "room", "room", "room", "room",
+        7, ROWS, COLS, "room", ROWS, "ones", "room", 1, "room", "room", "room", "room",
     ],
 }  # fmt: skip
 LARGE = 1 << 40  # rows and columns whose product does not fit

@@ -33,9 +33,9 @@ kt_status kt_compensate(int32_t max_level, int64_t rows, int64_t cols, const flo
   if (max_level < 1 || max_level > 127 || rows < 1 || cols < 1 || groups < 1)
     return KT_ERR_ARGUMENT;
   if (cols > KT_COMPENSATE_COLS) return KT_ERR_SHAPE;
-  if (stride < cols) return KT_ERR_STRIDE;
-  const int64_t most_rows = INT64_MAX / (int64_t)sizeof(double);
-  if (rows > most_rows / stride || rows > most_rows / groups) return KT_ERR_SHAPE;
+  if (stride < rows) return KT_ERR_STRIDE;
+  const int64_t most = INT64_MAX / (int64_t)sizeof(double);
+  if (stride > most / cols || rows > most / groups) return KT_ERR_SHAPE;
   if (!groups_in_range(group_of_col, cols, groups) || !diagonal_is_positive(factor, cols))
     return KT_ERR_SCALE;
   const kt_compensate_job job = {.top = (float)max_level,

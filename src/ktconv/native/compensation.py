@@ -13,23 +13,23 @@ BLOCK_COLS: int = lib.KT_COMPENSATE_COLS
 def compensate(
     max_level: int, weights: Array, factor: Array, step: Array, group_of_col: Array, loss: Array
 ) -> tuple[Array, Array]:
-    """Codes int8 [N, B] of the next B <= BLOCK_COLS columns, and errors float32 [N, B] over the
+    """Codes int8 [B, N] of the next B <= BLOCK_COLS columns, and errors float32 [B, N] over the
     factor's diagonal, by which the caller changes the columns behind them.
 
-    `weights`: float32 [N, B], rows may be apart. `factor`: float32 [B, B], upper triangular.
-    `step`: float32 [N, G], between two codes. `group_of_col`: int32 [B]. `loss`: float64 [N], to
-    which the squares of errors are added. ValueError for others.
+    `weights`: float32 [B, N], a column of N rows each, which may be apart. `factor`: float32
+    [B, B], upper triangular. `step`: float32 [G, N], between two codes. `group_of_col`: int32 [B].
+    `loss`: float64 [N], to which the squares of errors are added. ValueError for others.
     """
-    rows, cols = weights.shape
-    if weights.dtype != np.float32 or (cols > 1 and weights.strides[1] != 4):
-        raise ValueError("weights must be float32, columns side by side")
-    if weights.strides[0] % 4 or weights.strides[0] < 4 * cols:
-        raise ValueError("rows of weights must not overlap")
+    cols, rows = weights.shape
+    if weights.dtype != np.float32 or (rows > 1 and weights.strides[1] != 4):
+        raise ValueError("weights must be float32, the rows of a column side by side")
+    if weights.strides[0] % 4 or weights.strides[0] < 4 * rows:
+        raise ValueError("columns of weights must not overlap")
     expect_rows("factor", factor, np.float32, (cols, cols))
-    expect_rows("step", step, np.float32, (rows, step.shape[1]))
+    expect_rows("step", step, np.float32, (step.shape[0], rows))
     expect_rows("group_of_col", group_of_col, np.int32, (cols,))
     expect_rows("loss", loss, np.float64, (rows,))
-    codes, errors = np.empty((rows, cols), np.int8), np.empty((rows, cols), np.float32)
+    codes, errors = np.empty((cols, rows), np.int8), np.empty((cols, rows), np.float32)
     status = lib.kt_compensate(
         max_level,
         rows,
@@ -38,7 +38,7 @@ def compensate(
         weights.strides[0] // 4,
         ffi.cast("float *", ffi.from_buffer(factor)),
         ffi.cast("float *", ffi.from_buffer(step)),
-        step.shape[1],
+        step.shape[0],
         ffi.cast("int32_t *", ffi.from_buffer(group_of_col)),
         ffi.cast("int8_t *", ffi.from_buffer(codes)),
         ffi.cast("float *", ffi.from_buffer(errors)),

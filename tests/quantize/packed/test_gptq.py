@@ -25,7 +25,7 @@ from ktconv.conversion.run import DISK_MARGIN
 from ktconv.errors import CheckpointError, DiskSpaceError, MemoryLimitError, OutputError, UsageError
 from ktconv.formats import FORMATS, split, tensor_name
 from ktconv.formats.search import MULTIPLES
-from ktconv.quantize.packed.gptq.codes import best_codes, codes_under, factor_of
+from ktconv.quantize.packed.gptq.codes import Factor, OrderedRows, best_codes, factor_of
 from ktconv.quantize.packed.gptq.inputs import FEWEST_TOKENS, open_calibration
 from ktconv.quantize.packed.gptq.task import bound_of
 from ktconv.quantize.packed.run import Request, prepare, quantize_cpu
@@ -42,7 +42,7 @@ from ktconv.verify import Result, verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -165,26 +165,31 @@ def test_each_row_has_its_best_multiple(monkeypatch: pytest.MonkeyPatch) -> None
         1.15: [3, 9, 1, 0],
     }  # fmt: skip
 
-    def under(layout: native.Layout, rows: F32, factor: Any, scale: F32, group: Any) -> Any:
+    def under(rows: OrderedRows, scale: F32) -> Any:
         multiple = min(losses, key=lambda one: abs(one - float(scale[0, 0])))
-        codes = np.full(rows.shape, round(100 * multiple), np.int8)
+        codes = np.full((32, 4), round(100 * multiple), np.int8)
         return codes, np.array(losses[multiple], np.float64)
 
-    monkeypatch.setattr("ktconv.quantize.packed.gptq.codes.codes_under", under)
-    weights = np.zeros((4, 32), np.float32)
+    monkeypatch.setattr(OrderedRows, "codes_under", under)
+    weights, factor = np.zeros((4, 32), np.float32), Factor(np.arange(32), torch.eye(32))
     ones, group_of_col = np.ones((4, 1), np.float32), np.zeros(32, np.int32)
-    codes, scales = best_codes(native.Layout("int4"), weights, None, ones, group_of_col)  # type: ignore[arg-type]
+    codes, scales = best_codes(native.Layout("int4"), weights, factor, ones, group_of_col)
     np.testing.assert_allclose(scales[:, 0], [1, 0.85, 1.15, 0.85], rtol=1e-6)
     assert list(codes[:, 0]) == [100, 85, 115, 85]
 
 
-def test_the_loss_is_the_error_of_outputs() -> None:
-    """What chooses among scales, against the damped matrix itself."""
+@pytest.mark.parametrize("together", [128, 160, 1024])
+def test_the_loss_is_the_error_of_outputs(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss by which multiples are chosen, against the damped matrix itself, however many
+    columns spread their errors together."""
+    monkeypatch.setattr("ktconv.quantize.packed.gptq.codes.TOGETHER_COLS", together)
     weights, hessian = case(500)
     layout = native.Layout("int4")
     scale, groups = searched(layout, weights, hessian), np.zeros(256, np.int32)
     factor = factor_of(hessian.copy(), 500, np.ones(256))
-    codes, loss = codes_under(layout, weights, factor, scale, groups)
+    rows = OrderedRows(layout, weights, factor, groups)
+    found, loss = rows.codes_under(scale)
+    codes = rows.in_place(found)
     upper = factor.upper.double().numpy()
     damped = np.linalg.inv(upper.T @ upper)
     values = codes * (scale * np.float32(16))

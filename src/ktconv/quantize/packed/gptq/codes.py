@@ -28,6 +28,7 @@ else:
 # tokens n times up to MORE_DAMPING, by K / n: their second moments say little about other tokens.
 LEAST_DAMPING, MORE_DAMPING = 0.03, 0.25
 FACTOR_COLS = 128  # of a block of a factor
+TOGETHER_COLS = 1024  # whose errors columns far behind them take in one product
 
 
 class Factor(Struct, frozen=True):
@@ -60,7 +61,10 @@ def factor_of(hessian: F32, tokens: int, profile: F64, stretch: F32 | None = Non
         hessian *= stretch
         diagonal = diagonal * np.square(stretch.astype(np.float64))
     order: I64 = np.argsort(-diagonal, kind="stable")
-    return Factor(order, _inverse_factor(torch.from_numpy(hessian[np.ix_(order, order)])))
+    ordered = np.empty_like(hessian)
+    for row, place in zip(ordered, order, strict=True):
+        np.take(hessian[place], order, out=row, mode="clip")  # which needs no buffer
+    return Factor(order, _inverse_factor(torch.from_numpy(ordered)))
 
 
 def _inverse_factor(matrix: Tensor) -> Tensor:
@@ -93,45 +97,65 @@ def _inverse_factor(matrix: Tensor) -> Tensor:
     return matrix.triu_()
 
 
-def codes_under(
-    layout: Layout, weights: F32, factor: Factor, scale: F32, group_of_col: I32
-) -> tuple[I8, F64]:
-    """int8 [N, K], and the squared error of the outputs of each row [N], in units of H.
-
-    `weights` float32 [N, K]; `scale` float32 [N, G], `group_of_col` int32 [K] which of the G scales
-    a column has. The same bits for any number of threads and every instruction set of ours.
-    """
-    import torch
-
-    traits, (rows, cols) = layout.traits, weights.shape
-    step = scale * np.float32(traits.scale_units)
-    left = torch.from_numpy(np.take(weights, factor.order, axis=1))  # changed by compensation
-    groups = np.ascontiguousarray(group_of_col[factor.order])
-    codes, loss = np.empty((rows, cols), np.int8), np.zeros(rows, np.float64)  # in that order
-    for start in range(0, cols, native.BLOCK_COLS):
-        stop = min(start + native.BLOCK_COLS, cols)
-        block = np.ascontiguousarray(factor.upper[start:stop, start:stop].numpy())
-        found, errors = native.compensate(
-            traits.max_level, left[:, start:stop].numpy(), block, step, groups[start:stop], loss
-        )
-        codes[:, start:stop] = found
-        left[:, stop:].addmm_(torch.from_numpy(errors), factor.upper[start:stop, stop:], alpha=-1)
-    return np.take(codes, np.argsort(factor.order), axis=1), loss
-
-
 def best_codes(
     layout: Layout, weights: F32, factor: Factor, scale: F32, group_of_col: I32
 ) -> tuple[I8, F32]:
     """Codes int8 [N, K] and scales [N, G]: for each row those of MULTIPLES with the smallest error
-    of its outputs, the first of equal ones."""
+    of its outputs, the first of equal ones.
+
+    `weights` float32 [N, K]; `scale` float32 [N, G], `group_of_col` int32 [K] which of the G scales
+    a column has. The same bits for any number of threads and every instruction set of ours.
+    """
+    rows = OrderedRows(layout, weights, factor, group_of_col)
     first, *others = MULTIPLES
     assert first == 1
-    codes, least = codes_under(layout, weights, factor, scale, group_of_col)
+    codes, least = rows.codes_under(scale)
     chosen = scale.copy()
     for multiple in others:
         candidate = native.stored_scale(layout, scale * np.float32(multiple))
-        found, loss = codes_under(layout, weights, factor, candidate, group_of_col)
-        better = np.flatnonzero(loss < least)
-        codes[better], chosen[better] = found[better], candidate[better]
-        least[better] = loss[better]
-    return codes, chosen
+        found, loss = rows.codes_under(candidate)
+        better = loss < least
+        np.copyto(codes, found, where=better)
+        np.copyto(chosen, candidate, where=better[:, None])
+        np.copyto(least, loss, where=better)
+    return rows.in_place(codes), chosen
+
+
+class OrderedRows:
+    """Weights of a matrix as compensation takes them: [K, N], a column of all rows after the other,
+    in the order of its factor."""
+
+    def __init__(self, layout: Layout, weights: F32, factor: Factor, group_of_col: I32) -> None:
+        self._traits, self._factor = layout.traits, factor
+        self._cols = np.take(np.ascontiguousarray(weights.T), factor.order, axis=0)
+        self._groups = np.ascontiguousarray(group_of_col[factor.order])
+
+    def codes_under(self, scale: F32) -> tuple[I8, F64]:
+        """Codes int8 [K, N] under scales [N, G], in that order, and the squared error of the
+        outputs of each row [N], in units of H."""
+        import torch
+
+        upper = self._factor.upper
+        step = np.ascontiguousarray((scale * np.float32(self._traits.scale_units)).T)
+        left = torch.from_numpy(self._cols.copy())  # changed by compensation
+        cols, rows = left.shape
+        codes, loss = np.empty((cols, rows), np.int8), np.zeros(rows, np.float64)
+        errors = torch.empty(min(TOGETHER_COLS, cols), rows)
+        for first in range(0, cols, TOGETHER_COLS):
+            last = min(first + TOGETHER_COLS, cols)
+            for start in range(first, last, native.BLOCK_COLS):
+                own = slice(start, min(start + native.BLOCK_COLS, last))
+                block = np.ascontiguousarray(upper[own, own].numpy())
+                codes[own], found = native.compensate(
+                    self._traits.max_level, left[own].numpy(), block, step, self._groups[own], loss
+                )
+                near = slice(own.stop, last)  # the others take all errors at once
+                part = errors[start - first : own.stop - first]
+                part.copy_(torch.from_numpy(found))
+                left[near].addmm_(upper[own, near].T, part, alpha=-1)
+            left[last:].addmm_(upper[first:last, last:].T, errors[: last - first], alpha=-1)
+        return codes, loss
+
+    def in_place(self, codes: I8) -> I8:
+        """The codes [N, K] of columns as they are in the matrix, of those in order [K, N]."""
+        return np.ascontiguousarray(np.take(codes, np.argsort(self._factor.order), axis=0).T)

@@ -15,7 +15,7 @@ from ktconv.conversion.tasks import Advance
 from ktconv.formats import FORMATS, Slice
 from ktconv.formats.search import MULTIPLES
 from ktconv.quantize.packed.folding import expert_exponents
-from ktconv.quantize.packed.gptq.codes import FACTOR_COLS, Factor, best_codes
+from ktconv.quantize.packed.gptq.codes import FACTOR_COLS, TOGETHER_COLS, Factor, best_codes
 from ktconv.quantize.packed.gptq.inputs import LayerInputs
 from ktconv.quantize.packed.packing import Part, Piece
 from ktconv.quantize.packed.task import QuantizeTask
@@ -41,12 +41,13 @@ def expert_memory(layers: Sequence[MoELayer]) -> int:
 
 def _memory(layer: MoELayer) -> int:
     """A second moment as stored, whole, and in order, which becomes its factor, with columns of
-    blocks; then weights as they are, of some rows, and as compensation leaves them, and codes with
-    errors of the best and of one more."""
+    blocks. Then the factor with weights as they are, in order, and as compensation leaves them,
+    their codes, those of one more multiple and both once more, and errors of columns."""
     hidden, inner = layer.hidden_size, layer.intermediate_size
     largest = max(hidden, inner)
     factor = 4 * (3 * largest + 3 * FACTOR_COLS) * largest
-    return factor + (4 + 4 + 4 + 3 + 1) * hidden * inner
+    codes = 4 * (largest + 2 * TOGETHER_COLS) * largest + (4 + 4 + 4 + 2 + 2) * hidden * inner
+    return max(factor, codes)
 
 
 class CompensatedExpert(Struct, frozen=True):
