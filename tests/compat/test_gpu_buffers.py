@@ -11,6 +11,7 @@ import pytest
 from ktconv.errors import UsageError
 
 from .conftest import EXPERTS, HIDDEN, INNER, Make, stacks
+from .test_loading import gguf_model
 
 torch = pytest.importorskip("torch")
 
@@ -119,6 +120,50 @@ def test_integers_with_a_scale_per_row_are_written_as_bf16(make: Make, method: s
     assert [[row[0], row[2]] for row in found] == [
         [one + b"\xee" * GUARD for one in row] for row in expected
     ]
+
+
+def of_gguf(make: Make, path: Path, kind: str, method: str) -> tuple[Any, Any]:
+    """A wrapper whose weights are those of a GGUF file, and their values."""
+    file, own = gguf_model(path, kind)
+    wrapper = make(
+        None, path=file, method=method, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=WIDTH,
+    )  # fmt: skip
+    wrapper.load_weights()
+    return wrapper, own
+
+
+@pytest.mark.parametrize("kind", ["BF16", "MXFP4", "Q4_0", "Q8_0", "Q4_K"])
+def test_llamafile_is_written_as_bf16(make: Make, tmp_path: Path, kind: str) -> None:
+    """Whatever the kernels multiply with, as nothing tells the caller what that is."""
+    wrapper, own = of_gguf(make, tmp_path, kind, "LLAMAFILE")
+    if kind == "Q4_K":  # packed again, as INT8
+        streams = wrapper.layer.packed.streams(2)
+        dense = {n: [torch.from_numpy(s.values())] for n, s in zip(NAMES, streams, strict=True)}
+    else:
+        dense = {name: [stack[2]] for name, stack in zip(NAMES, own, strict=True)}
+    exact = {name: [one.bfloat16() for one in stack] for name, stack in dense.items()}
+    expected = wanted(exact, 0, 2)
+    found = written(wrapper, 2, [[len(w13), 0, len(w2), 0] for w13, w2 in expected])
+    assert [[row[0], row[2]] for row in found] == [
+        [one + b"\xee" * GUARD for one in row] for row in expected
+    ]
+
+
+@pytest.mark.parametrize("method", ["RAWINT4", "GPTQ_INT4"])
+def test_scales_of_int4_are_written_as_bf16(make: Make, tmp_path: Path, method: str) -> None:
+    """Half precision in the file, float32 in the kernels: buffers have two bytes for a scale."""
+    wrapper, own = of_gguf(make, tmp_path, "Q4_0", method)
+    assert wrapper.layer.method == "gint4-32-f32"
+    codes, scales = HIDDEN * WIDTH // 2, HIDDEN * WIDTH // 32 * 2
+    _, _, w2, w2_scale = written(wrapper, 1, [[2 * codes, 2 * scales, codes, scales]])[0]
+    assert w2_scale[scales:] == b"\xee" * GUARD
+    pairs = np.frombuffer(w2[:codes], np.uint8).reshape(HIDDEN, -1)
+    numbers = np.stack((pairs & 15, pairs >> 4), axis=2).reshape(HIDDEN, WIDTH).astype(int) - 8
+    step = torch.frombuffer(bytearray(w2_scale[:scales]), dtype=torch.bfloat16).float().numpy()
+    found = numbers * np.repeat(step.reshape(HIDDEN, -1), 32, axis=1)
+    exact = own.down[1].numpy()
+    assert np.abs(found - exact).max() <= np.abs(exact).max() * 2.0**-8
 
 
 def test_nvfp4_has_both_levels_of_scales_in_one(make: Make) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from msgspec import Struct
 
 from ktconv import native
+from ktconv.compat.kt.methods import Method
 from ktconv.errors import UsageError
 from ktconv.formats import PROJECTIONS, Format, Projection, nvfp4, split
 from ktconv.formats.decode import E4M3FN_VALUES, f32_to_bf16
@@ -29,12 +30,14 @@ _OWN = ("bf16", "fp8", "gint4", "mxfp4", "mxfp8", "nvfp4")
 
 
 class Buffers(Struct, frozen=True):
-    """Addresses of each rank's memory for one expert; those of scales are 0 where it has none."""
+    """Addresses of each rank's memory for one expert; those of scales are 0 where it has none.
+    `dense`: the expert is written as BF16, whatever the kernels multiply with."""
 
     w13: Sequence[int]
     w13_scale: Sequence[int]
     w2: Sequence[int]
     w2_scale: Sequence[int]
+    dense: bool
 
     @property
     def ranks(self) -> int:
@@ -42,7 +45,9 @@ class Buffers(Struct, frozen=True):
         return len(self.w13)
 
 
-def checked_buffers(experts: Experts, ranks: object, slot: object, *given: object) -> Buffers:
+def checked_buffers(
+    experts: Experts, method: Method, ranks: object, slot: object, *given: object
+) -> Buffers:
     """The four lists of addresses, one of each rank. UsageError for a slot that does not exist, a
     number of ranks that does not divide the experts, and addresses that are missing."""
     count = whole("gpu_tp_count", ranks, 1)
@@ -60,14 +65,18 @@ def checked_buffers(experts: Experts, ranks: object, slot: object, *given: objec
             raise UsageError(
                 f"{name} must have the addresses of {counted(count, 'rank')}, not {len(one)}"
             )
-    _check_scales(experts.format, names, lists)
-    _check_ranks(experts, count)
-    return Buffers(*lists)
+    dense = not method.formats or experts.format.code not in _OWN  # no formats: of GGUF files
+    _check_scales(experts.format, dense, names, lists)
+    _check_ranks(experts, dense, count)
+    w13, w13_scale, w2, w2_scale = lists
+    return Buffers(w13, w13_scale, w2, w2_scale, dense)
 
 
-def _check_scales(fmt: Format, names: Sequence[str], lists: Sequence[Sequence[int]]) -> None:
+def _check_scales(
+    fmt: Format, dense: bool, names: Sequence[str], lists: Sequence[Sequence[int]]
+) -> None:
     for name, one in zip(names, lists, strict=True):
-        wanted = "scale" not in name or _has_scales(fmt)
+        wanted = "scale" not in name or _has_scales(fmt, dense)
         if wanted and 0 in one:
             raise UsageError(f"{name} has the address 0", "give memory for each rank")
         if not wanted and any(one):
@@ -77,13 +86,13 @@ def _check_scales(fmt: Format, names: Sequence[str], lists: Sequence[Sequence[in
             )
 
 
-def _has_scales(fmt: Format) -> bool:
-    return fmt.code in _OWN and fmt.scale_dtype != "none"
+def _has_scales(fmt: Format, dense: bool) -> bool:
+    return not dense and fmt.scale_dtype != "none"
 
 
-def _check_ranks(experts: Experts, ranks: int) -> None:
+def _check_ranks(experts: Experts, dense: bool, ranks: int) -> None:
     fmt, width = experts.format, experts.intermediate
-    unit = max(_scale_unit(fmt)) if _has_scales(fmt) else 1
+    unit = max(_scale_unit(fmt)) if _has_scales(fmt, dense) else 1
     if width % (ranks * unit):
         raise UsageError(
             f"{width} intermediate columns of {fmt.key} cannot be cut into {counted(ranks, 'rank')}"
@@ -91,17 +100,18 @@ def _check_ranks(experts: Experts, ranks: int) -> None:
 
 
 def write_expert(experts: Experts, slot: int, buffers: Buffers, threads: int) -> None:
-    """Writes the codes and scales of `slot`, unchanged, into `buffers`; integers with a scale for
-    each row, or of 8 bits in groups, as the BF16 numbers next to them.
+    """Writes the codes and scales of `slot` into `buffers`, or the BF16 numbers next to it where
+    they are dense: those of GGUF files, and integers with a scale for each row, or of 8 bits in
+    groups.
 
     E4M3 with float32 scales, INT4 in groups (number + 8, an even column in the lower bits) with
-    scales as they are, MXFP4 with scales in bf16, MXFP8 with exponents as they are, NVFP4 with both
+    scales in bf16, MXFP4 with scales in bf16, MXFP8 with exponents as they are, NVFP4 with both
     levels of scales multiplied and rounded to bf16. A task for each matrix of each part, on
     `threads` threads.
     """
     fmt, parts = experts.format, experts.parts
     sizes = experts.hidden, experts.intermediate
-    if fmt.code not in _OWN:
+    if buffers.dense:
         _write_values(experts, slot, buffers)
         return
 
@@ -140,6 +150,8 @@ def _plain(fmt: Format, matrix: PackedMatrix, shape: tuple[int, int]) -> tuple[A
         nibbles, inner = nvfp4.parts_of(codes)
         folded: F32 = E4M3FN_VALUES[inner] * scales[:, None]
         return nibbles, f32_to_bf16(folded)
+    if fmt.code == "gint4" and scales.dtype == np.float32:
+        scales = f32_to_bf16(scales)
     if fmt.code == "mxfp4" and scales.dtype == np.uint8:  # E8M0
         scales = scales.astype(np.uint16) << np.uint16(7)  # the exponent bits of bf16
     return codes, scales.reshape(len(scales), -1)

@@ -140,7 +140,7 @@ class MoE(ABC):
         """A task that does what `KTMoEWrapper.submit_write_weight_scale_to_buffer` says."""
         experts = self.layer.packed
         buffers = checked_buffers(
-            experts, gpu_tp_count, expert_id,
+            experts, self._settings.method, gpu_tp_count, expert_id,
             w13_weight_ptrs, w13_scale_ptrs, w2_weight_ptrs, w2_scale_ptrs,
         )  # fmt: skip
         return partial(write_expert, experts, int(expert_id), buffers, self._settings.threads)

@@ -281,7 +281,7 @@ class KTMoEWrapper:
         """
         experts = self.layer.packed
         buffers = checked_buffers(
-            experts, gpu_tp_count, expert_id,
+            experts, self._settings.method, gpu_tp_count, expert_id,
             w13_weight_ptrs, w13_scale_ptrs, w2_weight_ptrs, w2_scale_ptrs,
         )  # fmt: skip
         threads, slot = self._settings.threads, int(expert_id)
