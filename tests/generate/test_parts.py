@@ -74,6 +74,27 @@ def test_end_tokens_that_are_no_ids(given: object) -> None:
         end_tokens_of(given)
 
 
+@pytest.mark.parametrize(
+    ("given", "strings"),
+    [(None, ()), ("end", ("end",)), (["a", "b"], ("a", "b")), ([], ())],
+)
+def test_stop_strings(given: object, strings: tuple[str, ...]) -> None:
+    assert stop_strings_of(given) == strings
+
+
+@pytest.mark.parametrize("given", ["", [""], [7], 3, 0, True, {"a": 1}])
+def test_stop_strings_that_are_none(given: object) -> None:
+    with pytest.raises(CheckpointError, match=r"stop strings of MODEL .* not strings"):
+        stop_strings_of(given)
+
+
+def stop_strings_of(given: object) -> tuple[str, ...]:
+    from ktconv.generate.decoding import stop_strings
+
+    model = SimpleNamespace(generation_config=SimpleNamespace(stop_strings=given))
+    return stop_strings(model, Path("MODEL"))
+
+
 def end_tokens_of(given: object) -> frozenset[int]:
     from ktconv.generate.decoding import end_tokens
 

@@ -51,13 +51,15 @@ def stop_strings(model: Any, name: Path) -> tuple[str, ...]:
     """Strings at which a text ends, of the model's generation config. CheckpointError, with `name`,
     where that has something else."""
     found = getattr(getattr(model, "generation_config", None), "stop_strings", None)
-    strings = (found,) if isinstance(found, str) else tuple(found or ())
+    if found is None:
+        return ()
+    strings = found if isinstance(found, list | tuple) else [found]
     if not all(isinstance(one, str) and one for one in strings):
         raise CheckpointError(
             f"the stop strings of {name} (stop_strings) are {found!r}, not strings",
             "correct generation_config.json: a string, or a list of strings",
         )
-    return strings
+    return tuple(strings)
 
 
 def generate(
