@@ -160,6 +160,12 @@ def test_settings_of_a_tokenizer_without_its_words(torch: Any, planted: Path) ->
     assert "tokenizer.json" in str(caught.value.hint)
 
 
+def test_settings_of_generation_that_transformers_refuses(torch: Any, planted: Path) -> None:
+    change(planted / "generation_config.json", pad_token_id="x")
+    with pytest.raises(CheckpointError, match=r"cannot load .*generation_config\.json"):
+        load.read_generation_config(planted)
+
+
 def native_architecture(directory: Path) -> None:
     """As DeepSeek-V3: code lies beside it, and transformers has the architecture itself."""
     auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}

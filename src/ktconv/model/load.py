@@ -409,15 +409,20 @@ def _dtype_of(config: Any, dtype: Any) -> Any:
 
 
 def read_generation_config(directory: Path) -> Any:
-    """The settings of generation_config.json, if it exists."""
+    """The settings of generation_config.json, if it exists. CheckpointError where transformers
+    refuses them."""
     from transformers import GenerationConfig
 
     file = directory / _GENERATION
     if not file.exists():
         return None
-    return GenerationConfig.from_dict(
-        parse_object(local_path(file).read_bytes(), str(file), "Download it again.")
-    )
+    found = parse_object(local_path(file).read_bytes(), str(file), "Download it again.")
+    try:
+        return GenerationConfig.from_dict(found)
+    except Exception as error:  # of any class: values are compared as they are
+        raise CheckpointError(
+            f"transformers cannot load {file}: {first_line(error)}", "Download it again."
+        ) from error
 
 
 def _sections(config: Any) -> Iterator[Any]:
