@@ -82,14 +82,14 @@ def test_the_package_reads_every_type(
     assert all(low < one["quantization_error"] < high for one in document["layers"]["layers"])
 
 
-def _beside(path: Path) -> Path:
-    """A whole model, whose experts are others than those of `model`."""
+def _beside(path: Path, first: int = 0) -> Path:
+    """A whole model, whose experts are twice those of `model`, or of another one."""
     rng = np.random.default_rng(9)
     tensors = {"token_embd.weight": rng.standard_normal((32, HIDDEN), np.float32)}
     for layer in range(LAYERS):
-        weights = random_weights(HIDDEN, INNER, EXPERTS, seed=50 + layer)
+        weights = random_weights(HIDDEN, INNER, EXPERTS, seed=first + layer)
         for proj in ("gate", "up", "down"):
-            tensors[f"blk.{layer}.ffn_{proj}_exps.weight"] = np.asarray(
+            tensors[f"blk.{layer}.ffn_{proj}_exps.weight"] = 2 * np.asarray(
                 getattr(weights, proj), np.float32
             )
         name = f"blk.{layer}.ffn_gate_inp.weight"
@@ -118,6 +118,14 @@ def test_a_whole_model_has_the_other_tensors_and_metadata(model: Path, tmp_path:
     ktconv_done("verify", output, "--source", model)
     # It is a source of its own.
     assert "moe layers           0-1" in ktconv_done("inspect", sorted(output.glob("*.gguf"))[0])
+
+
+def test_a_file_of_another_model_of_the_same_sizes(model: Path, tmp_path: Path) -> None:
+    beside, output = _beside(tmp_path / "beside.gguf", first=50), tmp_path / "o"
+    result = ktconv("quantize-cpu", model, output, "--method", "gguf-q8_0", "--with", beside)
+    words = f"--with {beside} is of another model: the experts of layer 0 have other weights there"
+    refused(result, 2, words)
+    assert not output.exists()
 
 
 def _tensors_of(path: Path) -> dict[str, Any]:

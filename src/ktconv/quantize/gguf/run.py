@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from msgspec import field
 from msgspec.structs import replace
 
 from ktconv.conversion.pipeline import OPEN_UNITS, Observer, Task
-from ktconv.conversion.plan import LayerUnit, plan_checkpoint
+from ktconv.conversion.plan import LayerUnit, Unit, plan_checkpoint
 from ktconv.conversion.run import (
     BaseRequest,
     Conversion,
@@ -112,6 +112,13 @@ class ToGguf(Conversion):
         if beside is None:
             return own
         return own.joined(SourceReader(beside.checkpoint.files, beside.checkpoint.sources))
+
+    def convert(self, pending: Sequence[Unit]) -> None:
+        """Converts, if the file of --with is of this model. Adapters may have changed experts."""
+        beside, checkpoint = self.plan.target.beside, self.plan.checkpoint
+        if beside is not None and not checkpoint.adapters:
+            beside.check_likeness(self.reader(), self.plan.moe_layers[0])
+        super().convert(pending)
 
     def buffers(self) -> BufferSizes:
         return stack_buffers(self.plan.target, self.plan.moe_layers)

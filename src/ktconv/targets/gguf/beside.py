@@ -7,18 +7,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from msgspec import Struct
 
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.source import Checkpoint, MoELayer, open_checkpoint, source_identity
 from ktconv.source.gguf.file import read_raw_pairs
 from ktconv.source.gguf.parts import is_gguf
+from ktconv.source.reading.matrices import MatrixReader
+from ktconv.source.reading.reader import SourceReader
 from ktconv.source.remote.urls import url_of_path
+from ktconv.system.arrays import F32
 from ktconv.system.units import counted, listed
 
 # Pairs that the output has of its own.
 _OWN = ("general.alignment", "general.file_type", "general.quantization_version")
 _NO_MTP = "leave its layers for multi-token prediction out as well: --no-mtp"
+_LEAST_LIKENESS = 0.5  # cosine; types of 2 bits stay above 0.8, experts of others are near 0
 _OTHER = "give a GGUF file of the same model, as convert_hf_to_gguf of llama.cpp makes it"
 
 
@@ -60,6 +65,28 @@ class Beside(Struct, frozen=True):
                     f"{ours} in the model",
                     _OTHER,
                 )
+
+    def check_likeness(self, reader: SourceReader, layer: MoELayer) -> None:
+        """CheckpointError where its experts are not about those of `layer`, in whatever encoding
+        both are: some rows of one expert are compared. `reader` has the files of both."""
+        own = _rows(reader, layer)
+        other = _rows(
+            reader, next(one for one in self.checkpoint.layers if one.index == layer.index)
+        )
+        both = min(len(own), len(other))
+        a, b = own[:both].ravel(), other[:both].ravel()
+        if a @ b < _LEAST_LIKENESS * np.sqrt((a @ a) * (b @ b)):
+            raise CheckpointError(
+                f"--with {self.checkpoint.path} is of another model: the experts of layer "
+                f"{layer.index} have other weights there",
+                _OTHER,
+            )
+
+
+def _rows(reader: SourceReader, layer: MoELayer) -> F32:
+    """The first rows of up of the first expert."""
+    _, values = next(iter(MatrixReader(reader, layer.experts[0]["up"]).decoded()))
+    return values
 
 
 def open_beside(path: Path) -> Beside:
