@@ -7,9 +7,10 @@ import importlib.util
 import os
 import subprocess
 import sys
+from copy import copy
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, new_class
 from typing import Any
 
 import pytest
@@ -186,6 +187,20 @@ def test_install_works_here_and_for_children(monkeypatch: pytest.MonkeyPatch, ca
     assert os.environ["PYTHONPATH"] == f"{alias.DIRECTORY}{os.pathsep}/somewhere"
     assert sys.path.count(str(alias.DIRECTORY)) == 1
     assert capsys.readouterr().err.count(LINE) == 1
+
+
+def test_names_that_are_not_here_say_so_however_they_are_used() -> None:
+    from ktconv.compat.kt.sft_names import ABSENT
+
+    absent: Any = ABSENT["KTMoELayerWrapper"]
+    words = "ktconv has no kt_kernel.sft.KTMoELayerWrapper"
+    with pytest.raises(UsageError, match=words):
+        absent(1, key=2)
+    with pytest.raises(UsageError, match=words):
+        new_class("Own", (absent,))
+    with pytest.raises(AttributeError, match=f"{words}: train with ktconv.train"):
+        absent.from_pretrained("MODEL")
+    assert not isinstance(copy(absent), absent) and not issubclass(int, absent)
 
 
 def test_install_after_another_kt_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

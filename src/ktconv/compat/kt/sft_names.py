@@ -23,6 +23,8 @@ RAWINT4_GROUP_SIZE = 32
 RAWINT4_WEIGHT_LAYOUT = FACTS["__rawint4_weight_layout__"]
 MXFP4_SFT_METHOD = "MXFP4_SFT"
 FUSED_EXPERT_LORA_NAME = "fused_expert_lora.safetensors"
+KT_ADAPTER_MANIFEST_NAME = "kt_adapter_manifest.json"
+KT_NON_EXPERT_MANIFEST_NAME = "kt_non_expert_manifest.json"
 
 KTAMXError = KTAMXNotAvailableError = KTAMXModelNotSupportedError = KTAMXConfigError = KtconvError
 KTArtifactError = KtconvError
@@ -151,7 +153,8 @@ class KExpertsSFTBuffer:
 OFFERED = (
     "FP8_BACKEND", "FP8_SFT_METHOD", "FUSED_EXPERT_LORA_NAME", "INT8_BACKEND", "INT8_SFT_METHOD",
     "KExpertsSFTBuffer", "KTAMXConfigError", "KTAMXError", "KTAMXModelNotSupportedError",
-    "KTAMXNotAvailableError", "KTArtifactError", "MOEArchConfig", "MXFP4_SFT_METHOD",
+    "KTAMXNotAvailableError", "KTArtifactError", "KT_ADAPTER_MANIFEST_NAME",
+    "KT_NON_EXPERT_MANIFEST_NAME", "MOEArchConfig", "MXFP4_SFT_METHOD",
     "RAWINT4_BACKEND", "RAWINT4_GROUP_SIZE", "RAWINT4_SFT_METHOD", "RAWINT4_WEIGHT_LAYOUT",
     "get_fp8_runtime", "get_int8_runtime", "get_mxfp4_runtime", "get_rawint4_checkpoint_contract",
     "get_rawint4_runtime", "load_block_fp8_experts_from_checkpoint_files",
@@ -160,7 +163,8 @@ OFFERED = (
 
 
 class Absent:
-    """A name of kt_kernel.sft that ktconv has otherwise: using it raises UsageError."""
+    """A name of kt_kernel.sft that ktconv has otherwise: using it raises UsageError. Nothing is an
+    instance of it."""
 
     def __init__(self, name: str, instead: str) -> None:
         self._name, self._instead = name, instead
@@ -168,6 +172,20 @@ class Absent:
     def __call__(self, *given: Any, **named: Any) -> NoReturn:
         """Raises UsageError that names it and what to use."""
         raise UsageError(f"ktconv has no kt_kernel.sft.{self._name}", self._instead)
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> NoReturn:
+        self()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):  # what Python itself asks for, also before __init__
+            raise AttributeError(name)
+        raise AttributeError(f"ktconv has no kt_kernel.sft.{self._name}: {self._instead}")
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return False
+
+    def __subclasscheck__(self, subclass: type) -> bool:
+        return False
 
 
 _MODELS = "train with ktconv.train and ktconv.model: docs/fine-tuning.md"
@@ -184,7 +202,7 @@ _TABLE = {
         BlockFP8ExpertWeights RAWINT4ExpertWeights get_activation_checkpoint_context_fn
         patch_vlm_conv3d is_vlm_conv3d_compatible collect_kt_sft_profile format_kt_sft_profile
         reset_kt_sft_profile validate_persistent_int8_weights KTNonExpertCache
-        KTPretrainedLoadPlan KT_NON_EXPERT_MANIFEST_NAME claim_kt_routed_expert_subtrees
+        KTPretrainedLoadPlan claim_kt_routed_expert_subtrees
         hide_kt_int8_routed_experts_from_dispatch hide_kt_routed_experts_from_dispatch
         is_kt_int8_routed_expert_base_parameter is_kt_routed_expert_base_parameter
         is_kt_routed_expert_parameter_name is_kt_supported_moe_model
@@ -193,7 +211,7 @@ _TABLE = {
         project_kt_routed_experts_out_of_device_map resolve_kt_pretrained_artifacts
         should_disable_kt_source_quantizer validate_kt_prequantized_loading_info
         validate_kt_pretrained_load write_kt_non_expert_cache_manifest""",
-    _ADAPTERS: """KTAdapterManifest KT_ADAPTER_MANIFEST_NAME get_kt_fused_lora_exclude_modules
+    _ADAPTERS: """KTAdapterManifest get_kt_fused_lora_exclude_modules
         load_kt_adapter_artifacts save_kt_adapter_artifacts save_lora_experts_to_adapter
         save_kt_moe_to_adapter load_lora_experts_from_adapter load_kt_moe_from_adapter""",
 }
