@@ -77,6 +77,7 @@ class Preflight(AnyPreflight[KTransformersTarget], frozen=True):
     buffers: BufferSizes  # of a worker
 
     def passing_bytes(self, units: Sequence[Unit]) -> int:
+        """Bytes that a pass over a text takes on the disk; 0 where `units` need none."""
         return sum(way.passing_bytes(units) for way in self.ways)
 
     @property
