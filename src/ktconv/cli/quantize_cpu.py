@@ -72,7 +72,7 @@ _MIXES = ("--recipe", "--target-size", "--target-bits")
 _OF_PACKED = {
     "--compat": "the reference converter does not write it",
     "--estimate": "only errors of int4 and int8 are predicted",
-    "--layout": "these weights are shards with an index",
+    "--layout": "these weights are always shards",
     "--numa": "KTransformers cuts these weights into NUMA parts when it loads them",
     **{f"--{row.option.replace('_', '-')}": row.others for row in WAYS if row.option},
 }
