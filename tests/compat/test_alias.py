@@ -254,3 +254,40 @@ def test_the_recorded_names_are_those_of_the_installed_sglang() -> None:
     files = [one for one in root.rglob("*.py") if "kt_kernel" in one.read_text(errors="ignore")]
     names = set().union(*(used(one.read_text()) for one in files))
     assert names - ON_WRAPPERS - OPTIONAL - OTHERS == set()
+
+
+# Modules that sglang-kt imports to check adapters of DeepSeek-V4-Flash: docs/kt-wrapper.md.
+ABSENT_MODULES = {"kt_kernel.sft.deepseek_v4", "kt_kernel.sft.export_dsv4_sglang_adapter"}
+
+
+def imported(source: str) -> set[tuple[str, str]]:
+    """Modules of kt_kernel, and the names that a program imports from each."""
+    froms = (one for one in ast.walk(ast.parse(source)) if isinstance(one, ast.ImportFrom))
+    pairs = {(str(one.module), alias.name) for one in froms for alias in one.names}
+    return {(module, name) for module, name in pairs if module.split(".")[0] == "kt_kernel"}
+
+
+def test_the_scan_finds_what_is_imported() -> None:
+    source = """
+from kt_kernel.sft import first, second as third
+if True:
+    from kt_kernel import fourth
+from other.kt_kernel import fifth
+"""
+    found = {("kt_kernel.sft", "first"), ("kt_kernel.sft", "second"), ("kt_kernel", "fourth")}
+    assert imported(source) == found
+
+
+def test_all_that_the_installed_sglang_imports_is_there() -> None:
+    found = importlib.util.find_spec("sglang")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("sglang is not installed")
+    root = Path(found.submodule_search_locations[0])
+    sources = (one.read_text(errors="ignore") for one in root.rglob("*.py"))
+    names = set().union(*(imported(one) for one in sources if "kt_kernel" in one))
+    known = {
+        "kt_kernel": NAMES,
+        "kt_kernel.sft": {"AMXSFTMoEWrapper", *sft_names.OFFERED, *sft_names.ABSENT},
+    }
+    missing = {one for one in names if one[1] not in known.get(one[0], ())}
+    assert {module for module, _ in missing} <= ABSENT_MODULES
