@@ -204,6 +204,13 @@ def test_refusals(model: Path, tmp_path: Path) -> None:
     more = ("--method", "gguf-q8_0", "--with")
     refused(ktconv("quantize-cpu", narrow, out, *more, beside), 2, "is of another model")
     refused(ktconv("quantize-cpu", model, out, *more, model), 2, "is no GGUF model")
+    other = tmp_path / "other.gguf"
+    other.write_bytes(beside.read_bytes().replace(b"qwen3moe", b"qwen2moe"))
+    refused(
+        ktconv("quantize-cpu", model, out, *more, other),
+        2,
+        "is of another model: its general.architecture is qwen2moe, and the model's is qwen3moe",
+    )
     text, none, url = tmp_path / "beside.txt", tmp_path / "none.gguf", "hf://org/model"
     text.write_text("no model")
     for given, words, hint in (

@@ -37,9 +37,9 @@ class Beside(Struct, frozen=True):
         """Identity of its files, as the manifest records it."""
         return source_identity(self.checkpoint)
 
-    def check(self, layers: Sequence[MoELayer]) -> None:
+    def check(self, layers: Sequence[MoELayer], architectures: Sequence[str]) -> None:
         """CheckpointError unless it has exactly these MoE layers, with experts of the same number
-        and sizes."""
+        and sizes, and one of `architectures`, where there are any."""
         path = self.checkpoint.path
         there = {layer.index: layer for layer in self.checkpoint.layers}
         here = {layer.index: layer for layer in layers}
@@ -65,6 +65,12 @@ class Beside(Struct, frozen=True):
                     f"{ours} in the model",
                     _OTHER,
                 )
+        if architectures and self.checkpoint.architecture not in architectures:
+            raise CheckpointError(
+                f"--with {path} is of another model: its general.architecture is "
+                f"{self.checkpoint.architecture}, and the model's is {' or '.join(architectures)}",
+                _OTHER,
+            )
 
     def check_likeness(self, reader: SourceReader, layer: MoELayer) -> None:
         """CheckpointError where its experts are not about those of `layer`, in whatever encoding

@@ -134,7 +134,7 @@ class GgufTarget(Target):
                         else "no type of ggml with blocks has such rows",
                     )
         if self.beside is not None:
-            self.beside.check(layers)
+            self.beside.check(layers, _architectures(self._checkpoint))
 
     def tensor(self, layer: MoELayer, proj: Projection) -> Tensor:
         """The tensor of a projection of all experts."""
@@ -222,13 +222,18 @@ class GgufTarget(Target):
         return [*pairs, *named, *own]
 
 
+def _architectures(checkpoint: Checkpoint) -> list[str]:
+    """llama.cpp's names of the model's family; none where it is not known there."""
+    if checkpoint.architecture is not None:
+        return [checkpoint.architecture]
+    types = [str(one) for one in checkpoint.config.model_types]
+    return [key for key, row in ARCHITECTURES.items() if row.model_type in types]
+
+
 def _architecture(checkpoint: Checkpoint) -> str:
     """llama.cpp's name of the model's family; that of config.json where it has none."""
-    if checkpoint.architecture is not None:
-        return checkpoint.architecture
     types = [str(one) for one in checkpoint.config.model_types]
-    known = (key for key, row in ARCHITECTURES.items() if row.model_type in types)
-    return next(known, types[0] if types else "unknown")
+    return next(iter([*_architectures(checkpoint), *types]), "unknown")
 
 
 Plan: TypeAlias = AnyPlan[GgufTarget]
