@@ -239,7 +239,7 @@ def test_failures_are_told_though_a_level_cannot_be_run(
         raise CheckpointError("the kernels refuse these weights")
 
     monkeypatch.setattr(hidden_states, "check_source", lambda output: None)
-    monkeypatch.setattr(PackedVerifier, "layers_check", fails)
+    monkeypatch.setattr(PackedVerifier, "run_layers", fails)
     request = Request(damaged(), str(model), "layers", threads=1)
     with pytest.raises(CheckpointError):  # nothing was wrong: it could not be run
         verify(request)

@@ -14,7 +14,6 @@ from ktconv.writer.manifest import (
     Manifest,
     read_manifest,
     read_run,
-    tower_of_record,
     write_manifest,
 )
 from ktconv.writer.metadata import INDEX, copy_sidecars, index_lines, read_index, write_index
@@ -137,9 +136,9 @@ def test_other_entries_of_a_manifest() -> None:
     manifest = Manifest(Path("ktconv.json"), record)
     assert manifest.merged and manifest.resharded_from == {"numa": 1}
     assert manifest.names("files") == ["a", "b"] and manifest.names("none") == []
-    assert manifest.tower == tower_of_record(record) == "vision"
-    assert tower_of_record({"source": {"tower": 1}}) is None
-    assert tower_of_record({"source": 1}) is None
+    assert manifest.tower == "vision"
+    for source in ({"tower": 1}, 1):
+        assert Manifest(Path("ktconv.json"), {"source": source}).tower is None
     assert Manifest(Path("ktconv.json"), {"resharded_from": 1}).resharded_from is None
 
 

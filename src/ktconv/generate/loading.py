@@ -30,14 +30,7 @@ from ktconv.system import machine
 from ktconv.system.stores import MadePath
 from ktconv.system.text import Notify
 from ktconv.system.threads import torch_threads
-from ktconv.verify.output import (
-    adapters_for,
-    recorded_adapters,
-    recorded_naming,
-    recorded_pruning_of,
-    recorded_tower,
-)
-from ktconv.writer.manifest import MANIFEST
+from ktconv.writer.manifest import MANIFEST, read_begun
 
 _NO_LIMIT = 1 << 31  # tokens, where a model does not say how many it reads
 _GIVE_SOURCE = "give the checkpoint that it was converted from: --source MODEL"
@@ -121,11 +114,7 @@ def _checkpoint(output: Path, source: ModelSource | None) -> Checkpoint:
                 "model is not read from there",
                 _GIVE_SOURCE,
             ) from error
-    pruning = recorded_pruning_of(output)
-    recorded = source.recorded(
-        recorded_naming(output), recorded_tower(output), adapters_for(output, source), pruning
-    )
-    checkpoint = open_checkpoint(recorded)
+    checkpoint = open_checkpoint(read_begun(output).as_converted(source))
     if source.adapter is not None and (output / MANIFEST).is_file():
         _check_adapters(checkpoint, output)
     return checkpoint
@@ -136,7 +125,7 @@ def _check_adapters(checkpoint: Checkpoint, output: Path) -> None:
     any adapter: one would have half of it."""
     matrices = (one for layer in checkpoint.layers for e in layer.experts for one in e.values())
     changed = any(isinstance(matrix.tensor.file, MadePath) for matrix in matrices)
-    if changed and recorded_adapters(output) is None:
+    if changed and read_begun(output).adapters is None:
         raise UsageError(
             f"--adapter changes experts, and those of {output} were converted without it",
             "convert the model with --adapter, or leave it out",

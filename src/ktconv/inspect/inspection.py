@@ -18,7 +18,6 @@ from ktconv.source.activations import in_words, of_records
 from ktconv.source.adapter.recorded import ENCODED_AGAIN
 from ktconv.source.config import CONFIG_NAME
 from ktconv.source.model_source import ModelSource
-from ktconv.source.pruning.kept import recorded_pruning
 from ktconv.source.settings import ModelSettings
 from ktconv.source.side_files import find_side_files
 from ktconv.system.stores import is_remote, transfer
@@ -84,7 +83,7 @@ def _opened(source: ModelSource, explained: bool) -> dict[str, Any]:
 
 def _pruned(manifest: Manifest) -> dict[str, Any]:
     """Facts about a pruned checkpoint: who made it, and how many experts stay."""
-    pruning = recorded_pruning(manifest.record, str(manifest.path))
+    pruning = manifest.pruning
     kept = {} if pruning is None else {"kept": pruning.in_words}
     return {"made_by": f"ktconv {manifest.record.get('ktconv_version')}", **kept}
 

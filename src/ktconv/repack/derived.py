@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -29,7 +28,6 @@ from ktconv.source.activations import of_records
 from ktconv.source.config import CONFIG_NAME
 from ktconv.source.mapped import recorded_map
 from ktconv.source.model_source import ModelSource
-from ktconv.source.pruning.kept import recorded_pruning
 from ktconv.source.reading.buffers import Buffers, BufferSizes
 from ktconv.source.reading.reader import SourceReader
 from ktconv.source.settings import ModelSettings
@@ -47,7 +45,7 @@ from ktconv.targets.card import (
 )
 from ktconv.targets.packed.target import KTransformersTarget, Options, Plan, target_for
 from ktconv.writer.journal import Record
-from ktconv.writer.manifest import Manifest, located_adapters
+from ktconv.writer.manifest import Manifest
 from ktconv.writer.staging import Staging
 
 if TYPE_CHECKING:
@@ -158,16 +156,6 @@ def needs(
     }
 
 
-def as_converted(original: ModelSource, manifest: Manifest | None, directory: Path) -> ModelSource:
-    """The source of a conversion in `directory`, read as its manifest says: with the same map,
-    tower, adapters and experts."""
-    if manifest is None:
-        return original
-    adapters = located_adapters(manifest.record, directory, original)
-    pruning = recorded_pruning(manifest.record, str(manifest.path))
-    return original.recorded(manifest.naming, manifest.tower, adapters, pruning)
-
-
 def _zero_scales(manifest: Manifest | None) -> dict[str, int]:
     """Counts by unit; units without any are left out."""
     units = manifest.units.items() if manifest else ()
@@ -207,7 +195,7 @@ def plan_alone(
         tower=tower,
         adapters=(manifest and manifest.adapters) or (),
         mapped=recorded_map(manifest.naming) if manifest else None,
-        pruning=recorded_pruning(manifest.record, str(manifest.path)) if manifest else None,
+        pruning=manifest.pruning if manifest else None,
     )
     check_side_files(manifest, directory)
     side_files = find_side_files(directory)

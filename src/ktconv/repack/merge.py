@@ -21,7 +21,7 @@ from ktconv.conversion.run import Report, check_output, refuse_nested
 from ktconv.errors import CheckpointError
 from ktconv.formats import KINDS, TensorId
 from ktconv.repack import derived
-from ktconv.repack.derived import Derived, as_converted, packed_content, plan_alone
+from ktconv.repack.derived import Derived, packed_content, plan_alone
 from ktconv.repack.sources import (
     check_alone,
     check_manifest,
@@ -94,7 +94,7 @@ def prepare(request: Request) -> Preflight:
     manifest = read_known(request.layers_dir)
     source = None
     if (original := request.original) is not None:
-        source = open_checkpoint(as_converted(original, manifest, request.layers_dir))
+        source = open_checkpoint(manifest.as_converted(original) if manifest else original)
         refuse_nested(source.path, request.output)
     inputs = _Input(request, tree, manifest, source, _options(request, tree, manifest))
     _check(inputs)

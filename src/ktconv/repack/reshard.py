@@ -27,7 +27,7 @@ from ktconv.formats import TensorId, cut_by_rows
 from ktconv.quantize.packed import run as quantize_cpu
 from ktconv.repack import derived
 from ktconv.repack.complete import CompleteWeights, open_complete
-from ktconv.repack.derived import Derived, as_converted, plan_alone
+from ktconv.repack.derived import Derived, plan_alone
 from ktconv.repack.recut import (
     MATRIX_COPIES,
     RecutTask,
@@ -38,7 +38,6 @@ from ktconv.repack.recut import (
 from ktconv.repack.sources import check_same_source
 from ktconv.repack.tree import Tree, TreeLayer
 from ktconv.source.model_source import ModelSource, source_or_none
-from ktconv.source.pruning.kept import recorded_pruning
 from ktconv.source.reading.reader import SourceReader
 from ktconv.system.units import counted
 from ktconv.targets.card import command_line
@@ -138,9 +137,10 @@ def _from_source(request: Request, packed: CompleteWeights) -> quantize_cpu.Pref
 
 def source_request(request: Request, packed: CompleteWeights) -> quantize_cpu.Request:
     """The conversion that makes these parts from the source."""
-    assert request.original is not None  # `prepare` asked
+    original, manifest = request.original, packed.manifest
+    assert original is not None  # `prepare` asked
     return quantize_cpu.Request(
-        model=as_converted(request.original, packed.manifest, request.packed),
+        model=manifest.as_converted(original) if manifest else original,
         output=request.output,
         options=replace(_options(request, packed), save_backward=packed.tree.backward),
         threads=request.threads,
@@ -246,8 +246,7 @@ def _refuse_unequal(packed: CompleteWeights, tensors: Sequence[TensorId], option
             mapped=manifest is not None and manifest.naming is not None,
             tower=manifest.tower if manifest else None,
             adapters=(manifest and manifest.adapters) or (),
-            pruned=manifest is not None
-            and recorded_pruning(manifest.record, str(manifest.path)) is not None,
+            pruned=manifest is not None and manifest.pruning is not None,
         )
         raise UnequalScales(
             f"{packed.directory} cannot be joined into --numa {options.numa} without its source: "

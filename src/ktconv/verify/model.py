@@ -66,23 +66,16 @@ def require(**packages: str) -> None:
             )
 
 
-class ModelCheck(ABC):
-    """Compares perplexity, divergence, hidden states and generated text.
+class ModelLevel(ABC):
+    """Level model of an output. `otherwise`: the way out where it cannot be run."""
 
-    A pass reads source and converted model together, layer by layer, so that models of any size
-    can be compared. Where a model's code does not allow that, both are loaded. Text is generated
-    only where they can be.
-    """
-
-    models_loaded: ClassVar[int]  # at the same time
+    otherwise: ClassVar[str] = WITHOUT_MODEL
 
     def __init__(self, output: OpenedOutput, request: VerifyRequest, findings: Findings) -> None:
         self._output, self._request, self._findings = output, request, findings
         self._pass: PlannedPass | None = None
         self._unpruned: Unpruned | None = None  # the model with all experts, where some are dropped
-        self._why_not_passed = ""
-
-    # ---- before anything is read ----
+        self._text_name = ""
 
     def prepare(self) -> None:
         """Raises UsageError for missing packages and too short a text, ResourceError for too little
@@ -94,15 +87,48 @@ class ModelCheck(ABC):
             raise UsageError(
                 f"--level model is not possible for {source.path}: transformers loads the model by "
                 "its own names, not by those of a map",
-                WITHOUT_MODEL,
+                self.otherwise,
             )
         if self._request.work_dir is not None:
             # Time stamps of the output say whether an interrupted run goes on.
             check_written_directory(
                 self._request.work_dir, "--work-dir", [source.path, self._output.directory]
             )
-        with way_out(WITHOUT_MODEL, MORE_MEMORY):
+        with way_out(self.otherwise, MORE_MEMORY):
             self._prepare()
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Plans the passes."""
+
+    @property
+    @abstractmethod
+    def memory(self) -> int:
+        """Largest memory of the whole process, in bytes."""
+
+    @property
+    def lines(self) -> Sequence[str]:
+        """Lines for people about what is going to be done."""
+        return [f"level model: {line}" for line in self._pass.plan.lines()] if self._pass else []
+
+    @abstractmethod
+    def run(self, progression: Progression, notify: Notify) -> Facts | None:
+        """Facts for the report; None if these are experts of another model."""
+
+
+class ModelCheck(ModelLevel):
+    """Compares perplexity, divergence, hidden states and generated text.
+
+    A pass reads source and converted model together, layer by layer, so that models of any size
+    can be compared. Where a model's code does not allow that, both are loaded. Text is generated
+    only where they can be.
+    """
+
+    models_loaded: ClassVar[int]  # at the same time
+
+    _why_not_passed = ""
+
+    # ---- before anything is read ----
 
     def _prepare(self) -> None:
         from ktconv.model.evaluate import directory_of
@@ -136,13 +162,7 @@ class ModelCheck(ABC):
                 more={"output": content_of(self._output.directory), "isa": native.isa()},
             )
             if source.unpruned is not None:
-                self._unpruned = Unpruned(
-                    source.unpruned,
-                    self._pass.windows,
-                    threads=request.threads,
-                    max_memory=request.max_memory,
-                    work_dir=request.work_dir,
-                )
+                self._unpruned = Unpruned(source.unpruned, self._pass.windows, request)
         except NotCut as error:
             self._not_passed(str(error))
 
@@ -188,17 +208,11 @@ class ModelCheck(ABC):
 
     @property
     def memory(self) -> int:
-        """Largest memory of the whole process, in bytes."""
         passed = self._pass.plan.peak_memory if self._pass else 0
         if self._why_not_loaded:
             return passed
         loaded = level_model_bytes(self._output.source, self.models_loaded)
         return max(passed, machine.resident_memory() + loaded)
-
-    @property
-    def lines(self) -> Sequence[str]:
-        """Lines for people about what is going to be done."""
-        return [f"level model: {line}" for line in self._pass.plan.lines()] if self._pass else []
 
     # ---- running ----
 
@@ -208,11 +222,8 @@ class ModelCheck(ABC):
         """The directory to name in errors of the model's own code."""
 
     def run(self, progression: Progression, notify: Notify) -> Facts | None:
-        """Facts for the report; None if these are experts of another model.
-
-        Raises ResourceError where neither a pass nor loading is possible, CheckpointError where the
-        model's own code fails.
-        """
+        """Raises ResourceError where neither a pass nor loading is possible, CheckpointError where
+        the model's own code fails."""
         whole = self._unpruned or nullcontext()
         with way_out(WITHOUT_MODEL, MORE_MEMORY), self._pass or nullcontext(), whole:
             predictions, layers = self._passed(progression, notify)
@@ -345,7 +356,7 @@ class ModelCheck(ABC):
         )
         return predictions_of_both(both, experts, runs)
 
-    def _check_loaded(  # noqa: B027 - by default they have the weights of the pass
+    def _check_loaded(
         self, both: Any, experts: Any, predictions: Predictions, limits: Thresholds
     ) -> None:
         """Whether loaded models say the same as in a pass."""

@@ -8,61 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ktconv.conversion.plan import Plan
-from ktconv.source import Checkpoint, MoELayer, NamingMap, TensorRef, map_of_record
+from ktconv.source import Checkpoint, MoELayer, TensorRef
 from ktconv.source.agreement import Dimensions
-from ktconv.source.model_source import ModelSource
-from ktconv.source.pruning.kept import Pruning, recorded_pruning
 from ktconv.system.abstract_record import AbstractRecord
 from ktconv.targets.packed.weights import PackedWeights
-from ktconv.writer.journal import Journal, Record, is_run_record
-from ktconv.writer.manifest import (
-    MANIFEST,
-    Manifest,
-    adapters_of_record,
-    located_adapters,
-    read_manifest,
-    tower_of_record,
-)
+from ktconv.writer.journal import Journal, Record
+from ktconv.writer.manifest import Manifest
 
 NO_LIMIT = 1 << 62  # of shard sizes: the shards of tensors are not compared
-
-
-def recorded_naming(output: Path) -> NamingMap | None:
-    """The map of the source's names that a conversion, finished or not, was begun with."""
-    run = _begun(output)
-    return None if run is None else map_of_record(run.get("source"))
-
-
-def recorded_tower(output: Path) -> str | None:
-    """The tower of the source that a conversion, finished or not, was begun with."""
-    run = _begun(output)
-    return None if run is None else tower_of_record(run)
-
-
-def recorded_adapters(output: Path) -> tuple[str, ...] | None:
-    """The adapters of the source that a conversion, finished or not, was begun with, by name."""
-    run = _begun(output)
-    return None if run is None else adapters_of_record(run)
-
-
-def recorded_pruning_of(output: Path) -> Pruning | None:
-    """The experts of the source that stay, by a conversion, finished or not, that was begun with
-    fewer."""
-    return recorded_pruning(_begun(output), str(output / MANIFEST))
-
-
-def adapters_for(output: Path, source: ModelSource) -> tuple[str, ...] | None:
-    """The adapters of the source; see `located_adapters`."""
-    run = _begun(output)
-    return source.adapter if run is None else located_adapters(run, output, source)
-
-
-def _begun(output: Path) -> Record | None:
-    if not output.is_dir():
-        return None
-    manifest = read_manifest(output)
-    run = manifest.record if manifest else Journal(output).peek_run()
-    return run if is_run_record(run) else None
 
 
 class OpenedOutput(AbstractRecord, frozen=True, kw_only=True):

@@ -166,7 +166,7 @@ def _computed(
     for name in wanted:
         try:
             if name == "layers":
-                levels[name] = verifier.layers_check(notify).run(progression)
+                levels[name] = verifier.run_layers(progression, notify)
             elif verifier.model is not None:
                 levels[name] = verifier.model.run(progression, notify)
         except KtconvError as error:

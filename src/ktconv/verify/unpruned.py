@@ -25,6 +25,7 @@ from ktconv.system.arrays import Array
 from ktconv.system.text import Notify
 from ktconv.system.units import format_size
 from ktconv.verify.findings import Facts, Progression
+from ktconv.verify.request import VerifyRequest
 
 
 class _Kept:
@@ -66,13 +67,7 @@ class Unpruned:
     is kept, so that a later run goes on there."""
 
     def __init__(
-        self,
-        whole: Checkpoint,
-        windows: Sequence[Tensor],
-        *,
-        threads: int | None,
-        max_memory: int | None,
-        work_dir: Path | None,
+        self, whole: Checkpoint, windows: Sequence[Tensor], request: VerifyRequest
     ) -> None:
         self._kept = _Kept()
         parted = PartedModel(whole)
@@ -80,9 +75,9 @@ class Unpruned:
             "verify unpruned",
             parted,
             windows,
-            threads=threads,
-            max_memory=max_memory,
-            work_dir=work_dir,
+            threads=request.threads,
+            max_memory=request.max_memory,
+            work_dir=request.work_dir,
         )
         self.predictions = Predictions(windows)
         vocabulary = whole.config.vocabulary

@@ -6,7 +6,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
@@ -28,38 +28,17 @@ from ktconv.verify.memory import (
     layers_need,
     plan_memory,
 )
-from ktconv.verify.output import (
-    OpenedOutput,
-    adapters_for,
-    recorded_naming,
-    recorded_pruning_of,
-    recorded_tower,
-)
+from ktconv.verify.model import ModelLevel
+from ktconv.verify.output import OpenedOutput
 from ktconv.verify.reading import Context, CopyCheck
 from ktconv.verify.request import VerifyRequest
 from ktconv.verify.runner import OTHER, Check
 from ktconv.verify.second_reader import SecondReader
 from ktconv.verify.structure import StructureCheck
 from ktconv.verify.totals import ItemResult, Totals
-from ktconv.writer.manifest import MANIFEST
+from ktconv.writer.manifest import MANIFEST, read_begun
 
 LEVELS_WITH_MODEL_CODE = ("layers", "model")
-
-
-class ModelLevel(Protocol):
-    """Interface of level model, for any kind of output."""
-
-    def __init__(self, output: Any, request: VerifyRequest, findings: Findings) -> None: ...
-
-    @property
-    def memory(self) -> int: ...
-
-    @property
-    def lines(self) -> Sequence[str]: ...
-
-    def prepare(self) -> None: ...
-
-    def run(self, progression: Progression, notify: Notify) -> Facts | None: ...
 
 
 class OutputVerifier(ABC):
@@ -71,7 +50,7 @@ class OutputVerifier(ABC):
     structure: Facts  # what level structure found in headers
     more: Facts  # sections of the report that only this kind has; None: not requested
     structure_class: ClassVar[type[StructureCheck]]
-    layers_class: ClassVar[type[LayersCheck]]
+    layers_class: ClassVar[type[LayersCheck] | None] = None  # None: nothing is computed
     model_class: ClassVar[type[ModelLevel]]
 
     def __init__(self, request: VerifyRequest, level: str) -> None:
@@ -79,13 +58,14 @@ class OutputVerifier(ABC):
         self.model: ModelLevel | None = None  # at level model
         source = request.original
         if source is not None:
+            self._begun = read_begun(request.output)
             source = replace(source, map=self._naming(source), tower=self._tower(source))
             source = replace(source, adapter=self._adapters(source), prune=self._pruning(source))
         self.output = self.open(request.output, source)
 
     def _tower(self, source: ModelSource) -> str | None:
         """The tower of the source that the output records, else that of the option."""
-        recorded, given = recorded_tower(self.request.output), source.tower
+        recorded, given = self._begun.tower, source.tower
         if recorded and given and given != recorded:
             raise UsageError(
                 f"{self.request.output} contains the experts of the tower {recorded}, not {given}",
@@ -96,7 +76,7 @@ class OutputVerifier(ABC):
     def _adapters(self, source: ModelSource) -> tuple[str, ...] | None:
         """The adapters of the source: those of the option, or else those that the output names,
         where they are found."""
-        found = adapters_for(self.request.output, source)
+        found = self._begun.located_adapters(source)
         if found and source.adapter is None:
             self.findings.note(
                 f"adapters are those that {MANIFEST} names: {', '.join(names_of(found))}"
@@ -105,7 +85,7 @@ class OutputVerifier(ABC):
 
     def _pruning(self, source: ModelSource) -> Mapping[str, Any] | Path | None:
         """The experts that stay: those that the output records, else those of the option."""
-        recorded = recorded_pruning_of(self.request.output)
+        recorded = self._begun.pruning
         if recorded is None:
             return source.prune
         given = source.pruning()
@@ -118,7 +98,7 @@ class OutputVerifier(ABC):
 
     def _naming(self, source: ModelSource) -> NamingMap | None:
         """The map of the source's names: the option, or else what the output records."""
-        recorded = recorded_naming(self.request.output)
+        recorded = self._begun.naming
         if source.map is None:
             if recorded is not None:
                 self.findings.note(f"names of the source are by the map in {MANIFEST}")
@@ -184,7 +164,7 @@ class OutputVerifier(ABC):
             thread += checkpoint.thread_memory
             shared += checkpoint.shared_memory
         need = Need(thread, shared=shared)
-        if self.level in LEVELS_WITH_MODEL_CODE:
+        if self.level in LEVELS_WITH_MODEL_CODE and self.layers_class is not None:
             source, top_k = self.output.source, hidden_states.experts_per_token(self.output)
             need = Need(
                 need.thread,
@@ -253,5 +233,8 @@ class OutputVerifier(ABC):
 
     # ---- levels layers and model ----
 
-    def layers_check(self, notify: Notify) -> LayersCheck:
-        return self.layers_class(self.output, self.request, self.budget, self.findings, notify)
+    def run_layers(self, progression: Progression, notify: Notify) -> Facts | None:
+        if self.layers_class is None:
+            return None
+        found = self.layers_class(self.output, self.request, self.budget, self.findings, notify)
+        return found.run(progression)

@@ -15,11 +15,12 @@ from msgspec import Struct
 from ktconv.source.adapter.recorded import ENCODED_AGAIN, located
 from ktconv.source.model_source import ModelSource
 from ktconv.source.naming_map import NamingMap, map_of_record
+from ktconv.source.pruning.kept import Pruning, recorded_pruning
 from ktconv.source.side_files import MANIFEST as MANIFEST
 from ktconv.source.side_files import recorded
 from ktconv.system.files import write_durably
 from ktconv.system.regular_files import MissingFileError, read_small
-from ktconv.writer.journal import Record, is_run_record, is_unit_record, parse_record
+from ktconv.writer.journal import Journal, Record, is_run_record, is_unit_record, parse_record
 
 _UNITS = ',\n "units":'  # behind all else
 
@@ -69,12 +70,34 @@ class Manifest(Struct, frozen=True):
     @property
     def tower(self) -> str | None:
         """The one of the source's towers with experts that was converted; None: it has one."""
-        return tower_of_record(self.record)
+        source = self.record.get("source")
+        tower = source.get("tower") if isinstance(source, dict) else None
+        return tower if isinstance(tower, str) else None
 
     @property
     def adapters(self) -> tuple[str, ...] | None:
         """The adapters that were added to the source's weights, as NAME:WEIGHT; None: none."""
-        return adapters_of_record(self.record)
+        found = self.record.get("adapters")
+        named = isinstance(found, list) and all(isinstance(one, str) for one in found)
+        return tuple(found) if found and named else None
+
+    @property
+    def pruning(self) -> Pruning | None:
+        """The experts of the source that stay, where some were dropped."""
+        return recorded_pruning(self.record, str(self.path))
+
+    def located_adapters(self, source: ModelSource) -> tuple[str, ...] | None:
+        """The adapters of `source`: those that were given with it, else those that are named here,
+        where they are found. UsageError where one is not."""
+        if source.adapter is not None or (recorded := self.adapters) is None:
+            return source.adapter
+        return located(recorded, self.source_files, self.path.parent, source.model)
+
+    def as_converted(self, source: ModelSource) -> ModelSource:
+        """The source, read as the conversion did: with the same map, tower, adapters and
+        experts."""
+        adapters = self.located_adapters(source)
+        return source.recorded(self.naming, self.tower, adapters, self.pruning)
 
     @property
     def encoded_again(self) -> list[str]:
@@ -165,6 +188,17 @@ def read_run(output: Path) -> Manifest | None:
     return _manifest(output, head | {"units": {}} if head else parse_record(data))
 
 
+def read_begun(output: Path) -> Manifest:
+    """How a conversion, finished or not, was begun, without units; with an empty record where
+    nothing says that."""
+    if output.is_dir():
+        if (finished := read_run(output)) is not None:
+            return finished
+        if is_run_record(run := Journal(output).peek_run()):
+            return Manifest(output / MANIFEST, run)
+    return Manifest(output / MANIFEST, {})
+
+
 def _manifest(output: Path, content: Record | None) -> Manifest | None:
     if not is_run_record(content) or not isinstance(content.get("units"), dict):
         return None
@@ -201,26 +235,3 @@ def _manifest_lines(
             yield f",\n   {json.dumps(name)}: {json.dumps(record[name])}"
         yield "\n  }"
     yield "\n }\n}\n"
-
-
-def adapters_of_record(run: Record) -> tuple[str, ...] | None:
-    """The adapters that the record of a conversion names."""
-    found = run.get("adapters")
-    named = isinstance(found, list) and all(isinstance(one, str) for one in found)
-    return tuple(found) if found and named else None
-
-
-def located_adapters(run: Record, output: Path, source: ModelSource) -> tuple[str, ...] | None:
-    """The adapters of `source`: those that were given with it, else those that the record of the
-    conversion in `output` names, where they are found. UsageError where one is not."""
-    recorded = adapters_of_record(run)
-    if source.adapter is not None or recorded is None:
-        return source.adapter
-    return located(recorded, Manifest(output / MANIFEST, run).source_files, output, source.model)
-
-
-def tower_of_record(run: Record) -> str | None:
-    """The tower that the record of a conversion names."""
-    source = run.get("source")
-    tower = source.get("tower") if isinstance(source, dict) else None
-    return tower if isinstance(tower, str) else None

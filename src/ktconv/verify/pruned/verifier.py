@@ -5,16 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from msgspec.structs import replace
-
 from ktconv.source import TensorRef
 from ktconv.source.reading.buffers import BufferSizes
-from ktconv.system.text import Notify
 from ktconv.system.units import counted
-from ktconv.verify.findings import Facts, Progression
+from ktconv.verify.findings import Facts
 from ktconv.verify.kept_check import KeptCheck
-from ktconv.verify.layers import LayersCheck
-from ktconv.verify.memory import Budget, Need, plan_memory
 from ktconv.verify.pruned.model import PrunedModelCheck
 from ktconv.verify.pruned.output import PrunedOutput, open_pruned_output
 from ktconv.verify.reading import Context
@@ -37,19 +32,11 @@ class PrunedStructureCheck(StructureCheck):
         return self._check_names({*self._output.records})
 
 
-class _NoLayers:
-    """Level layers, of which there is nothing to compute."""
-
-    def run(self, progression: Progression) -> Facts | None:
-        return None
-
-
 class PrunedVerifier(OutputVerifier):
     """Runs the levels but layers, which is left out with a note."""
 
     output: PrunedOutput
     structure_class = PrunedStructureCheck
-    layers_class = LayersCheck
     model_class = PrunedModelCheck
     open = staticmethod(open_pruned_output)
 
@@ -69,15 +56,6 @@ class PrunedVerifier(OutputVerifier):
 
     def thread_bytes(self) -> int:
         return self.buffer_sizes().nbytes
-
-    def layers_check(self, notify: Notify) -> LayersCheck:
-        return _NoLayers()  # type: ignore[return-value]
-
-    def _budget(self) -> Budget:
-        need = Need(self.thread_bytes())
-        budget = plan_memory(need, self.request.max_memory, self.request.threads, None)
-        peak = self.model.memory if self.model else 0
-        return replace(budget, peak=max(budget.peak, peak))
 
     def buffer_sizes(self) -> BufferSizes:
         return BufferSizes()

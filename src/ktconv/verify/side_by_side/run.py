@@ -17,19 +17,13 @@ from ktconv.source.reading.matrices import experts_bytes
 from ktconv.system.stores import is_remote
 from ktconv.system.text import Notify, silent
 from ktconv.verify.findings import Progression
-from ktconv.verify.output import (
-    adapters_for,
-    recorded_adapters,
-    recorded_naming,
-    recorded_pruning_of,
-    recorded_tower,
-)
 from ktconv.verify.pruned.output import is_pruned_output
 from ktconv.verify.report.outputs import ERRORS
 from ktconv.verify.request import VerifyRequest
 from ktconv.verify.run import Result, prepare, unwatched, verify
 from ktconv.verify.side_by_side.request import CompareRequest
 from ktconv.verify.side_by_side.speed import Speed, kinds_of_output, measure
+from ktconv.writer.manifest import read_begun
 
 MEASURES = (
     "relative_rms_error",
@@ -95,12 +89,10 @@ def compare(
     """Verify each output to the level, then measure its experts. Raises KtconvError where something
     cannot be run; checks that fail are in the rows."""
     request.check()
-    first = request.outputs[0]
+    first = read_begun(request.outputs[0])
     _expect_same_adapters(request.outputs)
     source = ModelSource.of(request.source)
-    source = source.recorded(
-        recorded_naming(first), recorded_tower(first), adapters_for(first, source)
-    )
+    source = source.recorded(first.naming, first.tower, first.located_adapters(source))
     checkpoint = open_checkpoint(source)
     wishes = [_verification(request, output) for output in request.outputs]
     prepared = [prepare(wish) for wish in wishes]  # refuses all that is wrong before an hour's work
@@ -114,7 +106,7 @@ def compare(
 
 def _expect_same_adapters(outputs: Sequence[Path]) -> None:
     """UsageError for outputs whose models differ by adapters, by what they are called."""
-    first, *others = [recorded_adapters(one) or () for one in outputs]
+    first, *others = [read_begun(one).adapters or () for one in outputs]
     for output, adapters in zip(outputs[1:], others, strict=True):
         if adapters != first:
             names = [", ".join(one) or "no adapter" for one in (first, adapters)]
@@ -186,7 +178,7 @@ def _row(
         str(output),
         _method(facts),
         sum(file.stat().st_size for file in _files(output)),
-        8 * experts / _weights(checkpoint, recorded_pruning_of(output)),
+        8 * experts / _weights(checkpoint, read_begun(output).pruning),
         _measures(facts),
         speed,
         [failure.message for failure in result.failures],
