@@ -29,7 +29,7 @@ from ktconv.families.family import ExpertActivation
 from ktconv.formats import FORMATS, reference, split, tensor_name
 from ktconv.formats.folding import decode, encode, factors, folded_importance
 from ktconv.formats.search import Choice
-from ktconv.quantize.packed.folding import column_exponents, fold_memory, why_not
+from ktconv.quantize.packed.folding import Folding, column_exponents, why_not
 from ktconv.quantize.packed.importance.channel_weights import channel_weights
 from ktconv.quantize.packed.run import Request, prepare
 from ktconv.repack import merge, reshard
@@ -282,8 +282,7 @@ def test_integers_of_up_and_down_are_not_kept(tmp_path: Path) -> None:
 def test_memory_is_counted(model: Path, tmp_path: Path) -> None:
     request = Request(str(model), tmp_path / "out", Options(numa=1), threads=1)
     folded = replace(request, options=Options(numa=1, **FOLD))
-    layers = prepare(request).plan.moe_layers
-    extra = fold_memory(layers, folded.options)
+    extra = Folding().worker_memory(prepare(request).plan)
     assert extra >= 4 * HIDDEN * INNER
     roomy = prepare(folded).peak_memory
     least = prepare(replace(folded, max_memory=roomy - 1)).peak_memory

@@ -50,24 +50,6 @@ def _pieces(layers: Sequence[MoELayer], options: Options) -> set[tuple[int, int]
     }
 
 
-def backward_notes(options: Options) -> list[str]:
-    """Notes for the user of a conversion with these options."""
-    if not options.save_backward:
-        return []
-    notes = [
-        "backward matrices are quantized from the source, which is read a second time for them, "
-        "not from the forward codes, and so their weights differ a little from those of the "
-        "forward pass"
-    ]
-    for option, given in (("importance", options.importance), ("calibrate", options.calibrate)):
-        if given is not None:
-            notes.append(
-                f"--{option} knows inputs, not gradients: the scales of backward matrices make "
-                "their plain squared error smallest"
-            )
-    return notes
-
-
 class BackwardTask(PackingTask, frozen=True):
     """The transpose of one projection of one expert."""
 
@@ -124,7 +106,19 @@ class Backward(Way):
         return Backward() if asked.options.save_backward else None
 
     def notes(self, plan: Plan) -> list[str]:
-        return backward_notes(plan.target.options)
+        options = plan.target.options
+        notes = [
+            "backward matrices are quantized from the source, which is read a second time for "
+            "them, not from the forward codes, and so their weights differ a little from those of "
+            "the forward pass"
+        ]
+        for option, given in (("importance", options.importance), ("calibrate", options.calibrate)):
+            if given is not None:
+                notes.append(
+                    f"--{option} knows inputs, not gradients: the scales of backward matrices make "
+                    "their plain squared error smallest"
+                )
+        return notes
 
     def worker_memory(self, plan: Plan) -> int:
         return backward_memory(plan.moe_layers, plan.target.options)

@@ -23,13 +23,13 @@ from ktconv.formats.folding import LARGEST, factors, folded_importance, nearest_
 from ktconv.native import Layout
 from ktconv.quantize.packed.task import QuantizeTask
 from ktconv.quantize.packed.ways import Asked, Expert, Way
-from ktconv.source import ExpertMatrix, MoELayer
+from ktconv.source import ExpertMatrix
 from ktconv.source.reading.buffers import Buffers
 from ktconv.source.reading.matrices import ROWS_STEP, MatrixReader
 from ktconv.source.reading.reader import Span
 from ktconv.system.arrays import F32, I8, I64
 from ktconv.system.units import listed
-from ktconv.targets.packed.target import Options, Plan
+from ktconv.targets.packed.target import Plan
 from ktconv.writer.staging import Staging
 
 SAMPLE_BLOCKS = 4  # of ROWS_STEP rows of down, by which factors are chosen
@@ -38,26 +38,6 @@ _COPIES = 5  # of the sample in memory, in float32, while factors are chosen
 
 
 # ---- what can be folded ----------------------------------------------------------------
-
-
-def check_foldable(layers: Sequence[MoELayer], options: Options) -> None:
-    """UsageError for experts that a factor of up would make compute something else."""
-    if not options.fold:
-        return
-    if options.compat:
-        raise UsageError(
-            "--fold writes other weights than the reference converter, whose bytes --compat asks "
-            "for",
-            "omit --compat or --fold",
-        )
-    refused = {layer.index: layer.activation for layer in layers if why_not(layer.activation)}
-    if refused:
-        first = next(iter(refused.values()))
-        raise UsageError(
-            f"--fold up-down would change what the experts of "
-            f"{listed('layer', refused)} compute: {why_not(first)} ({first})",
-            "omit --fold",
-        )
 
 
 def why_not(activation: ExpertActivation) -> str:
@@ -73,28 +53,6 @@ def why_not(activation: ExpertActivation) -> str:
     if activation.function not in GATED_FUNCTIONS:
         return "their activation is not known to be linear in the output of up"
     return ""
-
-
-def fold_notes(layers: Sequence[MoELayer], options: Options) -> list[str]:
-    """Notes for the plan."""
-    if not options.fold:
-        return []
-    integers = any(
-        matrix.element.integer_zero is not None for layer in layers for matrix in layer.kinds
-    )
-    if not integers or not options.keep_integers:
-        return []
-    return ["integers of up and down are quantized again, also where they could be kept: --fold"]
-
-
-def fold_memory(layers: Sequence[MoELayer], options: Options) -> int:
-    """Bytes that a worker needs to choose factors."""
-    if not options.fold:
-        return 0
-    return max(
-        _COPIES * 4 * len(_sampled(layer.hidden_size)) * ROWS_STEP * layer.intermediate_size
-        for layer in layers
-    )
 
 
 # ---- the choice ------------------------------------------------------------------------
@@ -222,13 +180,37 @@ class Folding(Way):
         return Folding() if asked.options.fold else None
 
     def check(self, plan: Plan) -> None:
-        check_foldable(plan.moe_layers, plan.target.options)
+        """UsageError for experts that a factor of up would make compute something else."""
+        if plan.target.options.compat:
+            raise UsageError(
+                "--fold writes other weights than the reference converter, whose bytes --compat "
+                "asks for",
+                "omit --compat or --fold",
+            )
+        layers = plan.moe_layers
+        refused = {layer.index: layer.activation for layer in layers if why_not(layer.activation)}
+        if refused:
+            first = next(iter(refused.values()))
+            raise UsageError(
+                f"--fold up-down would change what the experts of "
+                f"{listed('layer', refused)} compute: {why_not(first)} ({first})",
+                "omit --fold",
+            )
 
     def notes(self, plan: Plan) -> list[str]:
-        return fold_notes(plan.moe_layers, plan.target.options)
+        kinds = (matrix for layer in plan.moe_layers for matrix in layer.kinds)
+        integers = any(matrix.element.integer_zero is not None for matrix in kinds)
+        if not integers or not plan.target.options.keep_integers:
+            return []
+        return [
+            "integers of up and down are quantized again, also where they could be kept: --fold"
+        ]
 
     def worker_memory(self, plan: Plan) -> int:
-        return fold_memory(plan.moe_layers, plan.target.options)
+        return max(
+            _COPIES * 4 * len(_sampled(layer.hidden_size)) * ROWS_STEP * layer.intermediate_size
+            for layer in plan.moe_layers
+        )
 
     def tasks(self, expert: Expert, tasks: list[Task]) -> list[Task]:
         """Up and down, the last two, become one."""
