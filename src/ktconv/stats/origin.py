@@ -6,6 +6,7 @@ import hashlib
 import json
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from ktconv import __version__
 from ktconv.source import Checkpoint, MoELayer
@@ -51,13 +52,7 @@ class Origin(Struct, frozen=True):
             "format": kind,
             "format_version": str(version),
             "ktconv": __version__,
-            "model": self.model,
-            "source_sha256": self.source_sha256,
-            "text": self.text,
-            "text_sha256": self.text_sha256,
-            "tokens": str(self.tokens),
-            "run": self.run,
-            "router": self.router,
+            **{name: str(value) for name, value in asdict(self).items()},
         }
 
 

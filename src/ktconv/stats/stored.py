@@ -46,10 +46,7 @@ class StatisticsFile:
                 self._again if older else "use a later ktconv, or record it again",
             )
         self.origin = Origin(
-            model=self.text("model"),
-            source_sha256=self.text("source_sha256"),
-            text=self.text("text"),
-            text_sha256=self.text("text_sha256"),
+            **{key: self.text(key) for key in ("model", "source_sha256", "text", "text_sha256")},
             tokens=self.number("tokens"),
             run=self.text("run"),
             router=str(self._metadata.get("router", "")),
