@@ -17,7 +17,7 @@ from ktconv.system.checksums import algorithm_of, checksum_for
 from ktconv.system.files import FileTooShortError, io_error
 from ktconv.system.opened import opened_source
 from ktconv.system.stores import MadePath
-from ktconv.targets.packed.matrix_check import ErrorStats
+from ktconv.targets.packed.matrix_check import RECORDED, ErrorStats
 from ktconv.verify.findings import Findings
 from ktconv.verify.reading_check import encoded_sums_check, sums_check
 from ktconv.verify.runner import Advance
@@ -26,7 +26,6 @@ from ktconv.verify.totals import ItemResult
 from ktconv.writer.journal import Record
 from ktconv.writer.manifest import MANIFEST
 
-CLAIMS = ("relative_rms_error", "max_error_steps", "zero_share")
 TOLERANCE = 2e-3  # the manifest has four digits, and sums are made in another order
 COPY_BYTES = 4 << 20
 
@@ -162,7 +161,7 @@ class CopyCheck(Struct, frozen=True):
 def check_claims(context: Context, name: str, sums: ErrorStats) -> None:
     """A failure for each error of tensor `name` that is not the one measured, `sums`."""
     about, measured = context.records.get(name, {}), sums.as_dict()
-    for key in CLAIMS:
+    for key in RECORDED:
         if key in about and not _agree(about[key], measured[key]):
             claim = f"{MANIFEST} says {key} {about[key]} of {name}"
             message = f"{claim}, but {measured[key]:.4g} was measured."

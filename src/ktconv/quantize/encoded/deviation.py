@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from ktconv import native
-from ktconv.conversion.tasks import four_digits, write_tensor
+from ktconv.conversion.tasks import write_tensor
 from ktconv.errors import CheckpointError, VerificationError
 from ktconv.formats.decode import bf16_to_f32, f16_to_f32
 from ktconv.quantize.encoded.stored import stored_matrix, tensor_scale
 from ktconv.system.arrays import F32, U8, U16, Array
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.encoded.scheme import Scheme
+from ktconv.targets.packed.matrix_check import ErrorStats
 from ktconv.writer.staging import Staging
 
 # Largest error allowed, in quantization steps. Rounding to the nearest level is off by half a step;
@@ -46,8 +47,7 @@ class Deviation:
         `factor`: the second scale as it is stored; `keeps`: codes and scales are the source's."""
         self._scheme, self._method, self._name = scheme, method, name
         self._half, self._factor, self._keeps = half, factor, keeps
-        self._squared_error = self._squared_source = 0.0
-        self._most_steps, self._zeros, self._elements = 0.0, 0, 0
+        self._sums = ErrorStats()
 
     def add(self, source: native.Matrix, codes: U8, scales: Array, zeros: U8 | None = None) -> None:
         """The next rows: their source, codes as bytes, scales as kt_encode leaves them, and codes
@@ -74,18 +74,15 @@ class Deviation:
     def _add(self, found: native.EncodedAudit, elements: int) -> None:
         if self._method == "rtn" and math.isinf(found.squared_error):
             self._refuse_infinite(found.squared_source)
-        self._most_steps = max(self._most_steps, found.max_steps)
-        self._squared_error += found.squared_error
-        self._squared_source += found.squared_source
-        self._zeros += found.zeros
-        self._elements += elements
+        sums = self._sums
+        sums.add(ErrorStats(*found[:5], elements))
         most = math.inf if self._scheme.search else MOST_STEPS[self._method]
-        if not self._most_steps <= most or not np.isfinite(self._squared_error):
+        if not sums.max_steps <= most or not np.isfinite(sums.squared_error):
             self._refuse(
-                f"it is up to {self._most_steps:.4g} steps off its source, more than the {most} "
+                f"it is up to {sums.max_steps:.4g} steps off its source, more than the {most} "
                 "allowed"
             )
-        if self._keeps and self._squared_error > _KEPT_ERROR * self._squared_source:
+        if self._keeps and sums.squared_error > _KEPT_ERROR * sums.squared_source:
             self._refuse("it is not what its source is, although its codes are kept")
 
     def _compared(
@@ -128,12 +125,7 @@ class Deviation:
 
     def finish(self) -> dict[str, float]:
         """Record for the manifest."""
-        relative = self._squared_source and self._squared_error / self._squared_source
-        return {
-            "relative_rms_error": four_digits(relative**0.5),
-            "max_error_steps": four_digits(self._most_steps),
-            "zero_share": four_digits(self._zeros / self._elements),
-        }
+        return self._sums.record()
 
 
 def compared(

@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import Struct
 
 from ktconv import native
-from ktconv.conversion.tasks import Advance, Piece, four_digits, write_tensor, written
+from ktconv.conversion.tasks import Advance, Piece, write_tensor, written
 from ktconv.errors import CheckpointError, VerificationError
 from ktconv.quantize.packed.importance.load import LayerWeights
 from ktconv.source import ExpertMatrix, MoELayer, Projection
@@ -88,7 +88,7 @@ class StackTask(Struct, frozen=True):
                 remaining -= part
                 advance(part)
             advance(remaining)
-        records = {name: digest.record() | _errors(sums)}
+        records = {name: digest.record() | sums.record()}
         if (bias := self.target.bias(self.layer, self.proj)) is not None:
             rows = (one.view(np.uint8) for one in biases_of(self.reader, self.matrices))
             records[bias.name] = write_tensor(bias.name, rows, staging, self.verify)
@@ -151,10 +151,3 @@ def compared(kind: str, view: native.Matrix, blocks: U8) -> native.EncodedAudit:
 
 def stats_of(found: native.EncodedAudit, view: native.Matrix) -> ErrorStats:
     return ErrorStats(*found[:5], view.rows * view.cols)
-
-
-def _errors(sums: ErrorStats) -> dict[str, float]:
-    """Errors of a tensor, as the manifest records them."""
-    errors = sums.as_dict()
-    names = ("relative_rms_error", "max_error_steps", "zero_share")
-    return {name: four_digits(errors[name]) for name in names}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ktconv import native
-from ktconv.conversion.tasks import ExpertTask, Stretch, four_digits, write_stretches
+from ktconv.conversion.tasks import ExpertTask, Stretch, write_stretches
 from ktconv.errors import VerificationError
 from ktconv.formats import FORMATS, Kind, Matrix, Slice, TensorId, split, tensor_name
 from ktconv.native import Layout
@@ -142,12 +142,9 @@ class PackingTask(ExpertTask, frozen=True):
         records: dict[str, Record] = {}
         for part in parts:
             weight, name = part.names
-            errors = part.check.finish().as_dict()
             records[weight] = {
                 **part.digest.record(),
-                "relative_rms_error": four_digits(errors["relative_rms_error"]),
-                "max_error_steps": four_digits(errors["max_error_steps"]),
-                "zero_share": four_digits(errors["zero_share"]),
+                **part.check.finish().record(),
                 **self._facts(part),
             }
             records[name] = part.scale_digest.record()

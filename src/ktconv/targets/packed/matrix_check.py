@@ -14,6 +14,7 @@ import numpy as np
 from msgspec import Struct
 
 from ktconv import native
+from ktconv.conversion.tasks import four_digits
 from ktconv.formats import KINDS, Format, TensorId, cut_by_rows, scales, tensor_name
 from ktconv.system.arrays import F32, F64, I8, I64, U8, Array, Bools
 from ktconv.targets.packed.proof import Proof
@@ -24,6 +25,7 @@ from ktconv.targets.packed.scale_rules import (
 )
 
 BINARY32_SLACK = 2.0**-15  # of a step: what comparing in binary32 can add to an error
+RECORDED = ("relative_rms_error", "max_error_steps", "zero_share")  # in manifests
 NAMED_PER_CALL = 3  # elements outside the bound that are named
 
 
@@ -57,6 +59,11 @@ class ErrorStats(Struct):
             "max_error_steps": self.max_steps,
             "zero_share": self.zeros / self.elements if self.elements else 0.0,
         }
+
+    def record(self) -> dict[str, float]:
+        """The errors that a manifest records."""
+        errors = self.as_dict()
+        return {name: four_digits(errors[name]) for name in RECORDED}
 
 
 class Violation(Struct, frozen=True):
