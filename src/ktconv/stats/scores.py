@@ -78,7 +78,7 @@ class ScoreTap:
     wants_inputs = False
 
     def __init__(self, layers: Mapping[int, Sizes], on_input: Sequence[int] = ()) -> None:
-        self._layers, self._on_input = layers, on_input
+        self._on_input = on_input
         # Per layer and expert: tokens, and sums of saliency, router weight and output norm.
         self._sums = {n: np.zeros((4, sizes.experts)) for n, sizes in layers.items()}
 

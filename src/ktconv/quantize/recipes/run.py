@@ -87,7 +87,7 @@ class Fitting:
     def __init__(self, request: Request, wish: Wish, importance: Path | None = None) -> None:
         """Reads headers only. UsageError for a wish that nothing fulfils."""
         wish.check()
-        self._request, self._wish = request, wish
+        self._wish = wish
         recipe = Recipe(_WHOLE, "compressed-tensors").toml
         options = replace(request.options, scheme=MIXED.name, group_size=0, recipe=recipe)
         possible = prepare(replace(request, options=options))

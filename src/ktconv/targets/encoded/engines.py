@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ktconv.errors import UsageError
 from ktconv.formats.specs import kernel_of
 from ktconv.source import MoELayer
+from ktconv.targets.encoded.readers import listed
 from ktconv.targets.encoded.recipe import Method, Recipe
 
 Chosen = Sequence[tuple[MoELayer, Sequence[int]]]  # layers, and ids of their experts
@@ -26,7 +27,7 @@ def _vllm(recipe: Recipe, chosen: Chosen) -> str | None:
         if len(methods) > 1:
             return (
                 f"computes all experts of a layer with one method, and layer {layer.index} has "
-                f"{_listed(methods)}"
+                f"{listed(method.words for method in methods)}"
             )
     return None
 
@@ -45,7 +46,9 @@ def _uniform(why: str) -> Engine:
         found: dict[Method, None] = {}
         for layer, experts in chosen:
             found |= _methods(recipe, layer, experts)
-        return f"{why}, and these have {_listed(found)}" if len(found) > 1 else None
+        if len(found) > 1:
+            return f"{why}, and these have {listed(method.words for method in found)}"
+        return None
 
     return engine
 
@@ -97,8 +100,3 @@ def engine_lines(recipe: Recipe, chosen: Chosen) -> list[str]:
 def _methods(recipe: Recipe, layer: MoELayer, experts: Sequence[int]) -> dict[Method, None]:
     """All of a layer, in order."""
     return {method: None for _, method in recipe.assigned(layer, experts)}
-
-
-def _listed(methods: Mapping[Method, None]) -> str:
-    *most, last = (method.words for method in methods)
-    return f"{', '.join(most)} and {last}" if most else last

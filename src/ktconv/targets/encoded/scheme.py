@@ -195,9 +195,6 @@ class Scheme(Struct, frozen=True):
         own = self.row.half
         return self.row.is_int and (half if own is None else own)
 
-    def groups(self, cols: int) -> int:
-        return cols // self.group_size if self.group_size > 0 else 1
-
     @property
     def encodes(self) -> bool:
         """Whether there are codes and scales; else weights are bf16."""

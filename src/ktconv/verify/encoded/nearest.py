@@ -71,7 +71,6 @@ class Compared(Struct, frozen=True):
 
     sums: ErrorStats
     wrong: Bools  # [rows, cols]: codes that are not nearest
-    nearest: F32  # [rows, cols]: what they should stand for, before scales
 
 
 def compare(kind: str, source: F32, data: U8, divisor: F32) -> Compared:
@@ -89,5 +88,4 @@ def compare(kind: str, source: F32, data: U8, divisor: F32) -> Compared:
     of_source, of_error, of_value = map(sum_of_squares, (source, error, value))
     zeros = int(np.count_nonzero(place == 0))
     sums = ErrorStats(of_source, of_error, of_value, 0.0, zeros, source.size)
-    nearest = np.where(np.signbit(source), -1, 1) * levels.values[wanted]
-    return Compared(sums, wrong, nearest.astype(np.float32))
+    return Compared(sums, wrong)

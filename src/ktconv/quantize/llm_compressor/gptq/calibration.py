@@ -41,10 +41,6 @@ class Samples(Struct, frozen=True):
     def tokens(self) -> int:
         return sum(map(len, self.ids))
 
-    def first(self, count: int, length: int) -> Samples:
-        """The first `count` samples, at most `length` tokens of each."""
-        return Samples([ids[:length] for ids in self.ids[:count]], self.facts)
-
 
 def load_tokenizer(model: Path) -> Any:
     """The tokenizer next to the weights; CheckpointError if there is none that can be loaded."""
