@@ -189,8 +189,8 @@ def read_run(output: Path) -> Manifest | None:
 
 
 def read_begun(output: Path) -> Manifest:
-    """How a conversion, finished or not, was begun, without units; with an empty record where
-    nothing says that."""
+    """The manifest of a conversion as it was begun, finished or not, without units; with an empty
+    record where nothing says that."""
     if output.is_dir():
         if (finished := read_run(output)) is not None:
             return finished
