@@ -6,9 +6,8 @@ pass, so that the second is compared with them window by window.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,28 +15,25 @@ from msgspec.structs import asdict
 from torch import Tensor
 
 from ktconv.errors import DiskSpaceError
+from ktconv.model.streamed.calls import Watcher
 from ktconv.model.streamed.compare import Predictions
 from ktconv.model.streamed.parts import PartedModel
 from ktconv.model.streamed.stream import PlannedPass
 from ktconv.source import Checkpoint
 from ktconv.system import machine
-from ktconv.system.arrays import Array
 from ktconv.system.text import Notify
 from ktconv.system.units import format_size
 from ktconv.verify.findings import Facts, Progression
 from ktconv.verify.request import VerifyRequest
 
 
-class _Kept:
-    """A Watcher that writes logits to a file, and hands them out again."""
+class _Kept(Watcher):
+    """Writes logits to a file, and hands them out again."""
 
     def __init__(self) -> None:
         self.path = Path()
         self._shapes: list[tuple[int, torch.Size, torch.dtype]] = []
         self._size = 0
-
-    def layer(self, index: int, window: int, values: Sequence[Any]) -> None:
-        pass
 
     def logits(self, window: int, logits: Sequence[Tensor]) -> None:
         found = logits[0].detach().cpu().contiguous()
@@ -55,16 +51,11 @@ class _Kept:
             data = np.frombuffer(bytearray(file.read(count)), np.uint8)
         return torch.from_numpy(data).view(dtype).reshape(shape)
 
-    def state(self) -> Mapping[str, Array]:
-        return {}
 
-    def restore(self, state: Mapping[str, Array]) -> None:
-        pass
-
-
-class Unpruned:
-    """The whole model, and what is compared with it. At the end of its context an interrupted pass
-    is kept, so that a later run goes on there."""
+class Unpruned(Watcher):
+    """The whole model; as a Watcher of the pass through the model with fewer experts, what is
+    compared with it. At the end of its context an interrupted pass is kept, so that a later run
+    goes on there."""
 
     def __init__(
         self, whole: Checkpoint, windows: Sequence[Tensor], request: VerifyRequest
@@ -106,20 +97,9 @@ class Unpruned:
         self._kept.path = self._pass.open(notify) / "logits"
         self._pass.run(watchers=[self._kept], progression=progression, notify=notify)
 
-    # ---- a Watcher of the pass through the model with fewer ----
-
-    def layer(self, index: int, window: int, values: Sequence[Any]) -> None:
-        pass
-
     def logits(self, window: int, logits: Sequence[Tensor]) -> None:
         """Compare those of the last side."""
         self.predictions.add(window, [self._kept.of(window), logits[-1]])
-
-    def state(self) -> Mapping[str, Array]:
-        return {}
-
-    def restore(self, state: Mapping[str, Array]) -> None:
-        pass
 
     def facts(self) -> Facts:
         """The figures of the model with fewer experts against that with all."""

@@ -42,7 +42,19 @@ class ExpertLayer(Struct, frozen=True):
         return ExpertLayer(index, site, source, site.stored)
 
 
-class ExpertRunner(Protocol):
+class Resumable(Protocol):
+    """An object with a state that is kept at each boundary of layers; by default there is none."""
+
+    def state(self) -> Mapping[str, Array]:
+        """State from which a later run goes on behind the layers that were run."""
+        return {}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        """The contrary of `state`, before the first layer."""
+        return
+
+
+class ExpertRunner(Resumable, Protocol):
     """Computes the experts of one layer after the other for all windows."""
 
     def run(self, layer: ExpertLayer, calls: Sequence[Call], outputs: Sequence[Tensor]) -> None:
@@ -52,14 +64,8 @@ class ExpertRunner(Protocol):
     def ahead(self, layer: MoELayer) -> None:
         """Before `run`: the experts of this layer are asked for behind those of that call."""
 
-    def state(self) -> Mapping[str, Array]:
-        """State from which a later run goes on behind the layers that were run."""
 
-    def restore(self, state: Mapping[str, Array]) -> None:
-        """The contrary of `state`, before the first layer."""
-
-
-class Tap(Protocol):
+class Tap(Resumable, Protocol):
     """Sees what the source's experts of each layer get."""
 
     wants_inputs: bool  # whether `inputs` is to be called
@@ -74,10 +80,6 @@ class Tap(Protocol):
     def layer_done(self, layer: int) -> None:
         """All of a layer's experts have run; what is written now survives a kill."""
 
-    def state(self) -> Mapping[str, Array]: ...
-
-    def restore(self, state: Mapping[str, Array]) -> None: ...
-
 
 @runtime_checkable
 class SeesNorms(Protocol):
@@ -86,14 +88,6 @@ class SeesNorms(Protocol):
     def norms(self, layer: int, expert: int, norms: Tensor, weights: Tensor) -> None:
         """Receive the 2-norms [n] of an expert's outputs times their weights, and the weights [n].
         Not called for experts without tokens."""
-
-
-class Resumable(Protocol):
-    """An object with a state that is kept at each boundary of layers."""
-
-    def state(self) -> Mapping[str, Array]: ...
-
-    def restore(self, state: Mapping[str, Array]) -> None: ...
 
 
 def joined_state(parts: Sequence[Resumable]) -> dict[str, Array]:
@@ -113,18 +107,13 @@ def restore_joined(parts: Sequence[Resumable], state: Mapping[str, Array]) -> No
         part.restore({name.removeprefix(start): array for name, array in own.items()})
 
 
-class Watcher(Protocol):
+class Watcher(Resumable, Protocol):
     """Sees what the layers, and at last the head, return for each window."""
 
     def layer(self, index: int, window: int, values: Sequence[Any]) -> None:
         """Receive the values that a layer returns, by side; where sides do not differ yet, twice
         the same object."""
+        return
 
     def logits(self, window: int, logits: Sequence[Tensor]) -> None:
         """[1, T, V], by side."""
-
-    def state(self) -> Mapping[str, Array]:
-        """State from which a later run goes on behind the layers that were run."""
-
-    def restore(self, state: Mapping[str, Array]) -> None:
-        """The contrary of `state`, before the first layer."""
