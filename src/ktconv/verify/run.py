@@ -62,19 +62,20 @@ def prepare(request: VerifyRequest) -> OutputVerifier:
     check_sample(request.sample)
     if request.text is not None:
         read_text(request.text)  # a KtconvError now, not after an hour of reading
-    if request.output.is_dir() and is_gguf_output(request.output):
-        found = GgufVerifier(request, level)
-        found.prepare()
-        return found
-    if request.output.is_dir() and is_pruned_output(request.output):
-        pruned = PrunedVerifier(request, level)
-        pruned.prepare()
-        return pruned
-    is_gpu = request.output.is_dir() and is_gpu_output(request.output, bool(request.source))
-    # PackedVerifier says what is wrong with anything that is neither.
-    verifier = EncodedVerifier(request, level) if is_gpu else PackedVerifier(request, level)
+    verifier = _kind(request)(request, level)
     verifier.prepare()
     return verifier
+
+
+def _kind(request: VerifyRequest) -> type[OutputVerifier]:
+    output = request.output
+    if output.is_dir() and is_gguf_output(output):
+        return GgufVerifier
+    if output.is_dir() and is_pruned_output(output):
+        return PrunedVerifier
+    if output.is_dir() and is_gpu_output(output, bool(request.source)):
+        return EncodedVerifier
+    return PackedVerifier  # which says what is wrong with anything that is none of these
 
 
 def _level(request: VerifyRequest) -> str:

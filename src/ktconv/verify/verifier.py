@@ -153,9 +153,9 @@ class OutputVerifier(ABC):
                 "omit it",
             )
 
-    @abstractmethod
     def check_more(self) -> Facts:
         """`more`, from headers."""
+        return {}
 
     def _budget(self) -> Budget:
         """Threads and memory for all levels up to the requested one."""
@@ -182,9 +182,9 @@ class OutputVerifier(ABC):
         layers, packed = self.output.source_layers.values(), self.output.packed.layers.values()
         return layers_need(layers, packed, self.request, top_k)
 
-    @abstractmethod
     def thread_bytes(self) -> int:
         """Memory of a thread that reads and compares."""
+        return self.buffer_sizes().nbytes
 
     def shared_bytes(self) -> int:
         """Memory of what all threads use."""
@@ -192,9 +192,9 @@ class OutputVerifier(ABC):
 
     # ---- levels structure and weights ----
 
-    @abstractmethod
     def buffer_sizes(self) -> BufferSizes:
         """Buffers that a worker needs to read any matrix of the source."""
+        return BufferSizes()
 
     def _checks(self) -> Sequence[Check[ItemResult]]:
         """Checks of what is read, in the order of the output; with --sample a part of it, which has

@@ -10,7 +10,6 @@ from ktconv.conversion.plan import plan_checkpoint
 from ktconv.errors import CheckpointError
 from ktconv.formats.gguf import GGUF_FORMATS
 from ktconv.source import Projection, TensorRef, open_checkpoint
-from ktconv.source.agreement import Dimensions
 from ktconv.source.model_source import ModelSource
 from ktconv.targets.gguf.target import FORMAT, GgufTarget, Options
 from ktconv.targets.gguf.weights import open_gguf
@@ -30,15 +29,11 @@ class GgufOutput(OpenedOutput, frozen=True, kw_only=True):
 
     @property
     def has_config(self) -> bool:
-        return False  # metadata are in the files
+        return False  # which is no part of it: metadata are in the files
 
     def experts_in(self, layer: int) -> Sequence[int]:
         found = self.experts.get((layer, "down"))
         return range(found.shape[0]) if found is not None and found.shape else ()
-
-    @property
-    def dimensions(self) -> Mapping[int, Dimensions]:
-        return {}  # config.json is no part of the output
 
 
 def is_gguf_output(directory: Path) -> bool:

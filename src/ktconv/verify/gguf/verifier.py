@@ -173,9 +173,6 @@ class GgufVerifier(OutputVerifier):
     def check_options(self) -> None:
         self.refuse_packed_options("GGUF files")
 
-    def check_more(self) -> Facts:
-        return {}
-
     def thread_bytes(self) -> int:
         """Bytes of a thread: buffers, and as many again for the blocks that are compared."""
         return 2 * self.buffer_sizes().nbytes

@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator
 
 from ktconv.source import TensorRef
-from ktconv.source.reading.buffers import BufferSizes
 from ktconv.system.units import counted
 from ktconv.verify.findings import Facts
 from ktconv.verify.kept_check import KeptCheck
@@ -43,9 +42,6 @@ class PrunedVerifier(OutputVerifier):
     def check_options(self) -> None:
         self.refuse_packed_options("the encoding of its source")
 
-    def check_more(self) -> Facts:
-        return {}
-
     def check_source(self) -> None:
         self.findings.note(
             "level layers was not run: experts have the bytes of the source, and no kernel is "
@@ -53,12 +49,6 @@ class PrunedVerifier(OutputVerifier):
         )
         if self.level == "layers":
             self.level = "weights"  # the level that the output is verified to
-
-    def thread_bytes(self) -> int:
-        return self.buffer_sizes().nbytes
-
-    def buffer_sizes(self) -> BufferSizes:
-        return BufferSizes()
 
     def expert_checks(
         self, context: Context, share: float, rng: random.Random
