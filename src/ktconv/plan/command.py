@@ -71,7 +71,7 @@ def make_plan(request: PlanRequest) -> Planned:
     totals = rank_bytes(placements, sizes)
     if request.placed == "balanced":
         check_memory(model, request, totals)
-    cpu, warnings = cpu_side(model, placements, request.method, request.numa, request.splits)
+    cpu, warnings = cpu_side(model, placements, request)
     warnings = [*_warnings(model, load, request, placements), *warnings]
     return Planned(request, model, load, placements, totals, cpu, warnings)
 

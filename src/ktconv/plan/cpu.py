@@ -18,6 +18,7 @@ from ktconv.formats import (
     packed_shape,
 )
 from ktconv.plan.ranks import LayerPlacement
+from ktconv.plan.request import PlanRequest
 from ktconv.plan.sizes import Layer, Model
 from ktconv.system.machine import numa_nodes
 
@@ -41,20 +42,13 @@ class PackedSide(Struct, frozen=True):
 
 
 def cpu_side(
-    model: Model,
-    placements: Sequence[LayerPlacement],
-    method: str | None,
-    numa: int,
-    split: bool,
+    model: Model, placements: Sequence[LayerPlacement], request: PlanRequest
 ) -> tuple[PackedSide | None, list[str]]:
-    """Experts and bytes of each node, if `method` can have the model's sizes, and why not
-    otherwise.
-
-    UsageError if `method` or `numa` was asked for and is impossible. `split`: experts on GPUs are
-    not counted as cold.
-    """
+    """Experts and bytes of each node, if the method can have the model's sizes, and why not
+    otherwise. UsageError if `method` or `numa` was asked for and is impossible."""
     if model.packed is not None:
-        return _as_packed(model, placements, method, numa, split), []
+        return _as_packed(model, placements, request), []
+    method, numa = request.method, request.numa
     fmt, parts = format_named(method or DEFAULT), numa or numa_nodes()
     reasons = dict.fromkeys(filter(None, (_why_not(one, fmt, parts) for one in model.layers)))
     if reasons:
@@ -72,18 +66,15 @@ def cpu_side(
         [sum(each[index][part] * count for index, count in counts.items()) for part in range(parts)]
         for counts in (here, left)
     )
-    return PackedSide(fmt.key, complete, cold if split else None), []
+    return PackedSide(fmt.key, complete, cold if request.splits else None), []
 
 
 def _as_packed(
-    model: Model,
-    placements: Iterable[LayerPlacement],
-    method: str | None,
-    numa: int,
-    split: bool,
+    model: Model, placements: Iterable[LayerPlacement], request: PlanRequest
 ) -> PackedSide:
     """The CPU's side as an output has it. UsageError for another method or number of parts."""
     assert model.packed is not None
+    method, numa = request.method, request.numa
     layers = model.packed.layers
     parts = max(one.parts for one in layers.values())
     names = sorted({one.format.key for one in layers.values() if one.format})
@@ -98,7 +89,7 @@ def _as_packed(
             for expert in experts:
                 for part, size in enumerate(model.part_bytes[one.layer.index, expert]):
                     totals[part] += size
-    return PackedSide(", ".join(names), complete, cold if split else None)
+    return PackedSide(", ".join(names), complete, cold if request.splits else None)
 
 
 def _why_not(layer: Layer, fmt: Format, parts: int) -> str | None:
