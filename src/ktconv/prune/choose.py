@@ -19,7 +19,7 @@ from ktconv.source.reading.matrices import experts_bytes
 from ktconv.stats.router_sample import notes_on_origin
 from ktconv.stats.scores import LayerScores, Scores, read_scores
 from ktconv.system.arrays import F64
-from ktconv.system.text import path_text
+from ktconv.system.text import path_text, table_lines
 from ktconv.system.units import counted, format_ranges, format_size, listed
 from ktconv.targets.consumers import UNEVEN
 
@@ -108,10 +108,7 @@ class Selection(Struct, frozen=True):
                     format_ranges(one.kept.dropped) or "none",
                 )
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            cells = [cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)]
-            yield "  ".join([*cells, row[-1]])
+        return table_lines(rows, left={len(rows[0]) - 1})
 
 
 def choose(checkpoint: Checkpoint, choice: Choice) -> Selection:
