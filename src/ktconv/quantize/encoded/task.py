@@ -244,10 +244,8 @@ class _Part:
 
     def largest(self, view: native.Matrix, scratch: U8) -> float:
         """The largest magnitude. CheckpointError for a NaN or an infinity."""
-        try:
+        with self.encoder.source.only_finite():
             return native.largest(view, scratch)
-        except native.NonFiniteError as error:
-            raise self.encoder.source.not_finite(error.row, error.col) from error
 
     def encoded(
         self, view: native.Matrix, places: Mapping[str, U8], scratch: U8
@@ -354,10 +352,8 @@ class _Rounded(_Encoder):
     ) -> tuple[native.EncodedAudit, native.ByteSums]:
         """Encode the whole matrix into `codes` and `scales`, and compare them with it."""
         encoding, factor = self._encoding, self._tensor_scale
-        try:
+        with self.source.only_finite():
             found = native.encode_audit(encoding, view, factor, codes, self.scales, scratch)
-        except native.NonFiniteError as error:
-            raise self.source.not_finite(error.row, error.col) from error
         self._refuse_infinite(range(view.rows), codes, self.scales)
         return found
 
@@ -365,10 +361,8 @@ class _Rounded(_Encoder):
         self, chunk: range, view: native.Matrix, data: U8, scales: Array, buffers: Buffers
     ) -> U8:
         codes = buffers.packed[: self._sizes.row_bytes * len(chunk)]
-        try:
+        with self.source.only_finite(chunk.start):
             native.encode(self._encoding, view, self._tensor_scale, codes, scales, buffers.scratch)
-        except native.NonFiniteError as error:
-            raise self.source.not_finite(chunk.start + error.row, error.col) from error
         self._refuse_infinite(chunk, codes, scales)
         return codes
 
@@ -457,8 +451,6 @@ def largest_of(reader: SourceReader, matrix: ExpertMatrix) -> float:
     rows = min(chunk_rows(matrix), matrix.rows)
     buffer, bounce = (np.empty(n, np.uint8) for n in (buffer_bytes(matrix, rows), BOUNCE_BYTES))
     for chunk, view in source.views(buffer, bounce):
-        try:
+        with source.only_finite(chunk.start):
             most = max(most, native.largest(view))
-        except native.NonFiniteError as error:
-            raise source.not_finite(chunk.start + error.row, error.col) from error
     return most

@@ -142,10 +142,8 @@ class Estimation:
                 options = candidate.options(self._options)
                 own = MatrixReader(reader, matrix, options.compat, options.keep_integers)
                 view = own.view(rows, scales, data, first, stop - first)
-                try:
+                with own.only_finite(rows.start, first):
                     sums[i] += _squares(candidate, view, counted)
-                except native.NonFiniteError as error:
-                    raise own.not_finite(rows.start + error.row, first + error.col) from error
         return relative(sums)
 
     def _columns(self, sample: Sample) -> list[tuple[int, int]]:

@@ -106,10 +106,8 @@ class Measurement:
         source = MatrixReader(reader, matrix)
         data, scales = source.read_alone(rows)
         view = source.view(rows, scales, data, 0, matrix.cols)
-        try:
+        with source.only_finite(rows.start):
             largest = native.largest(view)
-        except native.NonFiniteError as error:
-            raise source.not_finite(rows.start + error.row, error.col) from error
         wanted = native.decode(view).astype(np.float64)
         counted = None
         if self._weights is not None:

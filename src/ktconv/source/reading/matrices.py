@@ -269,6 +269,14 @@ class MatrixReader(Struct, frozen=True):
             raise self.not_finite(first + row, col)
         return values
 
+    @contextmanager
+    def only_finite(self, row: int = 0, col: int = 0) -> Iterator[None]:
+        """CheckpointError for a NaN or an infinity in a view that begins at (row, col)."""
+        try:
+            yield
+        except native.NonFiniteError as error:
+            raise self.not_finite(row + error.row, col + error.col) from error
+
     def not_finite(self, row: int, col: int) -> CheckpointError:
         """Error for the value at (row, col), a NaN or an infinity, with the reason."""
         tensor, matrix = self.matrix.tensor, self.matrix
