@@ -31,7 +31,6 @@ from ktconv.source.pruning.kept import Pruning, read_pruning
 from ktconv.source.pruning.view import PrunedView
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.reading.reader import SourceReader
-from ktconv.system import machine
 from ktconv.targets.pruned import Options, Plan, PrunedTarget, card
 from ktconv.writer.option_files import WrittenFile
 
@@ -78,10 +77,8 @@ def prepare(request: Request) -> Preflight:
     plan = replace(plan, notes=[*plan.notes, *notes])
     check_output(plan, request.output)
     threads, peak = fit_memory(request, plan.checkpoint, BufferSizes().nbytes)
-    free = machine.disk_free(request.output)
-    return Preflight(
-        request, plan, plan.layer_units(request.layers), threads, peak, free, selection
-    )
+    units = plan.layer_units(request.layers)
+    return Preflight(request, plan, units, threads, peak, selection)
 
 
 def prune(
