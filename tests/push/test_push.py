@@ -23,8 +23,9 @@ from helpers.hub_uploads import READ_ONLY, TOKEN, Hub, Repository
 
 from ktconv.cli.app import app
 from ktconv.errors import KtconvError
-from ktconv.push.command import Request, push
+from ktconv.push.command import push
 from ktconv.push.content import content_of
+from ktconv.push.hub import Request
 from ktconv.verify.run import unwatched
 
 NAME = "org/some-moe"

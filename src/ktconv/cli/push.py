@@ -60,7 +60,8 @@ def push_command(
     Example: ktconv push qwen3-int4 org/Qwen3-30B-A3B-int4 --private
     """
     with errors_shown(as_json, progress=progress):
-        from ktconv.push.command import Request, push
+        from ktconv.push.command import push
+        from ktconv.push.hub import Request
 
         sending = False
 

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
-from ktconv import __version__
 from ktconv.errors import UsageError
 from ktconv.push.content import Content, Progression, content_of
-from ktconv.push.hub import MAIN, Sent, check_repository, check_revision, send
+from ktconv.push.hub import MAIN, Request, Sent, check_repository, check_revision, send
 from ktconv.system.text import first_few
 from ktconv.system.units import counted, format_size
 from ktconv.verify.run import unwatched
 from ktconv.writer.manifest import MANIFEST
 
 _NAMED = 10  # files that are not sent
-
-
-class Request(Struct, frozen=True):
-    """The request of `push`: what to push, and where to."""
-
-    output: Path
-    repository: str  # org/name
-    private: bool = False  # of a repository that is made
-    revision: str | None = None  # a branch; None: main
-    create_pr: bool = False
-    message: str | None = None
 
 
 class Pushed(Struct, frozen=True):
@@ -102,13 +89,4 @@ def push(
     if dry_run:
         return Pushed(request, content)
     begin(content)
-    sent = send(
-        content,
-        request.repository,
-        private=request.private,
-        revision=request.revision,
-        create_pr=request.create_pr,
-        message=request.message or f"Upload the output of ktconv {__version__}",
-        bars=bars,
-    )
-    return Pushed(request, content, sent)
+    return Pushed(request, content, send(content, request, bars))

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -29,6 +30,17 @@ _NAME = re.compile(r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?", re.ASCII)
 _MOST_CHARACTERS = 96
 _AGAIN = "run the same command again: what the hub has already is not sent again"
 _LOGIN = "log in with a token that may write: hf auth login"
+
+
+class Request(Struct, frozen=True):
+    """The request of `push`: what to push, and where to."""
+
+    output: Path
+    repository: str  # org/name
+    private: bool = False  # of a repository that is made
+    revision: str | None = None  # a branch; None: main
+    create_pr: bool = False
+    message: str | None = None
 
 
 class Sent(Struct, frozen=True):
@@ -80,34 +92,25 @@ def check_revision(name: str | None) -> None:
         )
 
 
-def send(
-    content: Content,
-    repository: str,
-    *,
-    private: bool,
-    revision: str | None,
-    create_pr: bool,
-    message: str,
-    bars: bool = True,
-) -> Sent:
+def send(content: Content, request: Request, bars: bool = True) -> Sent:
     """Make the repository if there is none, and send the files of `content` to it; `bars`: the
     library's.
 
     UsageError without the package, a token or the right to write, ResourceError where the hub
     cannot be reached or refuses.
     """
-    api = _api()
+    api, repository, revision = _api(), request.repository, request.revision
 
     def upload() -> Any:
-        _prepare(api, repository, private)
+        _prepare(api, repository, request.private)
         if revision not in (None, MAIN) and not str(revision).startswith("refs/"):
             api.create_branch(repository, branch=str(revision), exist_ok=True)
         return api.upload_folder(
             repo_id=repository,
             folder_path=content.output,
-            commit_message=message,
+            commit_message=request.message or f"Upload the output of ktconv {__version__}",
             revision=revision,
-            create_pr=create_pr,
+            create_pr=request.create_pr,
             allow_patterns=[glob.escape(name) for name in content.files],
         )
 
@@ -166,9 +169,7 @@ def errors_explained(repository: str) -> Iterator[None]:
     """Errors of the hub and its library as ours, in one sentence."""
     try:
         yield
-    except KtconvError:
-        raise
-    except MemoryError:
+    except (KtconvError, MemoryError):
         raise
     except Exception as error:
         found = explained(error, repository)
