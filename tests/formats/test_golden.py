@@ -7,10 +7,10 @@ import hashlib
 import numpy as np
 import pytest
 from helpers import golden
+from helpers.reference import quantize_pack
 
 from ktconv.formats import PROJECTIONS, kt_path, packed_shape, parse_kt_path, parse_tensor_name
 from ktconv.formats.decode import bf16_to_f32
-from ktconv.formats.reference import quantize_pack
 
 
 def test_splitmix64_starts_as_published() -> None:

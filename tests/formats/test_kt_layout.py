@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.reference.kt_layout import TILINGS, offsets, pack_codes, unpack_codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ktconv.formats import FORMATS, INT4, INT8, Format, output_formats
-from ktconv.formats.kt_layout import TILINGS, offsets, pack_codes, unpack_codes
 
 both_formats = pytest.mark.parametrize("fmt", output_formats().values(), ids=lambda fmt: fmt.key)
 

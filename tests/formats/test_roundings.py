@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.reference import dequantize, quantize
+from helpers.reference.integers import second_rounding
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from ktconv.formats import INT4, INT8, SMALLEST_NORMAL, Format, output_formats, scales
-from ktconv.formats import int4 as int4_rules
-from ktconv.formats import int8 as int8_rules
 from ktconv.formats.decode import bf16_to_f32
-from ktconv.formats.reference import dequantize, quantize
+from ktconv.formats.integers import RECIPROCAL_OF_127, scale_of
 
 F32 = NDArray[np.float32]
 
@@ -49,7 +49,7 @@ def check_bounds(fmt: Format, matrix: F32) -> None:
 
 
 def test_reciprocal_constant() -> None:
-    assert bits_of(np.array([int8_rules.RECIPROCAL_OF_127])) == [0x3C010204]
+    assert bits_of(np.array([RECIPROCAL_OF_127])) == [0x3C010204]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_scale_examples(fmt: Format, amax: float, scale: int) -> None:
 def test_int8_scale_is_no_division() -> None:
     amax = from_bits(*range(0x3F80, 0x4000))[0]
     divided = amax / np.float32(127)
-    assert np.flatnonzero(int8_rules.scale_of(amax) != divided).tolist() == [
+    assert np.flatnonzero(scale_of(INT8, amax) != divided).tolist() == [
         15,
         16,
         47,
@@ -81,7 +81,7 @@ def test_int8_scale_is_no_division() -> None:
 
 def test_int4_scale_is_a_division_and_no_reciprocal() -> None:
     amax = from_bits(*range(0x03E0, 0x7F80))[0]
-    scale = int4_rules.scale_of(amax)
+    scale = scale_of(INT4, amax)
     assert np.array_equal(scale, amax / np.float32(112))
     assert (scale != amax * (np.float32(1) / np.float32(112))).any()
 
@@ -124,7 +124,7 @@ def test_int8_ties_go_to_even(y: float, code: int) -> None:
 def test_second_rounding_of_every_byte() -> None:
     q = np.arange(-128, 128, dtype=np.int32)
     expected = [int(np.sign(v)) * ((abs(int(v)) + 8) // 16) for v in q]
-    assert int4_rules.second_rounding(q).tolist() == expected
+    assert second_rounding(q).tolist() == expected
 
 
 @both_formats

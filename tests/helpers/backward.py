@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from helpers import reference
 from helpers.convert import Matrices, Rule
 from helpers.families import Raw
-from ktconv.formats import FORMATS, reference
+from helpers.reference import Choice
+from helpers.reference.kt_layout import pack_codes
+from ktconv.formats import FORMATS
 from ktconv.formats.decode import round_to_bf16
-from ktconv.formats.kt_layout import pack_codes
-from ktconv.formats.search import Choice
 
 
 def expected_backward(

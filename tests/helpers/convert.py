@@ -1,6 +1,6 @@
 """Running conversions and holding their output against the truth.
 
-The truth is `formats.reference` on source values decoded by NumPy; files are read by the
+The truth is `helpers.reference` on source values decoded by NumPy; files are read by the
 safetensors library and never by our own reader.
 """
 
@@ -18,21 +18,20 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import deserialize
 
+from helpers import reference
 from helpers.families import Raw, Weights, read_matrix
+from helpers.reference import Choice, kt_layout
+from helpers.reference.kt_layout import pack_codes
 from ktconv.conversion.run import Report
 from ktconv.formats import (
     FORMATS,
     Format,
-    kt_layout,
     kt_path,
     parse_tensor_name,
-    reference,
     split,
     tensor_name,
 )
 from ktconv.formats.decode import round_to_bf16
-from ktconv.formats.kt_layout import pack_codes
-from ktconv.formats.search import Choice
 from ktconv.quantize.packed.run import Request, quantize_cpu
 from ktconv.source import PROJECTIONS, ModelSource, Projection, open_checkpoint
 from ktconv.targets.packed.target import Options

@@ -13,12 +13,12 @@ from typing import Literal
 
 import numpy as np
 import pytest
+from helpers.reference import Choice
 from numpy.typing import NDArray
 
 from ktconv import native
 from ktconv.formats import FORMATS, Format
 from ktconv.formats.decode import bf16_to_f32, e4m3fn_to_f32, f16_to_f32, round_to_bf16
-from ktconv.formats.search import Choice
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]

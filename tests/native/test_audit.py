@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from helpers import reference
 from helpers.levels import at_level
 from helpers.looped import each
+from helpers.reference.kt_layout import offsets, pack_codes, unpack_codes
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from msgspec import structs
@@ -28,8 +30,7 @@ from native.support import (
 from numpy.typing import NDArray
 
 from ktconv import native
-from ktconv.formats import FORMATS, output_formats, reference
-from ktconv.formats.kt_layout import offsets, pack_codes, unpack_codes
+from ktconv.formats import FORMATS, output_formats
 
 pytestmark = pytest.mark.slow
 

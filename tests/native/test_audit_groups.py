@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from helpers import reference
 from helpers.levels import at_level
 from helpers.looped import each
 from msgspec.structs import replace
@@ -16,7 +17,7 @@ from native.support import F32, STORED, U8, Rule, Source, assert_same, every_rul
 from numpy.typing import NDArray
 
 from ktconv import native
-from ktconv.formats import FORMATS, gint4, gint8
+from ktconv.formats import FORMATS
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 from ktconv.native import Layout
 
@@ -29,10 +30,6 @@ layouts = pytest.mark.parametrize(
     "layout", LAYOUTS, ids=lambda layout: f"{layout.format}-{layout.group}-{layout.scale_dtype}"
 )
 ROUNDED = 0.5 + 2.0**-14  # steps; a bf16 scale is up to 2^-9 smaller than amax / 7 or / 127
-
-
-def reference_of(layout: Layout) -> Any:
-    return gint4 if layout.format == "gint4" else gint8
 
 
 def top_of(layout: Layout) -> int:
@@ -84,7 +81,7 @@ def rule_scale(layout: Layout, source: Source) -> F32:
         fmt = replace(
             FORMATS[f"{layout.format}-32"], group=layout.group, scale_dtype=layout.scale_dtype
         )
-        found: Any = reference_of(layout).quantize(fmt, source.values(), source.reference_choice)[1]
+        found: Any = reference.quantize(fmt, source.values(), source.reference_choice)[1]
         return bf16_to_f32(found) if layout.scale_dtype == "bf16" else found
     amax = np.abs(source.values()).reshape(source.rows, -1, layout.group).max(axis=2)
     scale = (amax.astype(np.float64) / 7).astype(np.float32)

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import reference
 from helpers.paths import NATIVE, ROOT
+from helpers.reference import Choice, fixed_search
 from native.support import F32, Source, assert_same, quantize_pack
 
 from ktconv import native
-from ktconv.formats import FORMATS, fixed_search, reference
+from ktconv.formats import FORMATS
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.formats.search import Choice
 
 pytestmark = pytest.mark.slow
 

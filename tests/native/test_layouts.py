@@ -8,14 +8,16 @@ from itertools import product
 
 import numpy as np
 import pytest
+from helpers import reference
 from helpers.looped import each
+from helpers.reference import packing
+from helpers.reference.kt_layout import TILINGS
 from msgspec.structs import replace
 from native.support import STORED, Rule, Source, assert_same, every_rule, guarded
 
 from ktconv import native
-from ktconv.formats import Format, fp8, gint4, gint8, groups, output_formats
+from ktconv.formats import Format, groups, output_formats
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.formats.kt_layout import TILINGS
 from ktconv.formats.table import FORMATS as METHODS
 from ktconv.native import FORMATS, SCALE_DTYPES, Layout
 
@@ -138,7 +140,7 @@ def test_packed_scales_lie_where_the_kernels_read_them() -> None:
     grouped, block = Layout("gint4", 32, "bf16"), Layout("fp8", 128)
     for layout, expected in (
         (grouped, lambda scale: groups.pack_scale(scale)),
-        (block, lambda scale: fp8.pack_scale(scale, 160, 128)),
+        (block, lambda scale: packing.fp8_scale(scale, 160, 128)),
     ):
         scale = some_scales(layout, 160, 256)
         packed = np.empty(layout.weight_size(160, 256), np.uint8)
@@ -204,7 +206,6 @@ def expected_groups(layout: Layout, source: Source) -> tuple[np.ndarray, np.ndar
         return by_amax(layout, source.values())
     row = METHODS[f"{layout.format}-32"]
     fmt = replace(row, group=layout.group, scale_dtype=layout.scale_dtype)
-    reference = gint4 if layout.format == "gint4" else gint8
     plain, scale = reference.quantize(fmt, source.values(), source.reference_choice)
     wide = scale if layout.scale_dtype == "f32" else bf16_to_f32(scale)
     stored = groups.unpacked_nibbles(plain) if layout.format == "gint4" else plain
@@ -239,7 +240,7 @@ def test_group_scales(
     packed = np.full(layout.weight_size(rows, cols), 0x5A, np.uint8)
     packed_scale = np.full(layout.scale_size(rows, cols), 0x5A, np.uint8)
     native.quantize_pack(layout, source.matrix(), packed, packed_scale, choice=source.choice)
-    assert_same("packed", packed, (gint4 if nibbles else gint8).pack(stored))
+    assert_same("packed", packed, (packing.gint4 if nibbles else packing.gint8)(stored))
     assert_same("packed scales", packed_scale, groups.pack_scale(scale))
     again = np.empty_like(packed)
     assert_same(

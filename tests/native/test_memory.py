@@ -7,11 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from helpers import reference
 from helpers.looped import each
 from native.support import F32, STORED, U8, Source, assert_same, guarded, quantize_pack
 
 from ktconv import native
-from ktconv.formats import FORMATS, output_formats, reference
+from ktconv.formats import FORMATS, output_formats
 from ktconv.formats.decode import e4m3fn_to_f32
 
 pytestmark = pytest.mark.slow

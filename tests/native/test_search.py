@@ -6,15 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import reference
+from helpers.reference.search import Choice, nearest_codes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from native.support import F32, Source, assert_same, quantize_pack
 from numpy.typing import NDArray
 
 from ktconv import native
-from ktconv.formats import FORMATS, output_formats, reference
+from ktconv.formats import FORMATS, output_formats
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.formats.search import Choice, nearest_codes
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import reference
 from helpers.levels import at_level
 from helpers.looped import each
+from helpers.reference.kt_layout import pack_codes
 from hypothesis import HealthCheck, example, given, note, settings
 from hypothesis import strategies as st
 from native.support import (
@@ -25,9 +27,8 @@ from native.support import (
 )
 
 from ktconv import native
-from ktconv.formats import FORMATS, output_formats, reference
+from ktconv.formats import FORMATS, output_formats
 from ktconv.formats.decode import e4m3fn_to_f32, round_to_bf16
-from ktconv.formats.kt_layout import pack_codes
 
 pytestmark = pytest.mark.slow
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import reference
 from helpers.cli import write_model
 from helpers.convert import convert, source_matrices
 
-from ktconv.formats import BACKWARD, FORMATS, kt_path, reference, split
+from ktconv.formats import BACKWARD, FORMATS, kt_path, split
 
 INNER = 512
 Made = Callable[[str, int], Path]

@@ -11,17 +11,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import reference
 from helpers.cli import check_reader, contents, edit_json, stamps, write_model
 from helpers.convert import assert_same, assert_shards, convert, read_json, read_model
 from helpers.families import Raw, bf16, numbered, random_weights, simple_config, write_checkpoint
 from helpers.faults import read_zeros
+from helpers.reference.kt_layout import unpack_codes
 from numpy.typing import NDArray
 
 from ktconv import native
 from ktconv.cli.options import preflight_facts
 from ktconv.errors import CheckpointError, KtconvError, OutputError, UsageError, VerificationError
-from ktconv.formats import FORMATS, reference
-from ktconv.formats.kt_layout import unpack_codes
+from ktconv.formats import FORMATS
 from ktconv.repack.recut import Share, UnequalScales, joined_scales, shares
 from ktconv.repack.reshard import Request, prepare, reshard
 from ktconv.targets.packed.target import Options

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import reference
 from helpers.cli import ktconv, refused, write_model
 from helpers.convert import convert, read_model
 from helpers.families import (
@@ -23,6 +24,7 @@ from helpers.families import (
     write_checkpoint,
     write_safetensors,
 )
+from helpers.reference.kt_layout import offsets, unpack_codes
 
 from ktconv.errors import UsageError
 from ktconv.formats import (
@@ -31,11 +33,9 @@ from ktconv.formats import (
     Projection,
     TensorId,
     matrix_shape,
-    reference,
     split,
     tensor_name,
 )
-from ktconv.formats.kt_layout import offsets, unpack_codes
 from ktconv.targets.packed.weights import PackedWeights, open_packed
 from ktconv.verify.compare import Comparison, compare, make_plan
 from ktconv.verify.runner import sizes_by_unit

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import reference
 from helpers.convert import convert, read_header, read_json
 from helpers.corrupt import bytes_of, check, forget_manifest, found, overwrite, place_of, swap
 from helpers.families import bf16, fused, numbered, random_weights, simple_config, write_checkpoint
+from helpers.reference import Choice
 
 from ktconv import native
-from ktconv.formats import FORMATS, reference
-from ktconv.formats.search import Choice
+from ktconv.formats import FORMATS
 from ktconv.repack.reshard import Request as ReshardRequest
 from ktconv.repack.reshard import reshard
 from ktconv.targets.packed.weights import open_packed

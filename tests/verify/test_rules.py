@@ -12,17 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 from blake3 import blake3
+from helpers import reference
 from helpers.cli import ktconv, write_model
 from helpers.convert import convert, read_json, read_model, source_matrices
 from helpers.corrupt import bytes_of, check, forget_manifest, found, overwrite, place_of
 from helpers.importance_files import importance_of, write_importance
+from helpers.reference import Choice
 from msgspec.structs import asdict
 from numpy.typing import NDArray
 
 from ktconv import native
 from ktconv.errors import UsageError
-from ktconv.formats import FORMATS, reference, split
-from ktconv.formats.search import Choice, possible_scales
+from ktconv.formats import FORMATS, split
+from ktconv.formats.search import possible_scales
 from ktconv.inspect.inspection import inspect_path
 from ktconv.repack.merge import Request as MergeRequest
 from ktconv.repack.merge import merge

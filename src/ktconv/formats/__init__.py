@@ -1,9 +1,8 @@
 """Meaning of codes and scales of weights: arrays only, no files.
 
 Importing this package is cheap: it has the table of formats, names and the split into parts, and
-does not import NumPy.  The readable reference of the formats is in the other modules: one per
-format, `reference` (quantize, dequantize), `kt_layout` (byte order of INT8 and INT4), `decode`
-(source encodings).
+does not import NumPy.  The other modules have the arithmetic: of integer formats (`integers`), of
+each other format, by format (`reference`), and of source encodings (`decode`).
 """
 
 from ktconv.families.family import PROJECTIONS, UNGATED, Projection

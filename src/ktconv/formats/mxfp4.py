@@ -33,14 +33,3 @@ def dequantize(fmt: Format, codes: U8, scale: U8) -> F32:
     """E2M1 * 2^(scale - 127), float32 [N, K]."""
     levels: F32 = VALUES[unpacked_nibbles(codes)]
     return levels * np.repeat(e8m0_to_f32(scale), fmt.group, axis=1)
-
-
-def pack(codes: U8) -> U8:
-    """Packed bytes, flat, of codes 0..15 uint8 [N, K]; N % 32 == 0, K % 32 == 0."""
-    rows, cols = codes.shape
-    strip, half, row, tile, line, pair, col = range(7)
-    parts = codes.reshape(rows // 32, 2, 16, cols // 32, 8, 2, 2)
-    words = parts.transpose(strip, tile, line, row, col, pair, half).reshape(-1, 4)
-    low, high = words[:, 0] | words[:, 1] << 4, words[:, 2] | words[:, 3] << 4
-    packed: U8 = np.stack([low, high], axis=1).reshape(-1).astype(np.uint8)
-    return packed

@@ -56,15 +56,3 @@ def dequantize(fmt: Format, codes: U8, scale: F32) -> F32:
     found, inner = parts_of(codes)
     numbers: F32 = VALUES[unpacked_nibbles(found)] * np.repeat(E4M3FN_VALUES[inner], GROUP, axis=1)
     return numbers * scale[:, None]
-
-
-def pack(codes: U8) -> U8:
-    """Packed bytes, flat, of codes 0..15 and E4M3 scales, as `plain` has them."""
-    from .mxfp4 import pack as pack_nibbles
-
-    found, inner = parts_of(codes)
-    lines = pack_nibbles(unpacked_nibbles(found)).reshape(-1, TILE * TILE // 2)
-    strips = inner.reshape(len(codes) // TILE, TILE, -1, TILE // GROUP)
-    scales = strips.transpose(0, 2, 3, 1).reshape(len(lines), -1)
-    packed: U8 = np.concatenate([lines, scales], axis=1).reshape(-1)
-    return packed

@@ -1,4 +1,4 @@
-"""The readable reference that faster code is compared with: quantize, dequantize, pack.
+"""Arithmetic of weight formats in NumPy: quantize, dequantize.
 
 Arrays of codes and scales are plain: row-major, with the dtypes and shapes of ktconv.h.
 """
@@ -8,26 +8,24 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ktconv.system.arrays import F32, U8, Array
+from ktconv.system.arrays import F32, Array
 
-from .decode import bf16_to_f32, f32_to_bf16
-from .kt_layout import pack_codes
-from .search import AMAX, Choice
+from . import integers
+from .search import storable
 from .table import Format
 
 
-def quantize(fmt: Format, matrix: F32, choice: Choice = AMAX) -> tuple[Array, Any]:
-    """Codes and scales of a finite float32 [N, K] matrix; None for a format without scales.
-    Another rule than "amax" is for formats with a quantizer in C."""
-    more = () if choice.rule == AMAX.rule else (choice,)
-    codes, scale = _arithmetic(fmt).quantize(fmt, matrix, *more)
+def quantize(fmt: Format, matrix: F32) -> tuple[Array, Any]:
+    """Codes and scales of a finite float32 [N, K] matrix, of a format without a quantizer in C;
+    None for one without scales."""
+    codes, scale = _arithmetic(fmt).quantize(fmt, matrix)
     return codes, scale
 
 
 def scale_of(fmt: Format, amax: F32) -> F32:
-    """Scales by "amax" of the largest weights of rows or groups; any shape."""
-    scale: F32 = _arithmetic(fmt).scale_of(amax)
-    return bf16_to_f32(f32_to_bf16(scale)) if fmt.scale_dtype == "bf16" else scale
+    """Scales by "amax" of the largest weights of rows or groups, of a format with a quantizer in C;
+    any shape."""
+    return storable(fmt, integers.scale_of(fmt, amax))
 
 
 def dequantize(fmt: Format, codes: Array, scale: Array | None) -> F32:
@@ -36,15 +34,6 @@ def dequantize(fmt: Format, codes: Array, scale: Array | None) -> F32:
     return weights
 
 
-def quantize_pack(fmt: Format, matrix: F32, choice: Choice = AMAX) -> tuple[U8, F32]:
-    """Payload uint8 and scales float32 [N] of one part's INT4 or INT8 matrix.
-
-    For a backward matrix pass the transpose of the forward slice.
-    """
-    codes, scale = quantize(fmt, matrix, choice)
-    return pack_codes(fmt, codes), scale
-
-
 def _arithmetic(fmt: Format) -> Any:
     """The module next to this one with the rules of a format."""
-    return import_module(f"ktconv.formats.{fmt.code}")
+    return integers if fmt.traits.max_level else import_module(f"ktconv.formats.{fmt.code}")

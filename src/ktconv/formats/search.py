@@ -1,77 +1,25 @@
-"""The rule "search-1": the scale with the smallest squared error of a row or group (SPEC 3.6).
+"""Bounds of the scale that a search finds for a row or group (SPEC 3.6 and 3.8).
 
-It is also the rule "search" of groups and with importance; other rows have a search of their own
-(`fixed_search.py`).
-
-A row is that of a matrix, or a group of its columns. All sums are in the order that the
-specification prescribes, so that scales have the same bits as those of the C library.
+The searches are the C library's: `native/src/quantize/search.h` and `fixed.h`.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
-import numpy.typing as npt
-from msgspec import Struct
 
-from ktconv.system.arrays import F32, I8, Array
+from ktconv.system.arrays import F32
 
 from .decode import bf16_to_f32, f32_to_bf16
-from .fixed_search import fixed_scale
-from .rounding import ftz, reciprocal
+from .integers import ftz
 from .table import Format
 
-F64 = npt.NDArray[np.float64]
-LAST = 21  # candidate scales are (420 - 13 n) / 420 of the first, n up to this
-_COARSE, _FINE = range(0, LAST + 1, 3), (-2, -1, 1, 2)
-_STEPS = 2  # by least squares
-_LANES, _BLOCK = 16, 512
 # The scales among which compensated codes choose, as multiples of the searched one: compensation
 # moves weights, so that another scale is best for a row (docs/calibration.md has what this gains).
 # The first of equally good ones is taken.
 MULTIPLES = (1.0, 0.85, 0.92, 1.08, 1.15)
+# Candidate scales, in 420ths of the first; then come steps by least squares.
+_LEAST, _MOST, _STEPS = 420 - 13 * 21, 446, 2
 _SMALLEST, _LARGEST = 2.0**-60, 2.0**60  # of the largest weight in a row that is searched
-
-
-class Choice(Struct, frozen=True):
-    """Rule for scales, and importance of the squared errors of each column [K]."""
-
-    rule: Literal["amax", "search", "search-1"] = "amax"
-    importance: F32 | None = None
-
-
-AMAX = Choice()
-
-
-def nearest_codes(fmt: Format, matrix: F32, scale: F32) -> I8:
-    """Codes int8 [N, K] under scales [N]: rounded once, and cut to the levels."""
-    top, step = np.float32(fmt.traits.max_level), np.float32(fmt.traits.scale_units) * scale
-    y = np.clip(ftz(matrix) * reciprocal(step)[:, None], -top, top)
-    codes: I8 = np.rint(y).astype(np.int8)
-    return codes
-
-
-def searched_row_scale(fmt: Format, rows: F32, first: F32, choice: Choice) -> F32:
-    """Scales [N] by the search of `choice`, of whole rows [N, K] of INT4 or INT8."""
-    if choice.rule == "search" and choice.importance is None:
-        return fixed_scale(fmt, rows, first)
-    return searched_scale(fmt, rows, first, choice.importance)
-
-
-def searched_scale(fmt: Format, rows: F32, first: F32, importance: F32 | None) -> F32:
-    """Scales [N] of rows [N, K], K % 32 == 0, whose largest weights make the scales `first`.
-
-    importance: [K], or [N, K].
-    """
-    amax = np.abs(rows).max(axis=1)
-    best: F32 = first.copy()
-    usual = (amax >= _SMALLEST) & (amax <= _LARGEST)
-    if usual.any():
-        weight = np.ones(1, np.float32) if importance is None else importance
-        weights = np.broadcast_to(weight, rows.shape)[usual]
-        best[usual] = _Search(fmt, np.abs(rows[usual]), weights, first[usual]).run()
-    return best
 
 
 def possible_scales(fmt: Format, amax: F32, first: F32) -> tuple[F32, F32]:
@@ -84,9 +32,9 @@ def possible_scales(fmt: Format, amax: F32, first: F32) -> tuple[F32, F32]:
     1.5 times as large as the largest before. Sums in binary32 add less than 2^-16 of that, scales
     in bf16 less than 2^-7.
     """
-    least = storable(fmt, first * np.float32((420 - 13 * LAST) / 420))
+    least = storable(fmt, first * np.float32(_LEAST / 420))
     more = 1 + (2.0**-7 if fmt.scale_dtype == "bf16" else 2.0**-16)
-    largest = first.astype(np.float64) * (420 - 13 * _FINE[0]) / 420
+    largest = first.astype(np.float64) * _MOST / 420
     most = (largest * 1.5**_STEPS * more).astype(np.float32)
     usual = (amax >= _SMALLEST) & (amax <= _LARGEST)
     return np.where(usual, least, first), np.where(usual, storable(fmt, most), first)
@@ -99,76 +47,3 @@ def storable(fmt: Format, scale: F32) -> F32:
         rounded: F32 = bf16_to_f32(f32_to_bf16(scale))
         return rounded
     return scale
-
-
-class _Search:
-    """The search for some rows at once; `_best` and what belongs to it has a value for each."""
-
-    def __init__(self, fmt: Format, rows: F32, importance: F32, first: F32) -> None:
-        self._fmt, self._rows, self._importance, self._first = fmt, rows, importance, first
-        self._weighted = importance * rows
-        self._units = fmt.traits.scale_units
-        self._best: F32 = first.copy()
-        self._number = np.zeros(len(rows), np.int64)
-        self._gain = np.full(len(rows), -np.inf)
-        self._product, self._square = np.zeros((2, len(rows)))
-
-    def run(self) -> F32:
-        everywhere = np.ones(len(self._rows), bool)
-        for n in _COARSE:
-            self._try(self._candidate(np.full(len(self._rows), n)), everywhere, n)
-        middle = self._number
-        for step in _FINE:
-            self._try(self._candidate(np.minimum(middle + step, LAST)), everywhere)
-        going = self._square > 0
-        least = self._candidate(np.full(len(self._rows), LAST))
-        for _ in range(_STEPS):
-            with np.errstate(divide="ignore", invalid="ignore"):
-                step_size = self._product / self._square / self._units
-            scale = storable(self._fmt, np.where(going, step_size, 1.0).astype(np.float32))
-            going = going & (scale >= least)
-            going = self._try(scale, going)
-        return self._best
-
-    def _candidate(self, n: Array) -> F32:
-        shrunk: F32 = self._first * ((420.0 - 13.0 * n) / 420.0).astype(np.float32)
-        return storable(self._fmt, shrunk)
-
-    def _try(self, scale: F32, where: Array, number: int | None = None) -> npt.NDArray[np.bool_]:
-        """Keeps each scale that is better than those before; which ones are."""
-        step = scale * np.float32(self._units)
-        product, square = self._sums(step)
-        wide = step.astype(np.float64)
-        gain = wide * (2.0 * product - wide * square)
-        better: npt.NDArray[np.bool_] = where & (gain > self._gain)
-        for kept, new in (
-            (self._best, scale), (self._gain, gain), (self._product, product),
-            (self._square, square),
-        ):  # fmt: skip
-            np.copyto(kept, new, where=better)
-        if number is not None:
-            self._number = np.where(better, number, self._number)
-        return better
-
-    def _sums(self, step: F32) -> tuple[F64, F64]:
-        """Over the codes c of each row: v |w| |c| and v c c, v its importance."""
-        codes = self._rows * (np.float32(1) / step)[:, None]
-        np.minimum(codes, np.float32(self._fmt.traits.max_level), out=codes)
-        np.rint(codes, out=codes)
-        product = _lane_sums(self._weighted * codes)
-        codes *= codes
-        codes *= self._importance
-        return product, _lane_sums(codes)
-
-
-def _lane_sums(terms: F32) -> F64:
-    """Sums of [N, K]: of every 16th column of 512 in binary32, then in binary64."""
-    lanes = np.zeros((len(terms), _LANES))
-    for begin in range(0, terms.shape[1], _BLOCK):
-        block = terms[:, begin : begin + _BLOCK].reshape(len(terms), -1, _LANES)
-        sums, *others = np.array(block.swapaxes(0, 1), order="C")
-        for other in others:  # unlike np.sum, always in this order
-            sums += other
-        lanes += sums
-    total: F64 = np.add.accumulate(lanes, axis=1)[:, -1]
-    return total

@@ -1,8 +1,8 @@
 """The table of weight formats: one row each, pure Python, no NumPy.
 
 Everything else about a format follows from its row: sizes from the C library (`layout`), how
-numbers are chosen and what codes mean from the module of its C format next to this one
-(`reference`), whether quantize-cpu writes it from `output`.
+numbers are chosen and what codes mean from the modules next to this one (`reference`), whether
+quantize-cpu writes it from `output`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Format(Struct, frozen=True, dict=True):
 
     key: str  # of --method and manifests: "int4"
     name: str  # of .kt files, as upstream spells it: "INT4"
-    code: str  # kt_format of ktconv.h, and the module with its arithmetic
+    code: str  # kt_format of ktconv.h
     group: int = 0  # columns that share a scale; 0: all of a row
     scale_dtype: str = "f32"  # kt_scale_dtype
     activations: Literal["int8", "bf16"] = "bf16"  # what the kernels multiply with

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from helpers import amx
 from helpers.looped import each
+from helpers.reference import packing
 from native.kernels.product import (
     AMX_LEAST,
     F64,
@@ -22,7 +23,6 @@ from native.kernels.product import (
 )
 from numpy.typing import NDArray
 
-from ktconv.formats import bf16
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
 
 pytestmark = pytest.mark.slow
@@ -48,7 +48,7 @@ def bound_of(w: F64, x: F64) -> F64:
 def test_bf16_packing_is_the_reference(products: Products, rows: int, cols: int) -> None:
     codes = weights(rows, cols, 1)
     packed = products.pack(LAYOUT, rows, cols, codes)
-    assert np.array_equal(np.array(packed.codes).view(np.uint16), bf16.pack(codes))
+    assert np.array_equal(np.array(packed.codes).view(np.uint16), packing.bf16(codes))
     assert packed.scale is None
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from helpers import amx
 from helpers.looped import each
+from helpers.reference import packing
 from native.kernels.product import (
     AMX_LEAST,
     F32,
@@ -82,9 +83,9 @@ def test_fp8_packing_is_the_reference(
     products: Products, scales: str, rows: int, cols: int
 ) -> None:
     case = Case(products, scales, rows, cols, 1)
-    assert np.array_equal(case.packed.codes, fp8.pack(case.codes))
+    assert np.array_equal(case.packed.codes, packing.fp8(case.codes))
     assert case.packed.scale is not None
-    expected = fp8.pack_scale(case.scale, rows, GROUPS[scales])
+    expected = packing.fp8_scale(case.scale, rows, GROUPS[scales])
     assert np.array_equal(np.array(case.packed.scale).view(np.float32), expected)
 
 

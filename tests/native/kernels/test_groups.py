@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from helpers import amx
 from helpers.looped import each
+from helpers.reference import packing
 from native.kernels.product import (
     AMX_LEAST,
     AMX_LEAST_GROUPS,
@@ -27,7 +28,7 @@ from native.kernels.product import (
     tiles_of_strips,
 )
 
-from ktconv.formats import fp8, gint4, gint8, groups, mxfp4
+from ktconv.formats import groups, mxfp4
 from ktconv.formats.decode import E4M3FN_VALUES, bf16_to_f32, f32_to_bf16
 
 pytestmark = pytest.mark.slow
@@ -131,8 +132,8 @@ def test_group_packing_is_the_reference(
     products: Products, kind: str, rows: int, cols: int
 ) -> None:
     case = Case(products, kind, rows, cols, 1)
-    reference = {"mxfp4": mxfp4, "mxfp8": fp8, "gint4": gint4, "gint8": gint8}[case.kernel]
-    expected = reference.pack(case.codes)
+    pack = {"mxfp8": packing.fp8}.get(case.kernel) or vars(packing)[case.kernel]
+    expected = pack(case.codes)
     assert np.array_equal(case.packed.codes, expected)
     assert case.packed.scale is not None
     assert np.array_equal(case.packed.scale, groups.pack_scale(case.stored).view(np.uint8))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers import amx
 from helpers.looped import each
+from helpers.reference.kt_layout import pack_codes
 from native.kernels.product import (
     AMX_LEAST,
     AMX_LEAST_GROUPS,
@@ -27,7 +28,6 @@ from native.kernels.product import (
 )
 
 from ktconv.formats import FORMATS
-from ktconv.formats.kt_layout import pack_codes
 
 pytestmark = pytest.mark.slow
 

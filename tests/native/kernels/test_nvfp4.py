@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from helpers import amx
 from helpers.looped import each
+from helpers.reference import packing
 from native.kernels.product import (
     AMX_LEAST,
     F32,
@@ -67,7 +68,7 @@ class Case:
 def test_nvfp4_packing_is_the_reference(products: Products, rows: int, cols: int) -> None:
     case = Case(products, rows, cols, 1)
     assert case.packed.codes.nbytes == rows * cols * 9 // 16
-    assert np.array_equal(case.packed.codes, nvfp4.pack(case.codes))
+    assert np.array_equal(case.packed.codes, packing.nvfp4(case.codes))
     assert case.packed.scale is not None
     assert np.array_equal(case.packed.scale, case.scale.view(np.uint8))
 

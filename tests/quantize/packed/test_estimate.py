@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import reference
 from helpers.cli import contents, done, refused, refused_in_json, run, write_model
 from helpers.convert import convert, read_json
 from helpers.encoded import HIDDEN, INNER, KINDS, SIZES, SOURCE, encoded_model
@@ -22,13 +23,13 @@ from helpers.gpt_oss import SIZES as GPT_OSS
 from helpers.gpt_oss import Blocks
 from helpers.importance_files import importance_of, write_importance
 from helpers.paths import EXAMPLE
+from helpers.reference import Choice
 from numpy.typing import NDArray
 
 from ktconv.cli.estimate import advice, estimate_lines
 from ktconv.errors import CheckpointError, ResourceError, SourceChangedError
-from ktconv.formats import FORMATS, Projection, parse_tensor_name, reference, split
+from ktconv.formats import FORMATS, Projection, parse_tensor_name, split
 from ktconv.formats.decode import round_to_bf16
-from ktconv.formats.search import Choice
 from ktconv.quantize.estimate.predictions import Candidate, Estimate, not_estimated
 from ktconv.quantize.estimate.run import Estimation
 from ktconv.quantize.estimate.sampling import STEP, Limits, Sample, TimedReader, cost_of, draw

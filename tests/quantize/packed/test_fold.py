@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import reference
 from helpers.activations import silu
 from helpers.cli import ktconv, process
 from helpers.convert import all_files, convert, read_json, read_model, source_matrices
@@ -21,14 +22,14 @@ from helpers.families import (
     write_checkpoint,
 )
 from helpers.importance_files import importance_of, write_importance
+from helpers.reference import Choice
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ktconv.errors import CheckpointError, MemoryLimitError, OutputError, UsageError
 from ktconv.families.family import ExpertActivation
-from ktconv.formats import FORMATS, reference, split, tensor_name
+from ktconv.formats import FORMATS, split, tensor_name
 from ktconv.formats.folding import decode, encode, factors, folded_importance
-from ktconv.formats.search import Choice
 from ktconv.quantize.packed.folding import Folding, column_exponents, why_not
 from ktconv.quantize.packed.importance.channel_weights import channel_weights
 from ktconv.quantize.packed.run import Request, prepare

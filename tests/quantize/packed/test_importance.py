@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import reference
 from helpers.cli import ktconv
 from helpers.convert import convert, read_json, read_model, source_matrices
 from helpers.families import numbered, random_weights, simple_config, write_checkpoint
 from helpers.imatrix_files import tensors_of, write_imatrix
 from helpers.importance_files import importance_of, write_importance
+from helpers.reference import Choice
 from msgspec.structs import replace
 
 from ktconv.errors import OutputError, SourceChangedError, UsageError
-from ktconv.formats import FORMATS, reference, split, tensor_name
-from ktconv.formats.search import Choice
+from ktconv.formats import FORMATS, split, tensor_name
 from ktconv.quantize.packed.importance.channel_weights import SHRINKAGE, channel_weights
 from ktconv.quantize.packed.importance.load import ExpertWeights, open_weights
 from ktconv.quantize.packed.importance.way import coverage_facts, coverage_lines

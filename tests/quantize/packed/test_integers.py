@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import reference
 from helpers.cli import ktconv
 from helpers.convert import convert, read_shards
 from helpers.encoded import (
@@ -22,11 +23,11 @@ from helpers.encoded import (
     of_packed,
 )
 from helpers.families import Tensor, simple_config, write_checkpoint
+from helpers.reference.kt_layout import unpack_codes
 from numpy.typing import NDArray
 
 from ktconv import native
-from ktconv.formats import FORMATS, KINDS, PROJECTIONS, reference, tensor_name
-from ktconv.formats.kt_layout import unpack_codes
+from ktconv.formats import FORMATS, KINDS, PROJECTIONS, tensor_name
 from ktconv.quantize.packed.run import Request, prepare
 from ktconv.targets.packed.target import Options
 from ktconv.writer.manifest import Manifest, read_manifest

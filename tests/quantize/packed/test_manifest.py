@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from blake3 import blake3
+from helpers import reference
 from helpers.convert import (
     all_files,
     assert_same,
@@ -35,7 +36,7 @@ from helpers.families import (
 from msgspec.structs import replace
 
 import ktconv
-from ktconv.formats import FORMATS, reference, tensor_name
+from ktconv.formats import FORMATS, tensor_name
 from ktconv.targets.packed.target import (
     CalibrationRecord,
     ImportanceRecord,

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import with_format
+from helpers import reference, with_format
 from helpers.convert import all_files, convert, read_model, source_matrices
 from helpers.corrupt import check, forget_manifest, found, overwrite, place_of
 from helpers.paths import EXAMPLE
+from helpers.reference import Choice, packing
 
 from ktconv.errors import CheckpointError
-from ktconv.formats import FORMATS, Format, gint4, parse_tensor_name, reference, split
+from ktconv.formats import FORMATS, Format, parse_tensor_name, split
 from ktconv.formats.groups import pack_scale, unpacked_nibbles
-from ktconv.formats.search import Choice
 from ktconv.inspect.inspection import inspect_path
 from ktconv.merge import Request as MergeRequest
 from ktconv.merge import merge
@@ -78,7 +78,7 @@ def test_converted_tensors_are_those_of_the_specification(
             assert (tensor.dtype, tensor.shape) == (row.scale_dtype.upper(), shape)
             assert tensor.data == pack_scale(scale).tobytes()
         else:
-            assert tensor.data == gint4.pack(unpacked_nibbles(codes)).tobytes()
+            assert tensor.data == packing.gint4(unpacked_nibbles(codes)).tobytes()
         seen += 1
     assert seen == 2 * 8 * 3 * 2 * 2
 

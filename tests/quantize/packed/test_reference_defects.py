@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import reference
 from helpers.cli import ktconv, process
 from helpers.convert import (
     all_files,
@@ -47,7 +48,7 @@ from helpers.families import (
 )
 
 from ktconv.errors import CheckpointError, KtconvError, OutputError, ResourceError, UsageError
-from ktconv.formats import FORMATS, reference, scales
+from ktconv.formats import FORMATS, scales
 from ktconv.formats.decode import round_to_bf16
 from ktconv.system.files import write_behind
 from ktconv.writer import staging

@@ -9,18 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import reference
 from helpers.activations import computed
 from helpers.cli import ktconv, process
 from helpers.convert import convert, read_json, read_model, source_matrices
 from helpers.corrupt import bytes_of, check, overwrite, place_of
 from helpers.families import bf16, numbered, random_weights, simple_config, write_checkpoint
 from helpers.nemotron import write_nemotron
+from helpers.reference import Choice
 from numpy.typing import NDArray
 
 from ktconv.errors import CheckpointError, UsageError
-from ktconv.formats import FORMATS, Projection, reference, split, tensor_name
+from ktconv.formats import FORMATS, Projection, split, tensor_name
 from ktconv.formats.decode import bf16_to_f32
-from ktconv.formats.search import Choice
 from ktconv.quantize.estimate.run import Estimation
 from ktconv.quantize.packed.importance.channel_weights import FLOOR, normalised
 from ktconv.quantize.packed.importance.source_weights import SourceWeights

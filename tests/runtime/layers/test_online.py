@@ -9,16 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import reference
 from helpers.convert import convert
 from helpers.families import Weights, random_weights
 from helpers.kernel_errors import kernel_error
 from helpers.paths import EXAMPLE
+from helpers.reference import Choice
 from numpy.typing import NDArray
 
 from ktconv.errors import UsageError
-from ktconv.formats import FORMATS, reference, split
+from ktconv.formats import FORMATS, split
 from ktconv.formats.decode import bf16_to_f32, f32_to_bf16
-from ktconv.formats.search import Choice
 from ktconv.native import Activation, Layout
 from ktconv.runtime.layers import KERNEL_BOUND, Experts, native_experts, open_experts, pack_online
 

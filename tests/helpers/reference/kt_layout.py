@@ -20,9 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ktconv.formats import Format
 from ktconv.system.arrays import I8, I64, U8
-
-from .table import Format
 
 _HALF_ROWS = 16
 _HALF_BYTES = 1024

@@ -1,4 +1,4 @@
-"""Arithmetic that INT8 and INT4 share (SPEC 3.1 to 3.3), in float32 throughout.
+"""Roundings that integer formats share (SPEC 3.1 and 3.3), in float32 throughout.
 
 The reference implementation runs with flush-to-zero and denormals-are-zero.  NumPy
 does not, so every place where that shows is written out with `ftz`.
@@ -8,15 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ktconv.formats.integers import ftz
 from ktconv.system.arrays import F32, I32
-
-from .table import SMALLEST_NORMAL
-
-
-def ftz(values: F32) -> F32:
-    """Denormals of either sign replaced by +0; any shape."""
-    flushed: F32 = np.where(np.abs(values) < SMALLEST_NORMAL, np.float32(0), values)
-    return flushed
 
 
 def row_amax(matrix: F32) -> F32:

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from ktconv.formats import Format
 from ktconv.system.arrays import F32
-
-from .table import Format
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
