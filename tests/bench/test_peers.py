@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from msgspec import to_builtins
+from msgspec import convert, to_builtins
 from msgspec.structs import asdict
 
 import ktconv
@@ -140,7 +140,7 @@ def test_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_request_and_result_survive_json() -> None:
     sent = request("torch bf16", shape=Shape("s", 8, 8, 4, 2, Activation(limit=float("inf"))))
-    assert Request.from_json(json.dumps(to_builtins(sent))) == sent
+    assert convert(json.loads(json.dumps(to_builtins(sent))), Request) == sent
     result = Result(3, [0.5, 0.25], 6.0, 4.0, 99, 0.1, 0.2, "CPU")
     assert Result(**json.loads(json.dumps(asdict(result)))) == result
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
+from msgspec import convert
 from msgspec.structs import asdict
 
 from ktconv.bench.peers.base import answers
@@ -11,5 +13,5 @@ from ktconv.bench.peers.request import Request
 from ktconv.bench.peers.worker import work
 
 with answers() as answer:
-    for result in work(Request.from_json(sys.stdin.readline())):
+    for result in work(convert(json.loads(sys.stdin.readline()), Request)):
         answer(asdict(result))

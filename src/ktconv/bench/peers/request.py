@@ -1,23 +1,13 @@
-"""Requests to a peer's process and its results, as JSON of their fields."""
+"""Requests to a peer's process and its results, which travel as JSON of their fields."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any
 
 from msgspec import Struct
 
 from ktconv.bench.measure import Effort
 from ktconv.bench.presets import Shape
-from ktconv.native import Activation
-
-
-def facts_of(text: str) -> dict[str, Any]:
-    """The fields of a request in JSON, with its shape."""
-    facts: dict[str, Any] = json.loads(text)
-    activation = Activation(**facts["shape"].pop("activation"))
-    return facts | {"shape": Shape(**facts["shape"], activation=activation)}
 
 
 class Request(Struct, frozen=True):
@@ -32,13 +22,6 @@ class Request(Struct, frozen=True):
     effort: Effort
     seed: int = 0
     different: int = 4  # experts with weights of their own; the others are copies of them
-
-    @classmethod
-    def from_json(cls, text: str) -> Request:
-        facts = facts_of(text)
-        facts["effort"] = Effort(**facts["effort"])
-        facts["tokens"] = tuple(facts["tokens"])
-        return cls(**facts)
 
 
 class Result(Struct, frozen=True):

@@ -1,10 +1,9 @@
-"""Requests to a peer's process and its results, as JSON of their fields."""
+"""Requests to a peer's process and its results, which travel as JSON of their fields."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-from ktconv.bench.peers.request import facts_of
 from ktconv.bench.presets import Shape
 
 
@@ -20,10 +19,6 @@ class Request(Struct, frozen=True):
     threads: int
     seed: int = 0
     different: int = 4  # experts with weights of their own; the others are copies of them
-
-    @classmethod
-    def from_json(cls, text: str) -> Request:
-        return cls(**facts_of(text))
 
 
 class Ready(Struct, frozen=True):
