@@ -21,7 +21,7 @@ from ktconv.errors import UsageError
 
 torch = pytest.importorskip("torch")
 
-from ktconv.compat.kt import KTMoEWrapper  # noqa: E402
+from ktconv.compat.kt import KTMoEWrapper, sft_names  # noqa: E402
 from ktconv.compat.kt.sft import SFTWrapper  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
