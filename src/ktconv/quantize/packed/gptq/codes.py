@@ -28,7 +28,7 @@ else:
 # tokens n times up to MORE_DAMPING, by K / n: their second moments say little about other tokens.
 LEAST_DAMPING, MORE_DAMPING = 0.03, 0.25
 FACTOR_COLS = 128  # of a block of a factor
-TOGETHER_COLS = 1024  # whose errors columns far behind them take in one product
+TOGETHER_COLS = 512  # whose errors columns far behind them take in one product
 
 
 class Factor(Struct, frozen=True):

@@ -41,13 +41,12 @@ def expert_memory(layers: Sequence[MoELayer]) -> int:
 
 def _memory(layer: MoELayer) -> int:
     """A second moment as stored, whole, and in order, which becomes its factor, with columns of
-    blocks. Then the factor with weights as they are, in order, and as compensation leaves them,
-    their codes, those of one more multiple and both once more, and errors of columns."""
+    blocks; then weights as they are, in order, and as compensation leaves them, their codes, those
+    of one more multiple and both once more, and errors of columns."""
     hidden, inner = layer.hidden_size, layer.intermediate_size
     largest = max(hidden, inner)
-    factor = 4 * (3 * largest + 3 * FACTOR_COLS) * largest
-    codes = 4 * (largest + 2 * TOGETHER_COLS) * largest + (4 + 4 + 4 + 2 + 2) * hidden * inner
-    return max(factor, codes)
+    factor = 4 * (3 * largest + 3 * FACTOR_COLS + 2 * TOGETHER_COLS) * largest
+    return factor + (4 + 4 + 4 + 2 + 2) * hidden * inner
 
 
 class CompensatedExpert(Struct, frozen=True):
