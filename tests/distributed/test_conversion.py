@@ -283,7 +283,7 @@ def test_gguf_files(cluster: Cluster, model: Path, tmp_path: Path, scratch: bool
     tensor, and other tensors of a file that nodes open themselves."""
     tensors: dict[str, Any] = {"token_embd.weight": np.ones((8, 128), np.float32)}
     for layer in range(LAYERS):
-        weights = random_weights(inner=128, experts=2, seed=9)
+        weights = random_weights(inner=128, experts=2, seed=layer)
         tensors |= gguf_files.experts(layer, weights)
     about = gguf_files.metadata(LAYERS, expert_count=2, expert_feed_forward_length=128)
     beside = gguf_files.write_gguf(tmp_path / "beside.gguf", tensors, about)
