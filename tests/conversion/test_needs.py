@@ -69,7 +69,7 @@ def test_an_odd_need_is_rounded_up() -> None:
 def test_the_disk_must_hold_the_units_and_a_margin() -> None:
     units: list[Any] = [SimpleNamespace(output_bytes=size) for size in (5, 7)]
     nothing: Any = None
-    planned: Preflight[Any] = Preflight(nothing, nothing, [], 1, 0)
+    planned: Preflight[Any] = Preflight(nothing, nothing, [], 1, 0, 0)
     assert planned.disk_needed(units) == 12 + DISK_MARGIN
     assert planned.disk_needed([]) == 0
 

@@ -100,11 +100,7 @@ class Preflight(Struct, Generic[T_co], frozen=True):
     units: Sequence[LayerUnit]  # the layers this run is for
     threads: int
     peak_memory: int
-
-    @property
-    def disk_free(self) -> int:
-        """Bytes free where the output is or would be made."""
-        return machine.disk_free(self.request.output)
+    disk_free: int
 
     def zero_scales(self) -> int | None:
         """Count the zero scales of the units that this run would write. None: they are looked

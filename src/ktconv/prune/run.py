@@ -31,6 +31,7 @@ from ktconv.source.pruning.kept import Pruning, read_pruning
 from ktconv.source.pruning.view import PrunedView
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.reading.reader import SourceReader
+from ktconv.system import machine
 from ktconv.targets.pruned import Options, Plan, PrunedTarget, card
 from ktconv.writer.option_files import WrittenFile
 
@@ -77,8 +78,10 @@ def prepare(request: Request) -> Preflight:
     plan = replace(plan, notes=[*plan.notes, *notes])
     check_output(plan, request.output)
     threads, peak = fit_memory(request, plan.checkpoint, BufferSizes().nbytes)
-    units = plan.layer_units(request.layers)
-    return Preflight(request, plan, units, threads, peak, selection)
+    free = machine.disk_free(request.output)
+    return Preflight(
+        request, plan, plan.layer_units(request.layers), threads, peak, free, selection
+    )
 
 
 def prune(

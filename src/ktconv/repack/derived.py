@@ -151,6 +151,7 @@ def needs(
         "units": plan.layers,
         "threads": threads,
         "peak_memory": base + threads * (BUFFERS.nbytes + per_thread),
+        "disk_free": machine.disk_free(request.output),
         "zeros": _zero_scales(manifest),
     }
 

@@ -17,6 +17,7 @@ from ktconv.quantize.encoded.conversion import Encode
 from ktconv.quantize.encoded.request import Preflight, Request, buffer_sizes
 from ktconv.quantize.encoded.task import encoding_buffers, encoding_memory
 from ktconv.source import Checkpoint, ExpertMatrix, open_checkpoint
+from ktconv.system import machine
 from ktconv.system.text import Notify, silent
 from ktconv.system.units import counted
 from ktconv.targets.encoded.engines import engine_lines
@@ -60,7 +61,8 @@ def prepare(request: Request, job: type[Encode] = Encode, libraries: int = 0) ->
     threads, peak = fit_memory(request, checkpoint, per_thread, libraries)
     buffers, peak = with_room(request, buffers, threads, peak)
     peak = max(peak, beside)
-    return Preflight(request, plan, units, threads, peak, classes, buffers)
+    free = machine.disk_free(request.output)
+    return Preflight(request, plan, units, threads, peak, free, classes, buffers)
 
 
 def encode(

@@ -26,6 +26,7 @@ from ktconv.quantize.packed.importance.load import ExpertWeights, open_weights
 from ktconv.source import Checkpoint, open_checkpoint
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.reading.reader import SourceReader
+from ktconv.system import machine
 from ktconv.system.stores import MadePath
 from ktconv.targets.gguf.beside import Beside, open_beside
 from ktconv.targets.gguf.card import gguf_card
@@ -77,7 +78,8 @@ def prepare(request: Request) -> Preflight:
     each = stack_buffers(target, plan.moe_layers).nbytes
     threads, peak = fit_memory(request, checkpoint, each, shared)
     check_output(plan, request.output)
-    return Preflight(request, plan, units, threads, peak, weights)
+    free = machine.disk_free(request.output)
+    return Preflight(request, plan, units, threads, peak, free, weights)
 
 
 def _refuse_changed_others(checkpoint: Checkpoint, beside: Beside) -> None:

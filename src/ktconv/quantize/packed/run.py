@@ -137,7 +137,8 @@ def prepare(request: Request) -> Preflight:
     buffers, peak = with_room(request, buffers, threads, peak)
     refuse_nested(checkpoint.path, request.output)
     check_output(plan, request.output)
-    return Preflight(request, plan, units, threads, peak, ways, buffers)
+    free = machine.disk_free(request.output)
+    return Preflight(request, plan, units, threads, peak, free, ways, buffers)
 
 
 def quantize_cpu(
