@@ -246,13 +246,18 @@ def test_all_that_sglang_uses_is_there() -> None:
         assert hasattr(SFTWrapper, name) or name in wrapper, name
 
 
-def test_the_recorded_names_are_those_of_the_installed_sglang() -> None:
+def sources_of_sglang() -> list[str]:
+    """The installed program's files that name kt_kernel. Without it the test is skipped."""
     found = importlib.util.find_spec("sglang")
     if found is None or not found.submodule_search_locations:
-        pytest.skip("sglang is not installed: the recorded names are checked")
+        pytest.skip("sglang is not installed: only the names recorded here are checked")
     root = Path(found.submodule_search_locations[0])
-    files = [one for one in root.rglob("*.py") if "kt_kernel" in one.read_text(errors="ignore")]
-    names = set().union(*(used(one.read_text()) for one in files))
+    texts = (one.read_text(errors="ignore") for one in root.rglob("*.py"))
+    return [text for text in texts if "kt_kernel" in text]
+
+
+def test_the_recorded_names_are_those_of_the_installed_sglang() -> None:
+    names = set().union(*map(used, sources_of_sglang()))
     assert names - ON_WRAPPERS - OPTIONAL - OTHERS == set()
 
 
@@ -279,12 +284,7 @@ from other.kt_kernel import fifth
 
 
 def test_all_that_the_installed_sglang_imports_is_there() -> None:
-    found = importlib.util.find_spec("sglang")
-    if found is None or not found.submodule_search_locations:
-        pytest.skip("sglang is not installed")
-    root = Path(found.submodule_search_locations[0])
-    sources = (one.read_text(errors="ignore") for one in root.rglob("*.py"))
-    names = set().union(*(imported(one) for one in sources if "kt_kernel" in one))
+    names = set().union(*map(imported, sources_of_sglang()))
     known = {
         "kt_kernel": NAMES,
         "kt_kernel.sft": {"AMXSFTMoEWrapper", *sft_names.OFFERED, *sft_names.ABSENT},

@@ -253,3 +253,13 @@ def test_output_that_may_not_even_be_looked_at(
 
     monkeypatch.setattr(Path, "stat", refuse)
     refused(run(model, tmp_path / "secret" / "output"), 3, "secret", "ermission denied")
+
+
+def test_a_report_says_what_was_free_before(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Next to what the run needed; what it leaves free is another number."""
+    free = iter(range(10**9, 0, -1))
+    monkeypatch.setattr("ktconv.system.machine.disk_free", lambda path: next(free))
+    facts = json.loads(done(model, tmp_path / "output", "--json"))
+    assert facts["disk_free_bytes"] == 10**9

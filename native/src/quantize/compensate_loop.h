@@ -35,26 +35,20 @@ typedef struct kt_compensate_tile {
 
 #define WHERE(which, a, b) ((floats)(((which) & (masks)(a)) | (~(which) & (masks)(b))))
 
-/* Codes of a column, and their errors over the diagonal of the factor. */
-#define ROUND(w, step, top, diagonal, code, error)                                                 \
-  do {                                                                                             \
-    const masks positive = step > 0.0f;                                                            \
-    const floats most = WHERE(positive, (floats){0} + top, (floats){0});                           \
-    floats ratio = w / WHERE(positive, step, (floats){0} + 1.0f);                                  \
-    ratio = WHERE(ratio > -most, ratio, -most);                                                    \
-    ratio = WHERE(ratio < most, ratio, most);                                                      \
-    code = (ratio + KT_TO_INTEGER) - KT_TO_INTEGER;                                                \
-    error = (w - code * step) / diagonal;                                                          \
-  } while (0)
-
-/* Codes of a column of a tile, and their errors. */
+/* Codes of a column of a tile, and their errors over the diagonal of the factor. */
 KT_INLINE void column(const kt_compensate_job *job, kt_compensate_tile *tile, int64_t j,
                       int64_t first, int64_t count, floats *error) {
   const int64_t at = j * job->rows + first;
   const floats w = tile->weights[j];
-  floats step, code;
+  floats step;
   GET(step, job->step + job->group_of_col[j] * job->rows + first, count);
-  ROUND(w, step, job->top, job->factor[j * job->cols + j], code, *error);
+  const masks positive = step > 0.0f;
+  const floats most = WHERE(positive, (floats){0} + job->top, (floats){0});
+  floats ratio = w / WHERE(positive, step, (floats){0} + 1.0f);
+  ratio = WHERE(ratio > -most, ratio, -most);
+  ratio = WHERE(ratio < most, ratio, most);
+  const floats code = (ratio + KT_TO_INTEGER) - KT_TO_INTEGER;
+  *error = (w - code * step) / job->factor[j * job->cols + j];
   const bytes stored = __builtin_convertvector(__builtin_convertvector(code, masks), bytes);
   PUT(job->codes + at, stored, count);
   PUT(job->errors + at, *error, count);

@@ -234,6 +234,7 @@ class OutputVerifier(ABC):
     # ---- levels layers and model ----
 
     def run_layers(self, progression: Progression, notify: Notify) -> Facts | None:
+        """Facts of level layers; None where nothing is computed."""
         if self.layers_class is None:
             return None
         found = self.layers_class(self.output, self.request, self.budget, self.findings, notify)
