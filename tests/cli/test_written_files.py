@@ -25,7 +25,7 @@ COMMANDS: dict[str, Any] = dict(app.commands)
 READ = {
     "bench": {"--compare"},
     "compare": {"outputs", "--config", "--map", "--text"},
-    "generate": {"output", "--config"},
+    "generate": {"output", "--config", "--prompt-file"},
     "inspect": {"--config", "--map"},
     "merge": {"layers_dir", "--config", "--map"},
     "plan": {"--load", "--config", "--map"},

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +212,36 @@ def test_a_broken_tokenizer_is_named(int4: Path, tmp_path: Path) -> None:
         (model / "tokenizer.json").write_text(text)
         result = ktconv("generate", int4, "--source", model, "--prompt", PROMPT)
         refused(result, 2, "tokenizer.json", words)
+
+
+@contextmanager
+def as_stdin(data: bytes) -> Iterator[None]:
+    """A pipe with `data` is the process's standard input inside."""
+    (read, write), before = os.pipe(), os.dup(0)
+    os.write(write, data)
+    os.close(write)
+    os.dup2(read, 0)
+    try:
+        yield
+    finally:
+        os.dup2(before, 0)
+        os.close(read)
+        os.close(before)
+
+
+def test_a_prompt_from_a_file(int4: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_text(PROMPT + "\n")
+    words = ("generate", int4, "--source", EXAMPLE, "--max-tokens", 4)
+    shown = ktconv_done(*words, "--prompt", PROMPT)
+    assert ktconv_done(*words, "--prompt-file", tmp_path / "prompt") == shown
+    with as_stdin(PROMPT.encode()):
+        assert ktconv_done(*words, "--prompt-file", "-") == shown
+    refused(ktconv(*words), 2, "generate needs a prompt")
+    both = ("--prompt", PROMPT, "--prompt-file", tmp_path / "prompt")
+    refused(ktconv(*words, *both), 2, "--prompt and --prompt-file cannot be combined")
+    refused(ktconv(*words, "--prompt-file", tmp_path / "no"), 2, "--prompt-file", "cannot be read")
+    (tmp_path / "prompt").write_bytes(b"a\xff")
+    refused(ktconv(*words, "--prompt-file", tmp_path / "prompt"), 2, "not UTF-8 text at byte 1")
 
 
 def test_errors(int4: Path, tmp_path: Path) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import click
+
+from ktconv.cli.conflicts import Conflict, one_of, refuse_conflicts
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
 from ktconv.cli.help import ADVANCED, RUN, SOURCE
 from ktconv.cli.options import ThreadsOption
@@ -23,8 +26,19 @@ _HINTS: Hints = {
 }
 
 
+CONFLICTS = (
+    *one_of("--prompt", "--prompt-file"),
+    Conflict(
+        "!--prompt !--prompt-file",
+        "generate needs a prompt",
+        "give --prompt TEXT or --prompt-file FILE",
+    ),
+)
+
+
 @reads_source("map", "tower", "prune")
 def generate(
+    context: click.Context,
     output: Annotated[
         Path,
         argument(
@@ -34,7 +48,18 @@ def generate(
             "fp8, rawint4, W4A16, mxfp4 and others.",
         ),
     ],
-    prompt: Annotated[str, option("Text to continue or to answer.", "TEXT", panel=RUN)],
+    prompt: Annotated[
+        str | None, option("Text to continue or to answer.", "TEXT", panel=RUN)
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        option(
+            "File with the text; -: standard input.",
+            "FILE",
+            panel=RUN,
+            detail="UTF-8. A line feed at its end is no part of the prompt.",
+        ),
+    ] = None,
     source: Annotated[
         str | None,
         option(
@@ -103,10 +128,11 @@ def generate(
         from ktconv.generate.request import GenerateRequest, Sampling
         from ktconv.model import require_packages
 
+        refuse_conflicts(context, CONFLICTS)
         request = GenerateRequest(
             output=output,
             source=reading.source_if(source),
-            prompt=prompt,
+            prompt=_read(prompt_file) if prompt is None else prompt,
             chat=chat,
             max_tokens=max_tokens,
             sampling=Sampling(temperature, top_p, seed),
@@ -123,6 +149,14 @@ def generate(
             print_piece("\n")
             notify(_told(facts))
         print_result(as_json, facts, lambda: ())
+
+
+def _read(file: Path | None) -> str:
+    """The prompt in a file, or on standard input."""
+    from ktconv.model.text import read_text
+
+    path = Path("/dev/stdin") if file == Path("-") else file
+    return read_text(path, "--prompt-file")[0].removesuffix("\n")
 
 
 def _told(facts: dict[str, Any]) -> str:

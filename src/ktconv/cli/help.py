@@ -14,6 +14,7 @@ from copy import copy
 from typing import Any
 
 from ktconv.cli.commands import COMMANDS, exit_codes
+from ktconv.system.units import counted
 
 FORMAT, ACCURACY, SOURCE = "Format", "Accuracy", "Source"
 CASES, CHECKS, SPEED, SELECTION = "Cases", "Checks", "Speed", "Selection"
@@ -192,7 +193,7 @@ def _more(formatter: Any, name: str, parameters: Iterable[Any]) -> None:
     options = [one for one in parameters if one.param_type_name == "option"]
     advanced = sum(one.panel == ADVANCED for one in options)
     if advanced or any(one.detail for one in options):
-        more = f"{advanced} advanced options, and more" if advanced else "More"
+        more = f"{counted(advanced, 'advanced option')}, and more" if advanced else "More"
         lines = textwrap.wrap(f"{more} about these: ktconv {name} --help-all", formatter.width)
         formatter.write("\n".join(["", *lines, ""]))
 

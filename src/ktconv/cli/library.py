@@ -468,7 +468,8 @@ def bench(
 def generate(
     output: Name,
     *,
-    prompt: str,
+    prompt: str | None = None,
+    prompt_file: Name | None = None,
     source: Name | None = None,
     revision: str | None = None,
     download: bool = False,
