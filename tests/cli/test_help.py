@@ -14,6 +14,7 @@ from helpers.paths import DOCS
 from ktconv.cli import help
 from ktconv.cli.app import app
 from ktconv.cli.commands import COMMANDS, MAIN, exit_codes
+from ktconv.formats.specs import names_in
 
 PARSED: dict[str, Any] = dict(app.commands)
 PARAMETERS = [(name, one) for name, command in PARSED.items() for one in command.params]
@@ -39,6 +40,12 @@ def test_the_main_commands_come_first_and_no_line_is_cut() -> None:
         assert re.search(rf"^  {name} +{re.escape(row.summary)}$", text, re.MULTILINE)
     assert "..." not in text.replace("[ARGS]...", "")
     assert "completion" not in text.split("Options:")[1]
+
+
+def test_the_summary_counts_the_formats() -> None:
+    methods = [name for name in names_in("quantize-cpu") if not name.startswith("gguf-")]
+    summary = f"INT4, INT8, {len(methods) - 2} others, or GGUF"
+    assert summary in COMMANDS["quantize-cpu"].summary
 
 
 def test_without_arguments_it_is_the_same_text() -> None:

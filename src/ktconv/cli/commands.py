@@ -35,7 +35,7 @@ COMMANDS = {
     "quantize-cpu": Row(
         "quantize_cpu:quantize_cpu_command",
         MAIN,
-        "Convert experts for CPUs: INT4, INT8 and 12 other formats",
+        "Convert experts for CPUs: INT4, INT8, 12 others, or GGUF",
         _MISMATCH,
     ),
     "quantize-gpu": Row(
