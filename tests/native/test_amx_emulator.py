@@ -267,12 +267,12 @@ import numpy as np
 lib = ctypes.CDLL(sys.argv[1])
 config = np.zeros(64, np.uint8)
 memory = np.zeros(4096, np.uint8)
-PLACE = ctypes.c_void_p(memory.ctypes.data)
+PLACE, ROW = ctypes.c_void_p(memory.ctypes.data), ctypes.c_ssize_t(64)
 exec(sys.argv[2])
 """
 CONFIGURED = "config[0] = 1; config[48:56] = 16; config[16:32:2] = 64; "
 LOAD = "lib.kt_test_load_config(ctypes.c_void_p(config.ctypes.data)); "
-PRODUCT = "lib.kt_test_product(0, PLACE, 64, PLACE, 64, PLACE, 64)"
+PRODUCT = "lib.kt_test_product(0, PLACE, ROW, PLACE, ROW, PLACE, ROW)"
 FAULTS = {
     "palette 2": ("config[0] = 2; " + LOAD, signal.SIGSEGV),
     "17 rows": (CONFIGURED + "config[48] = 17; " + LOAD, signal.SIGSEGV),
@@ -285,11 +285,11 @@ FAULTS = {
         signal.SIGILL,
     ),
     "unmapped memory": (
-        CONFIGURED + LOAD + "lib.kt_test_load(ctypes.c_void_p(16), ctypes.c_ssize_t(64))",
+        CONFIGURED + LOAD + "lib.kt_test_load(ctypes.c_void_p(16), ROW)",
         signal.SIGSEGV,
     ),
     "start_row behind the tile": (
-        CONFIGURED + "config[1] = 16; " + LOAD + "lib.kt_test_load(PLACE, 64)",
+        CONFIGURED + "config[1] = 16; " + LOAD + "lib.kt_test_load(PLACE, ROW)",
         signal.SIGILL,
     ),
     "a has other rows than c": (CONFIGURED + "config[49] = 15; " + LOAD + PRODUCT, signal.SIGILL),
