@@ -120,9 +120,12 @@ def packed(loads: Loads, bins: int) -> list[list[int]]:
     if size == 1:
         return [[item] for item in range(bins)]
     found: list[list[int]] = [[] for _ in range(bins)]
+    totals = [0.0] * bins  # not by sum(), which is more exact from Python 3.12 on
     for item in sorted(range(len(loads)), key=lambda one: (-loads[one], one)):
         free = [one for one in range(bins) if len(found[one]) < size]
-        found[min(free, key=lambda one: sum(loads[i] for i in found[one]))].append(item)
+        least = min(free, key=lambda one: totals[one])
+        found[least].append(item)
+        totals[least] += loads[item]
     return found
 
 
