@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.docs_modules import module
 from helpers.paths import DOCS, ROOT
-from helpers.site import module
 
 from ktconv.cli.commands import COMMANDS, exit_codes
 

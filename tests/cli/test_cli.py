@@ -18,8 +18,8 @@ import pytest
 from click.testing import CliRunner
 from helpers.cli import ktconv, process
 from helpers.convert import all_files, assert_same, convert, read_folders, read_json
+from helpers.docs_modules import module
 from helpers.paths import ROOT
-from helpers.site import module
 
 import ktconv as package
 from ktconv import native

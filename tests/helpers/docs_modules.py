@@ -1,4 +1,4 @@
-"""What makes the site of the documentation: the modules in docs/."""
+"""The modules in docs/, which make the site of the documentation."""
 
 from __future__ import annotations
 
