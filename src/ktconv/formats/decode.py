@@ -37,6 +37,13 @@ def round_to_bf16(values: F32) -> F32:
     return bf16_to_f32(f32_to_bf16(values))
 
 
+def rounded(values: F32, dtype: str) -> F32:
+    """float32 values rounded to numbers of BF16 or F16; as they are for other dtypes."""
+    if dtype == "BF16":
+        return round_to_bf16(values)
+    return values.astype(np.float16).astype(np.float32) if dtype == "F16" else values
+
+
 def _e4m3fn(code: int) -> float:
     """One E4M3FN byte: sign, 4 exponent bits with bias 7, 3 mantissa bits, no Inf."""
     sign = -1.0 if code & 0x80 else 1.0

@@ -16,6 +16,7 @@ from ktconv.formats import parse_kt_path
 from ktconv.source import TensorRef, read_header
 from ktconv.source.gguf.file import read_gguf_header
 from ktconv.source.reading.buffers import BufferSizes
+from ktconv.source.reading.reader import SourceReader
 from ktconv.source.side_files import CARD, flaws
 from ktconv.system.files import io_error
 from ktconv.system.machine import usable_cpus
@@ -124,7 +125,7 @@ def _check_weights(
         raise OutputError(f"{odd[0]} {what} {output / MANIFEST}", _AGAIN)
     _check_index(output, refs)
     findings = Findings()
-    context = Context(findings, records, None, False)
+    context = Context(findings, records, SourceReader([], []))
     checks = [CopyCheck(context, file, ref, None) for file, ref in parts.values()]
     with progression(sizes_by_unit(checks)) as observer:
         for _ in run_checks(checks, BufferSizes(), min(usable_cpus(), _MOST_THREADS), observer):

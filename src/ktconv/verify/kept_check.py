@@ -53,7 +53,7 @@ class KeptCheck(Struct, frozen=True):
         return ItemResult(self.nbytes, stream.check() is not None, int(self.origin is not None))
 
     def _equal(self, piece: U8, start: int, buffers: Buffers) -> bool:
-        assert self.origin is not None and self.context.reader is not None
+        assert self.origin is not None
         other = buffers.source[COPY_BYTES : COPY_BYTES + len(piece)]
         with self.context.reader.open(self.origin.tensor.file) as fd:
             self.context.reader.read(fd, self.origin.tensor, other.data, start)

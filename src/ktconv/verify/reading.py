@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import Struct
 
 from ktconv.errors import CheckpointError
-from ktconv.source import TensorRef
+from ktconv.source import MoELayer, Projection, TensorRef
 from ktconv.source.reading.buffers import Buffers
 from ktconv.source.reading.reader import SourceReader, Span
 from ktconv.system.arrays import U8
@@ -19,7 +19,7 @@ from ktconv.system.opened import opened_source
 from ktconv.system.stores import MadePath
 from ktconv.targets.packed.matrix_check import RECORDED, ErrorStats
 from ktconv.verify.findings import Findings
-from ktconv.verify.reading_check import encoded_sums_check, sums_check
+from ktconv.verify.reading_check import ReadingCheck, expert_check, sums_check
 from ktconv.verify.runner import Advance
 from ktconv.verify.second_reader import SecondReader
 from ktconv.verify.totals import ItemResult
@@ -35,9 +35,13 @@ class Context(Struct, frozen=True):
 
     findings: Findings
     records: Mapping[str, Record]  # of the manifest, by tensor
-    reader: SourceReader | None
-    compare: bool  # weights with the source's
+    reader: SourceReader  # of no files without a source
     second: SecondReader | None = None  # of the source, where weights are compared
+
+    def reading(self, layer: MoELayer, expert: int, proj: Projection) -> ReadingCheck | None:
+        """The check of how a matrix is read that is compared; None as of `expert_check`."""
+        assert self.second is not None
+        return expert_check(self.second, self.findings, layer, expert, proj)
 
     def fail_copy(self, tensor: TensorRef, words: str) -> None:
         self.findings.fail_tensor("structure", "copied tensor", tensor.name, tensor.file, words)
@@ -125,7 +129,7 @@ class CopyCheck(Struct, frozen=True):
         return ItemResult(self.nbytes, stream.check() is not None, int(self.origin is not None))
 
     def _equal(self, piece: U8, offset: int, buffers: Buffers) -> bool:
-        if self.origin is None or self.context.reader is None:
+        if self.origin is None:
             return True
         if self.origin.nbytes != self.tensor.nbytes:
             return False
@@ -140,22 +144,12 @@ class CopyCheck(Struct, frozen=True):
         if second is None or second.scale_of(origin.name) == origin.name:
             return  # scales are compared with the weight that they belong to
         rows, cols = origin.shape
-        if origin.dtype == "F8_E4M3":
-            encoded = encoded_sums_check(second, self.context.findings, origin)
-            if encoded is not None:
-                encoded.run(
-                    lambda piece: read_tensor(self.tensor, piece.start * cols, len(piece) * cols),
-                    max(1, COPY_BYTES // (8 * cols)),
-                )
-            return
-        check = sums_check(second, self.context.findings, origin)
-        step = max(1, COPY_BYTES // (8 * cols))
-        for start in range(0, rows if check else 0, step):
-            piece = range(start, min(start + step, rows))
-            row_bytes = self.tensor.nbytes // rows
-            data = read_tensor(self.tensor, start * row_bytes, len(piece) * row_bytes)
-            assert check is not None
-            check.stored(piece, data)
+        row_bytes = self.tensor.nbytes // rows
+        if (check := sums_check(second, self.context.findings, origin)) is not None:
+            check.run(
+                lambda at: read_tensor(self.tensor, at.start * row_bytes, len(at) * row_bytes),
+                max(1, COPY_BYTES // (8 * cols)),
+            )
 
 
 def check_claims(context: Context, name: str, sums: ErrorStats) -> None:

@@ -14,12 +14,13 @@ from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from ktconv import native
-from ktconv.formats.decode import bf16_to_f32, round_to_bf16
+from ktconv.formats.decode import round_to_bf16, rounded
 from ktconv.source import PROJECTIONS, ExpertMatrix, MoELayer, Projection, TensorRef
 from ktconv.source.reading.matrices import MatrixReader, Scales, buffer_bytes
 from ktconv.system.arrays import F32, U8
 from ktconv.verify.findings import Findings
 from ktconv.verify.second_reader import Adapted, SecondReader, UnknownWeightError, Weight
+from ktconv.verify.second_reader.numbers import floats_of
 
 Numbers = NDArray[np.signedinteger[Any]]
 
@@ -184,38 +185,28 @@ class SumsCheck(Struct):
     findings: Findings
     tensor: TensorRef
     weight: Weight | Adapted
-    _reported: bool = False
 
-    def stored(self, rows: range, data: U8) -> None:
-        """Compare rows as they are stored in the output."""
-        shape, dtype = (len(rows), self.tensor.shape[1]), self.tensor.dtype
-        if dtype == "BF16":
-            found = bf16_to_f32(data.view(np.uint16)).reshape(shape)
-        else:
-            kind = "<f2" if dtype == "F16" else "<f4"
-            found = data.view(kind).astype(np.float32).reshape(shape)
-        cols = range(shape[1])
-        expected = self.weight.values(rows, cols)
-        slack = self.weight.slack(rows, cols) if isinstance(self.weight, Adapted) else 0.0
-        low, high = (self._rounded(expected + sign * slack) for sign in (-1, 1))
-        differs = np.argwhere(~((found >= low) & (found <= high)))
-        if len(differs) and not self._reported:
-            self._reported = True
-            row, col = differs[0]
-            self.findings.fail(
-                LEVEL, CHECK,
-                f"{self.tensor.name} with the adapters of the source is {found[row, col]:.9g} at "
-                f"[{rows[row]}, {col}], and {expected[row, col]:.9g} by verify's own way.",
-                tensor=self.tensor.name,
-            )  # fmt: skip
-
-    def _rounded(self, values: Any) -> F32:
-        single: F32 = np.asarray(values, np.float32)
-        if self.tensor.dtype == "BF16":
-            return round_to_bf16(single)
-        return (
-            single.astype(np.float16).astype(np.float32) if self.tensor.dtype == "F16" else single
-        )
+    def run(self, stored: Callable[[range], U8], step: int) -> None:
+        """Compare `step` rows at a time; `stored`: the bytes of some rows in the output."""
+        dtype, (count, width) = self.tensor.dtype, self.tensor.shape
+        cols = range(width)
+        for rows in _pieces(count, step):
+            found = floats_of(stored(rows), dtype).reshape(len(rows), width)
+            expected = self.weight.values(rows, cols)
+            slack = self.weight.slack(rows, cols) if isinstance(self.weight, Adapted) else 0.0
+            low, high = (
+                rounded(np.asarray(expected + sign * slack, np.float32), dtype) for sign in (-1, 1)
+            )
+            differs = np.argwhere(~((found >= low) & (found <= high)))
+            if len(differs):
+                row, col = differs[0]
+                self.findings.fail(
+                    LEVEL, CHECK,
+                    f"{self.tensor.name} with the adapters of the source is {found[row, col]:.9g} "
+                    f"at [{rows[row]}, {col}], and {expected[row, col]:.9g} by verify's own way.",
+                    tensor=self.tensor.name,
+                )  # fmt: skip
+                return
 
 
 class EncodedSumsCheck(Struct):
@@ -235,7 +226,7 @@ class EncodedSumsCheck(Struct):
         assert source.row_of is not None and source.col_of is not None
         scales = self.scales.reshape(source.scale.shape)
         low, high = np.zeros(scales.shape), np.zeros(scales.shape)
-        every, pieces = range(cols), [range(i, min(i + step, rows)) for i in range(0, rows, step)]
+        every, pieces = range(cols), _pieces(rows, step)
         for piece in pieces:
             sums = np.abs(self.weight.values(piece, every).astype(np.float64))
             slack = self.weight.slack(piece, every)
@@ -289,12 +280,16 @@ class EncodedSumsCheck(Struct):
         self.findings.fail(LEVEL, CHECK, message, tensor=self.tensor.name)
 
 
-def encoded_sums_check(
+def sums_check(
     second: SecondReader, findings: Findings, tensor: TensorRef
-) -> EncodedSumsCheck | None:
-    """`sums_check` of FP8 codes."""
+) -> SumsCheck | EncodedSumsCheck | None:
+    """The check of a tensor of the source; None, and a failure, where the second reader finds no
+    weight of its shape."""
     with _unknown_reported(findings, {}):
-        weight, scale = second.module(tensor.name, *tensor.shape), second.scale_of(tensor.name)
+        weight = second.module(tensor.name, *tensor.shape)
+        if tensor.dtype != "F8_E4M3":
+            return SumsCheck(findings, tensor, weight)
+        scale = second.scale_of(tensor.name)
         assert isinstance(weight, Adapted) and scale is not None
         scales, size = second.new_scales(scale)
         powers = size == 1 or second.scales_are_powers
@@ -302,12 +297,8 @@ def encoded_sums_check(
     return None
 
 
-def sums_check(second: SecondReader, findings: Findings, tensor: TensorRef) -> SumsCheck | None:
-    """The check of a tensor of the source; None, and a failure, where the second reader finds no
-    weight of its shape."""
-    with _unknown_reported(findings, {}):
-        return SumsCheck(findings, tensor, second.module(tensor.name, *tensor.shape))
-    return None
+def _pieces(rows: int, step: int) -> list[range]:
+    return [range(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
 @contextmanager

@@ -199,12 +199,11 @@ class OutputVerifier(ABC):
     def _checks(self) -> Sequence[Check[ItemResult]]:
         """Checks of what is read, in the order of the output; with --sample a part of it, which has
         at least one expert of every layer."""
-        source, reader, second = self.output.checkpoint, None, None
-        compare = source is not None and self.level != "structure"
+        source, reader, second = self.output.checkpoint, SourceReader([], []), None
         if source is not None:
             reader = SourceReader(source.files, source.sources)
-            second = SecondReader(source, reader) if compare else None
-        context = Context(self.findings, self.output.records, reader, compare, second)
+            second = SecondReader(source, reader) if self.level != "structure" else None
+        context = Context(self.findings, self.output.records, reader, second)
         share, rng = self.request.sample, random.Random(self.request.seed)
         checks = list(self.expert_checks(context, share, rng))
         origins = self.output.source_tensors

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ktconv.verify.encoded.unpack import levels, scales, values
+from ktconv.verify.encoded.unpack import levels, values
+from ktconv.verify.second_reader.numbers import floats_of
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -33,14 +34,12 @@ def test_a_word_by_hand() -> None:
 
 def test_values_are_level_times_scale_of_the_group() -> None:
     level = np.array([[1, -2, 3, 4]], np.int8)
-    scale = scales(np.array([0x3F80, 0x4000], np.uint16).view(np.uint8), "BF16", 1)
+    scale = floats_of(np.array([0x3F80, 0x4000], np.uint16).tobytes(), "BF16").reshape(1, -1)
     assert values(level, scale).tolist() == [[1.0, -2.0, 6.0, 8.0]]
-    half = scales(np.array([0x3C00], np.uint16).view(np.uint8), "F16", 1)
+    half = floats_of(np.array([0x3C00], np.uint16).tobytes(), "F16").reshape(1, -1)
     assert values(level, half).tolist() == [[1.0, -2.0, 3.0, 4.0]]
 
 
 def test_wrong_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="12 bytes are not 1 rows of 2 words"):
         levels(np.zeros(12, np.uint8), 1, 16, 4)
-    with pytest.raises(ValueError, match="scales of I32"):
-        scales(np.zeros(4, np.uint8), "I32", 1)

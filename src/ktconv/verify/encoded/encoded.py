@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from msgspec.structs import asdict
 
 from ktconv import native
 from ktconv.formats.decode import f32_to_bf16
@@ -28,7 +27,6 @@ from ktconv.verify.encoded.quantization import Group
 from ktconv.verify.encoded.rounding import RoundingCheck, Rules
 from ktconv.verify.encoded.stored import StoredParts, stored_parts
 from ktconv.verify.encoded.unpack import levels
-from ktconv.verify.encoded.weights import reading_of
 from ktconv.verify.reading import TensorStream
 from ktconv.verify.second_reader.numbers import E4M3
 
@@ -42,10 +40,6 @@ class EncodedCheck(ModuleCheck, frozen=True):
 
     scheme: Scheme
     requantized: bool  # codes of the source were not kept
-
-    @property
-    def _codes_name(self) -> str:
-        return f"{self.module.name}.{self.scheme.layout.parts[0]}"
 
     def _is_sound(self, matrix: ExpertMatrix) -> bool:
         half = weight_dtype(matrix) == "F16"
@@ -63,7 +57,6 @@ class EncodedCheck(ModuleCheck, frozen=True):
     def _compare(
         self, matrix: ExpertMatrix, streams: Mapping[str, TensorStream], buffers: Buffers
     ) -> ErrorStats:
-        assert self.context.reader is not None
         scheme, layout, parts = self.scheme, self.scheme.layout, self.module.parts
         read = {
             part: streams[part].read(np.empty(parts[part].nbytes, np.uint8))
@@ -78,7 +71,7 @@ class EncodedCheck(ModuleCheck, frozen=True):
             self._second_scale(stored.factor, matrix, kept)
         rounded = scheme.row.is_int and not (stored.half and scheme.is_half(stored.half))
         source = MatrixReader(self.context.reader, matrix, round_to_bf16=rounded and not kept)
-        reading = reading_of(self.context, self.module, self.source, source)
+        reading = self._reading(source)
         whole = None
         if not layout.streamed:
             data = streams[layout.parts[0]].read(np.empty(parts[layout.parts[0]].nbytes, np.uint8))
@@ -99,7 +92,6 @@ class EncodedCheck(ModuleCheck, frozen=True):
         """Check that the second scale has the very bits that the largest weight makes, or the
         source has: codes and scales alone leave some of them open."""
         reader, scheme = self.context.reader, self.scheme
-        assert reader is not None
         if kept:
             wanted = kept_scales(scheme, MatrixReader(reader, matrix), half=False)[1]
         else:
@@ -115,7 +107,7 @@ class EncodedCheck(ModuleCheck, frozen=True):
     def _largest_together(self) -> float:
         """The largest magnitude of the matrices that share a second scale."""
         where, layer, reader = self.module.where, self.source, self.context.reader
-        assert where is not None and layer is not None and reader is not None
+        assert where is not None and layer is not None
         together: Sequence[Projection] = ("down",) if where.proj == "down" else ("gate", "up")
         found = layer.experts[where.expert]
         return max(largest_of(reader, found[proj]) for proj in together if proj in found)
@@ -258,15 +250,6 @@ class EncodedCheck(ModuleCheck, frozen=True):
         part = self.scheme.layout.scale_part if scales else self.scheme.layout.parts[0]
         name = f"{self.module.name}.{part}"
         self._report(Violation(check, f"{name} ({self._where}) {words}.", name, row, column))
-
-    def _report(self, violation: Violation) -> None:
-        file = self.module.parts[self.scheme.layout.parts[0]].file.name
-        self.context.findings.fail(LEVEL, **asdict(violation), file=file, **self.module.at)
-
-    @property
-    def _where(self) -> str:
-        at = self.module.at
-        return f"layer {at['layer']}, expert {at['expert']}, {at['projection']}"
 
 
 def _spread(scheme: Scheme, values: F32, shape: tuple[int, int]) -> F32:

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from msgspec.structs import asdict
 
 from ktconv.source import ExpertMatrix, MoELayer
 from ktconv.source.encodings.base import BIAS
@@ -14,12 +15,13 @@ from ktconv.source.reading.buffers import Buffers
 from ktconv.source.reading.matrices import MatrixReader, spans_of
 from ktconv.source.reading.reader import Span
 from ktconv.system.abstract_record import AbstractRecord
-from ktconv.system.arrays import F32, U8
-from ktconv.targets.packed.matrix_check import ErrorStats
+from ktconv.system.arrays import F32
+from ktconv.targets.packed.matrix_check import ErrorStats, Violation
 from ktconv.verify.encoded.output import Module
 from ktconv.verify.reading import Context, TensorStream, check_claims, read_tensor
+from ktconv.verify.reading_check import ReadingCheck
 from ktconv.verify.runner import OTHER, Advance, unit_of
-from ktconv.verify.second_reader.numbers import ITEMS, floats
+from ktconv.verify.second_reader.numbers import floats_of
 from ktconv.verify.totals import ItemResult
 
 Streams = Mapping[str, TensorStream]  # by part of the layout
@@ -74,9 +76,27 @@ class ModuleCheck(AbstractRecord, frozen=True):
         return
 
     @property
-    @abstractmethod
     def _codes_name(self) -> str:
         """Name of the tensor with the codes, under which the manifest records errors."""
+        return f"{self.module.name}.{self.module.layout.parts[0]}"
+
+    @property
+    def _where(self) -> str:
+        at = self.module.at
+        return f"layer {at['layer']}, expert {at['expert']}, {at['projection']}"
+
+    def _report(self, violation: Violation) -> None:
+        file = self.module.parts[self.module.layout.parts[0]].file.name
+        self.context.findings.fail("weights", **asdict(violation), file=file, **self.module.at)
+
+    def _reading(self, source: MatrixReader) -> ReadingCheck | None:
+        """The check of how the source is read, which begins with its scales."""
+        where = self.module.where
+        assert where is not None and self.source is not None
+        reading = self.context.reading(self.source, where.expert, where.proj)
+        if reading:
+            reading.scales(source.load_scales())
+        return reading
 
     @abstractmethod
     def _is_sound(self, matrix: ExpertMatrix) -> bool:
@@ -90,7 +110,7 @@ class ModuleCheck(AbstractRecord, frozen=True):
 def bias_of(module: Module) -> F32 | None:
     """The values of a module's bias, if it has one."""
     tensor = module.parts.get(BIAS)
-    return None if tensor is None else _values(read_tensor(tensor), tensor.dtype)
+    return None if tensor is None else floats_of(read_tensor(tensor), tensor.dtype)
 
 
 def compare_bias(
@@ -99,11 +119,11 @@ def compare_bias(
     """A failure where it is not the source's. What is missing, or of another dtype or shape, is
     reported by level structure."""
     tensor = module.parts.get(BIAS)
-    if tensor is None or matrix.bias is None or context.reader is None:
+    if tensor is None or matrix.bias is None:
         return
     if tensor.dtype != matrix.bias.number or tensor.shape != (matrix.rows,):
         return
-    found = _values(streams[BIAS].read(np.empty(tensor.nbytes, np.uint8)), tensor.dtype)
+    found = floats_of(streams[BIAS].read(np.empty(tensor.nbytes, np.uint8)), tensor.dtype)
     expected = MatrixReader(context.reader, matrix).load_bias()
     wrong = np.flatnonzero(found != expected)
     if wrong.size:
@@ -111,7 +131,3 @@ def compare_bias(
         context.findings.fail_tensor(
             "weights", "bias", tensor.name, tensor.file, words, **module.at
         )
-
-
-def _values(data: U8, dtype: str) -> F32:
-    return floats(data.view(ITEMS[dtype]), dtype)

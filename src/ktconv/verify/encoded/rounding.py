@@ -31,7 +31,7 @@ from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from ktconv import native
-from ktconv.formats.decode import round_to_bf16
+from ktconv.formats.decode import rounded
 from ktconv.system.arrays import F32, I8, Bools
 from ktconv.targets.packed.matrix_check import ErrorStats, Violation, sum_of_squares
 from ktconv.verify.encoded.quantization import Group
@@ -168,10 +168,7 @@ class RoundingCheck(Struct):
 
     def _round(self, exact: NDArray[np.float64]) -> F32:
         """Rounds to the precision of scales, by way of float32 as hardware divides."""
-        single = exact.astype(np.float32)
-        if self.dtype == "BF16":
-            return round_to_bf16(single)
-        return single.astype(np.float16).astype(np.float32) if self.dtype == "F16" else single
+        return rounded(exact.astype(np.float32), self.dtype)
 
     # ---- elements ----
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from ktconv.formats.decode import bf16_to_f32, f16_to_f32
 from ktconv.system.arrays import F32, I8, U8, Array
 
 SCALE_DTYPES = ("BF16", "F16", "F32")
@@ -35,17 +34,6 @@ def levels(packed: U8, rows: int, cols: int, bits: int) -> I8:
     found = stored[:, :cols].view(np.int8)
     found -= np.int8(8)
     return found
-
-
-def scales(data: U8, dtype: str, rows: int) -> F32:
-    """Scales [rows, groups] from the bytes of weight_scale. ValueError for another dtype."""
-    if dtype == "BF16":
-        return bf16_to_f32(data.view(np.uint16)).reshape(rows, -1)
-    if dtype == "F16":
-        return f16_to_f32(data.view(np.uint16)).reshape(rows, -1)
-    if dtype == "F32":
-        return data.view(np.float32).reshape(rows, -1)
-    raise ValueError(f"scales of {dtype}")
 
 
 def values(level: I8, scale: F32) -> F32:

@@ -98,7 +98,7 @@ class EncodedVerifier(OutputVerifier):
             for layer, experts in output.layers.items()
             for expert in rng.sample(experts, max(1, round(len(experts) * share)))
         }
-        sources = output.source_layers if context.compare else {}
+        sources = output.source_layers if context.second else {}
         found = self._unrecorded(context)
         unrecorded = self._unrecorded_way(context)
         output = self.output
@@ -131,9 +131,8 @@ class EncodedVerifier(OutputVerifier):
         """Rules, by group, of packed integers of which no manifest tells it: a recipe tells those
         of GPTQ. A failure where none explains them."""
         output = self.output
-        if output.ours or output.scheme or output.method == "gptq" or not context.compare:
+        if output.ours or output.scheme or output.method == "gptq" or not context.second:
             return {}
-        assert context.reader is not None
         found = rules_by_group(output, context.reader)
         for name, rule in found.items():
             if rule is None and output.method == "unknown":
@@ -160,7 +159,7 @@ class EncodedVerifier(OutputVerifier):
         format: scales by the largest weight or by the search, codes kept from the source or not.
         The checks hold all experts to it, so that damage is found by whatever it disagrees with."""
         output, scheme = self.output, self.output.scheme
-        if output.ours or scheme is None or not context.compare:
+        if output.ours or scheme is None or not context.second:
             return None
         sources = output.source_layers
         some = [

@@ -8,30 +8,29 @@ from functools import partial
 
 import numpy as np
 from msgspec import Struct
-from msgspec.structs import asdict
 
 from ktconv import native
 from ktconv.formats.decode import f32_to_bf16
-from ktconv.source import ExpertMatrix, MoELayer, TensorRef
+from ktconv.source import ExpertMatrix, TensorRef
 from ktconv.source.reading.buffers import Buffers
 from ktconv.source.reading.matrices import MatrixReader, spans_of
 from ktconv.source.reading.reader import Span
 from ktconv.source.reading.streamed import Piece, Streamed, piece_rows
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
-from ktconv.targets.packed.matrix_check import ErrorStats, Violation
+from ktconv.targets.packed.matrix_check import ErrorStats
 from ktconv.verify.encoded.module_check import ModuleCheck, bias_of
 from ktconv.verify.encoded.output import EncodedOutput, Module
 from ktconv.verify.encoded.quantization import Group
 from ktconv.verify.encoded.rounding import RoundingCheck, Rules, bound_steps, rules_of
 from ktconv.verify.encoded.stored import stored_parts
-from ktconv.verify.encoded.unpack import SCALE_DTYPES, levels, scales, values
+from ktconv.verify.encoded.unpack import SCALE_DTYPES, levels, values
 from ktconv.verify.reading import Context, TensorStream, read_tensor
-from ktconv.verify.reading_check import ReadingCheck, expert_check, module_check
+from ktconv.verify.reading_check import module_check
 from ktconv.verify.runner import OTHER, Advance
+from ktconv.verify.second_reader.numbers import floats_of
 from ktconv.verify.totals import ItemResult
 
 PARTS = PACK_QUANTIZED.parts
-LEVEL = "weights"
 WHOLE = 32  # rows, columns and groups that the C library compares are multiples of this
 
 
@@ -40,10 +39,6 @@ class IntegerCheck(ModuleCheck, frozen=True):
 
     group: Group
     rules: Rules
-
-    @property
-    def _codes_name(self) -> str:
-        return self.module.parts[PARTS[0]].name
 
     def _is_sound(self, matrix: ExpertMatrix) -> bool:
         return is_sound(self.module, self.group, matrix)
@@ -69,17 +64,14 @@ class IntegerCheck(ModuleCheck, frozen=True):
     def _compare(
         self, matrix: ExpertMatrix, streams: Mapping[str, TensorStream], buffers: Buffers
     ) -> ErrorStats:
-        assert self.context.reader is not None
         packed, scaled = (self.module.parts[part] for part in PARTS[:2])
         data = streams[PARTS[1]].read(np.empty(scaled.nbytes, np.uint8))
-        scale = scales(data, scaled.dtype, matrix.rows)
-        at = self.module.at
-        where = f"layer {at['layer']}, expert {at['expert']}, {at['projection']}"
+        scale = floats_of(data, scaled.dtype).reshape(matrix.rows, -1)
         check = RoundingCheck(
-            self.group, self.rules, scaled.dtype, self.module.name, where, self._fail
+            self.group, self.rules, scaled.dtype, self.module.name, self._where, self._report
         )
         source = MatrixReader(self.context.reader, matrix, round_to_bf16=scaled.dtype == "BF16")
-        reading = reading_of(self.context, self.module, self.source, source)
+        reading = self._reading(source)
         encoding = self._encoding(matrix, scaled.dtype)
         stored = data.view(np.uint16).reshape(matrix.rows, -1) if encoding else None
         for chunk, view in source.views(buffers.source, buffers.bounce):
@@ -110,22 +102,6 @@ class IntegerCheck(ModuleCheck, frozen=True):
             return None
         return native.Encoding(f"int{self.group.bits}", group, dtype == "F16")
 
-    def _fail(self, violation: Violation) -> None:
-        file = self.module.parts[PARTS[0]].file.name
-        self.context.findings.fail(LEVEL, **asdict(violation), file=file, **self.module.at)
-
-
-def reading_of(
-    context: Context, module: Module, layer: MoELayer | None, source: MatrixReader
-) -> ReadingCheck | None:
-    """The check of how the source is read."""
-    where = module.where
-    assert where is not None and layer is not None and context.second is not None
-    reading = expert_check(context.second, context.findings, layer, where.expert, where.proj)
-    if reading:
-        reading.scales(source.load_scales())
-    return reading
-
 
 class DecodedCheck(Struct, frozen=True):
     """A non-expert matrix that is block-quantized in the source and bf16 in the output."""
@@ -144,7 +120,6 @@ class DecodedCheck(Struct, frozen=True):
         return spans_of(self.matrix)
 
     def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
-        assert self.context.reader is not None
         stream, equal = TensorStream(self.context, self.tensor), True
         source = MatrixReader(self.context.reader, self.matrix, round_to_bf16=True)
         reading = None
@@ -191,7 +166,7 @@ def dequantized(output: EncodedOutput, module: Module, matrix: ExpertMatrix) -> 
 
 def _pieces(module: Module, matrix: ExpertMatrix, group: Group) -> Iterator[Piece]:
     packed, scale = (module.parts[part] for part in PARTS[:2])
-    scale_of = scales(read_tensor(scale), scale.dtype, matrix.rows)
+    scale_of = floats_of(read_tensor(scale), scale.dtype).reshape(matrix.rows, -1)
     row_bytes = packed.nbytes // matrix.rows
     for first in range(0, matrix.rows, piece_rows(matrix.cols)):
         rows = slice(first, min(first + piece_rows(matrix.cols), matrix.rows))

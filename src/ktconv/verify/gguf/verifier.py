@@ -21,7 +21,6 @@ from ktconv.verify.findings import Facts
 from ktconv.verify.gguf.dequantized import GgufLayersCheck, GgufModelCheck
 from ktconv.verify.gguf.output import GgufOutput, open_gguf_output
 from ktconv.verify.reading import Context, CopyCheck, check_claims, read_into
-from ktconv.verify.reading_check import expert_check
 from ktconv.verify.runner import Advance, Check, unit_of
 from ktconv.verify.structure import StructureCheck
 from ktconv.verify.totals import ItemResult, Totals
@@ -87,14 +86,11 @@ class BlocksCheck(Struct, frozen=True):
         return spans_of(self.layer.experts[self.expert][self.proj])
 
     def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
-        assert self.context.reader is not None and self.context.second is not None
         matrix, kind, sums = self.layer.experts[self.expert][self.proj], self.tensor.dtype, None
         shape = (len(self.layer.experts), matrix.rows, matrix.cols)
         if self.tensor.shape == shape and kind in native.BLOCK_TYPES:  # else structure reports it
             sums, source = ErrorStats(), MatrixReader(self.context.reader, matrix)
-            reading = expert_check(
-                self.context.second, self.context.findings, self.layer, self.expert, self.proj
-            )
+            reading = self.context.reading(self.layer, self.expert, self.proj)
             if reading:
                 reading.scales(source.load_scales())
             row_bytes = native.blocks_bytes(kind, 1, matrix.cols)
@@ -145,7 +141,6 @@ class BiasesCheck(Struct, frozen=True):
         return []
 
     def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
-        assert self.context.reader is not None
         matrices = [expert[self.proj] for expert in self.layer.experts]
         rows = matrices[0].rows
         if (self.tensor.dtype, *self.tensor.shape) == ("F32", len(matrices), rows):
@@ -185,7 +180,7 @@ class GgufVerifier(OutputVerifier):
     def expert_checks(
         self, context: Context, share: float, rng: random.Random
     ) -> Iterator[Check[ItemResult]]:
-        sources = self.output.source_layers if context.compare else {}
+        sources = self.output.source_layers if context.second else {}
         for (index, proj), tensor in self.output.experts.items():
             yield CopyCheck(context, unit_of(index), tensor, None)
             layer = sources.get(index)

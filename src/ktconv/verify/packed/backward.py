@@ -23,7 +23,6 @@ from ktconv.targets.packed.scale_rules import Allowed
 from ktconv.targets.packed.target import Options
 from ktconv.verify.packed.parts import ExpertCheck, PartCheck
 from ktconv.verify.packed.resharded import PartsBefore
-from ktconv.verify.reading_check import expert_check
 from ktconv.verify.runner import Advance
 from ktconv.verify.totals import ItemResult
 
@@ -68,7 +67,7 @@ class BackwardCheck(ExpertCheck, frozen=True):
         self, parts: Sequence[PartCheck], proof: Proof, buffers: Buffers
     ) -> Sequence[Allowed | None]:
         """Returns what the scales of each part can be; None: what its own source makes."""
-        assert self.source is not None and self.context.reader is not None
+        assert self.source is not None
         matrix = self.source.experts[self.expert][self.proj]
         source = MatrixReader(self.context.reader, matrix, self.options.compat)
         seen = self._reading()
@@ -94,10 +93,8 @@ class BackwardCheck(ExpertCheck, frozen=True):
 
     def _reading(self) -> Seen | None:
         """Compares some of what is read with the second reader's way."""
-        assert self.source is not None and self.context.second is not None
-        reading = expert_check(
-            self.context.second, self.context.findings, self.source, self.expert, self.proj
-        )
+        assert self.source is not None
+        reading = self.context.reading(self.source, self.expert, self.proj)
         if reading is None:
             return None
 

@@ -96,7 +96,7 @@ class PackedVerifier(OutputVerifier):
     ) -> Iterator[ExpertMatrixCheck | BackwardCheck]:
         packed, checkpoint = self.output.packed, self.output.checkpoint
         backward = self.output.backward
-        sources = checkpoint.layers if checkpoint and context.compare else ()
+        sources = checkpoint.layers if checkpoint and context.second else ()
         source_of = {layer.index: layer for layer in sources}
         for layer, geometry in packed.layers.items():
             if geometry.format is None or geometry.format.key != self.output.options.method:

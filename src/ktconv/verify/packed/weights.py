@@ -13,12 +13,7 @@ from msgspec.structs import replace
 from ktconv.formats import TensorId, kinds_of
 from ktconv.formats.folding import FoldError
 from ktconv.source.reading.buffers import Buffers
-from ktconv.source.reading.matrices import (
-    Factors,
-    MatrixReader,
-    Scales,
-    chunks,
-)
+from ktconv.source.reading.matrices import Factors, MatrixReader, chunks
 from ktconv.system.arrays import I8
 from ktconv.targets.packed.matrix_check import ErrorStats
 from ktconv.targets.packed.proof import Proof
@@ -26,7 +21,6 @@ from ktconv.targets.packed.scale_rules import Allowed
 from ktconv.verify.packed.parts import LEVEL, ExpertCheck, PartCheck
 from ktconv.verify.packed.proofs import Proofs
 from ktconv.verify.packed.resharded import PartsBefore, parts_before
-from ktconv.verify.reading_check import ReadingCheck, expert_check
 from ktconv.verify.runner import Advance
 from ktconv.verify.totals import ItemResult
 from ktconv.writer.manifest import MANIFEST
@@ -80,7 +74,7 @@ class ExpertMatrixCheck(ExpertCheck, frozen=True):
 
     def _folded(self, exponents: I8 | None) -> MatrixReader | None:
         """The source as it was quantized; None without one, or where that is not known."""
-        if self.source is None or self.context.reader is None:
+        if self.source is None:
             return None
         if self.proofs.fold and self.proj != "gate" and exponents is None:
             return None
@@ -103,7 +97,10 @@ class ExpertMatrixCheck(ExpertCheck, frozen=True):
             wider = PartsBefore(self.output, (matrix.rows, matrix.cols), proof)
         with source.open() as fd:
             grid = source.load_scales()
-            reading = self._reading(grid)
+            assert self.source is not None
+            reading = self.context.reading(self.source, self.expert, self.proj)
+            if reading:
+                reading.scales(grid)
             for number, chunk in enumerate(chunks(matrix, rows)):
                 touched = parts if self.proj == "down" else [parts[chunk.start // rows]]
                 with source.loaded(fd, chunk, buffers.source, buffers.bounce) as data:
@@ -128,16 +125,6 @@ class ExpertMatrixCheck(ExpertCheck, frozen=True):
         for part in parts:
             first = 0 if self.proj == "down" else part.index * part.rows
             part.compare_bias(None if expected is None else expected[first : first + part.rows])
-
-    def _reading(self, scales: Scales | None) -> ReadingCheck | None:
-        """The check of how the source is read, which begins with its scales."""
-        assert self.source is not None and self.context.second is not None
-        reading = expert_check(
-            self.context.second, self.context.findings, self.source, self.expert, self.proj
-        )
-        if reading:
-            reading.scales(scales)
-        return reading
 
     def _finish(self, parts: Sequence[PartCheck], allowed: Sequence[Allowed | None]) -> ErrorStats:
         total, together = ErrorStats(), None

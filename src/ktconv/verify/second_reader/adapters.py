@@ -23,6 +23,7 @@ from ktconv.source.safetensors_file import read_header
 from ktconv.system.arrays import F32
 from ktconv.system.patterns import Patterns
 from ktconv.verify.second_reader.encodings import Weight
+from ktconv.verify.second_reader.numbers import floats_of
 
 F64 = NDArray[np.float64]
 
@@ -110,7 +111,7 @@ class SecondAdapter:
             a, b = (self._whole(one)[expert] for one in fused if one is not None)
             yield self._pair(b, a, f"{layer.source}.0.{proj}_proj", rank)
             return
-        for module in self._experts_of(index):
+        for module in self._by_layer.get(index, ()):
             head, _, word = module.rpartition(".")
             named = table.FAMILIES.projections.get(word) == proj
             if named and head.endswith(f".{number}") and "experts" in head:
@@ -119,15 +120,12 @@ class SecondAdapter:
                 yield self._pair(b, a, module, len(a))
         yield from self._of_parameters(layer, expert, proj, (rows, cols))
 
-    def _experts_of(self, index: int) -> list[str]:
-        return self._by_layer.get(index, [])
-
     def _of_parameters(
         self, layer: MoELayer, expert: int, proj: Projection, shape: tuple[int, int]
     ) -> Iterator[Pair]:
         """Pairs of target_parameters: which one they are of follows from their shapes, or
         from the order in which they are nested."""
-        found = [one for one in self._experts_of(layer.index) if _is_of_all(one, layer)]
+        found = [one for one in self._by_layer.get(layer.index, ()) if _is_of_all(one, layer)]
         if not found:
             return
         wide = len(layer.projections) - 1
@@ -230,14 +228,8 @@ class SecondAdapter:
     def _read(self, tensor: TensorRef) -> F64:
         with tensor.file.open("rb") as file:
             file.seek(tensor.offset)
-            data = file.read(tensor.nbytes)
-        if tensor.dtype == "BF16":
-            bits = np.frombuffer(data, "<u2").astype("<u4") << np.uint32(16)
-            data, kind = bits.tobytes(), "<f4"
-        else:
-            kind = "<f2" if tensor.dtype == "F16" else "<f4"
-        found: F64 = np.frombuffer(data, kind).astype(np.float64).reshape(tensor.shape)
-        return found
+            found = floats_of(file.read(tensor.nbytes), tensor.dtype)
+        return found.astype(np.float64).reshape(tensor.shape)
 
     def _whole(self, tensor: TensorRef) -> F64:
         """A tensor of all experts; those of a layer stay in memory."""

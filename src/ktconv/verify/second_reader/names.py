@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ktconv.system.collector import collector_paused
 from ktconv.verify.second_reader.adapters import Adapted, Pair, SecondAdapter
 from ktconv.verify.second_reader.encodings import (
     PRIMARY,
+    SCALES,
     Place,
     Source,
     Weight,
@@ -26,11 +28,10 @@ from ktconv.verify.second_reader.encodings import (
     weight_of,
 )
 from ktconv.verify.second_reader.naming_map import MappedNames
+from ktconv.verify.second_reader.numbers import ITEMS, floats_of
 from ktconv.verify.second_reader.pruned import KeptNames, Origin
 
 Parts = dict[str, TensorRef]
-
-_SCALES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")  # of FP8
 
 
 class UnknownWeightError(Exception):
@@ -48,8 +49,6 @@ class SecondReader:
         mapped = checkpoint.mapped
         kind = str(checkpoint.config.content.get("model_type"))
         self._adapters = [SecondAdapter(one, kind) for one in checkpoint.adapters]
-        self._pruned: KeptNames | None = None
-        self._shapes: Mapping[str, tuple[int, ...]] | None = None  # of the whole model's others
         self._map = None if mapped is None else MappedNames(mapped.naming.content)
 
     def expert(self, layer: MoELayer, expert: int, proj: Projection) -> Weight | Adapted:
@@ -58,7 +57,7 @@ class SecondReader:
         if self._checkpoint.unpruned is not None:
             whole = {one.index: one for one in self._checkpoint.unpruned.layers}
             layer = whole[layer.index]
-            expert = self._kept().old_number(layer, expert)
+            expert = self._kept.old_number(layer, expert)
         return _adapted(
             self._expert(layer, expert, proj),
             [pair for one in self._adapters for pair in one.of_expert(layer, expert, proj)],
@@ -102,30 +101,26 @@ class SecondReader:
 
     # ---- models with fewer experts ----
 
+    @cached_property
     def _kept(self) -> KeptNames:
         checkpoint = self._checkpoint
         assert checkpoint.pruning is not None and checkpoint.unpruned is not None
-        if self._pruned is None:
-            tensors = {
-                tensor.name: tensor
-                for parts in self._modules().values()
-                for tensor in parts.values()
-            }
-            record, layers = checkpoint.pruning.record(), checkpoint.unpruned.layers
-            self._pruned = KeptNames(record, layers, tensors)
-        return self._pruned
+        every = (tensor for parts in self._modules().values() for tensor in parts.values())
+        tensors = {tensor.name: tensor for tensor in every}
+        return KeptNames(checkpoint.pruning.record(), checkpoint.unpruned.layers, tensors)
 
     def kept_origin(self, name: str, shape: Sequence[int]) -> Origin | None:
         """See `KeptNames.origin`."""
-        return self._kept().origin(name, shape)
+        return self._kept.origin(name, shape)
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the whole model's other tensors, where the source is pruned."""
+        whole = self._checkpoint.unpruned
+        return {one.name: one.shape for one in whole.other_tensors} if whole else {}
 
     def is_cut(self, tensor: TensorRef) -> bool:
         """Whether a tensor is one of the source without the rows of some experts."""
-        whole = self._checkpoint.unpruned
-        if whole is None:
-            return False
-        if self._shapes is None:
-            self._shapes = {one.name: one.shape for one in whole.other_tensors}
         return self._shapes.get(tensor.name, tensor.shape) != tensor.shape
 
     def module(self, tensor: str, rows: int, cols: int) -> Weight | Adapted:
@@ -136,21 +131,15 @@ class SecondReader:
     def scale_of(self, tensor: str) -> str | None:
         """The tensor of the scales of the FP8 weight `tensor`, or itself if it is one."""
         module, _, part = tensor.rpartition(".")
-        found = next((one for one in _SCALES if one in self._modules().get(module, {})), None)
+        found = next((one for one in SCALES if one in self._modules().get(module, {})), None)
         return f"{module}.{found}" if part in ("weight", found) and found else None
 
     def new_scales(self, tensor: str) -> tuple[NDArray[np.float64], int]:
         """Numbers of a tensor of scales as the converter reads it, with adapters, and the bytes of
         one."""
         found = next(one for one in self._checkpoint.other_tensors if one.name == tensor)
-        data = self._read(found, 0, found.nbytes)
-        if found.dtype in ("F8_E8M0", "U8"):
-            return np.ldexp(1.0, np.frombuffer(data, np.uint8).astype(np.int64) - 127), 1
-        if found.dtype == "BF16":
-            wide = np.frombuffer(data, "<u2").astype("<u4") << np.uint32(16)
-            return wide.view("<f4").astype(np.float64), 2
-        kind = np.dtype("<f2" if found.dtype == "F16" else "<f4")
-        return np.frombuffer(data, kind).astype(np.float64), kind.itemsize
+        values = floats_of(self._read(found, 0, found.nbytes), found.dtype)
+        return values.astype(np.float64), np.dtype(ITEMS[found.dtype]).itemsize
 
     @property
     def scales_are_powers(self) -> bool:

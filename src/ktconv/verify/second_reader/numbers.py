@@ -54,6 +54,11 @@ def floats(items: Array, dtype: str) -> F32:
     return items.astype(np.float32)
 
 
+def floats_of(data: U8 | bytes, dtype: str) -> F32:
+    """The numbers of a tensor's bytes, one behind the other."""
+    return floats(np.frombuffer(data, ITEMS[dtype]), dtype)
+
+
 def signed(items: Array) -> F32:
     """Bytes in two's complement."""
     return items.view(np.int8).astype(np.float32)
