@@ -27,8 +27,7 @@ from ktconv.formats import FORMATS, reference
 from ktconv.quantize.packed.importance.channel_weights import FLOOR, channel_weights
 from ktconv.source import ExpertMatrix, Projection, open_checkpoint
 from ktconv.source.reading.buffers import Buffers
-from ktconv.source.reading.decoded import source_buffer
-from ktconv.source.reading.matrices import MatrixReader
+from ktconv.source.reading.matrices import MatrixReader, buffers_of
 from ktconv.source.reading.reader import SourceReader
 from ktconv.stats import Recorder, Wanted, read_importance
 from ktconv.stats.importance_file import LayerImportance
@@ -69,7 +68,7 @@ def pieces(recorder: Recorder, text: str, work: Path) -> Iterator[Layers]:
 
 def first_rows(reader: SourceReader, matrix: ExpertMatrix) -> F32:
     """The first rows of a matrix in float32."""
-    buffers, source = Buffers(source_buffer(matrix)), MatrixReader(reader, matrix)
+    buffers, source = Buffers(buffers_of([matrix])), MatrixReader(reader, matrix)
     _, values = next(iter(source.decoded(buffers.source, buffers.bounce)))
     rows: F32 = np.array(values[:ROWS], np.float32)
     return rows

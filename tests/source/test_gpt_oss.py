@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from ktconv.errors import CheckpointError
 from ktconv.source import PROJECTIONS, Checkpoint, ExpertMatrix, open_checkpoint
 from ktconv.source.reading.buffers import Buffers
-from ktconv.source.reading.decoded import source_buffer
-from ktconv.source.reading.matrices import MatrixReader
+from ktconv.source.reading.matrices import MatrixReader, buffers_of
 from ktconv.source.reading.reader import SourceReader
 
 F32 = NDArray[np.float32]
@@ -25,7 +24,7 @@ F32 = NDArray[np.float32]
 
 def values_and_bias(checkpoint: Checkpoint, matrix: ExpertMatrix) -> tuple[F32, F32 | None]:
     reader = MatrixReader(SourceReader(checkpoint.files, checkpoint.sources), matrix)
-    buffers = Buffers(source_buffer(matrix))
+    buffers = Buffers(buffers_of([matrix]))
     rows = [values.copy() for _, values in reader.decoded(buffers.source, buffers.bounce)]
     return np.concatenate(rows), reader.load_bias()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,6 +134,17 @@ def written(staging: Staging, pieces: Sequence[Piece], target: U8) -> Iterator[U
                 f"{name} could not be read back",
                 "check this machine's disk, then run the same command again",
             )
+
+
+def write_piece(
+    staging: Staging, name: str, data: U8, offset: int, target: U8 | None
+) -> AbstractContextManager[U8]:
+    """Write bytes of a tensor; inside the block, those to compare: with `target` as `written` has
+    them, else the same."""
+    staging.write(name, data.data, offset)
+    if target is None:
+        return nullcontext(data)
+    return written(staging, [Piece(name, target.nbytes, offset)], target)
 
 
 def _read_back(staging: Staging, pieces: Sequence[Piece], target: U8) -> None:

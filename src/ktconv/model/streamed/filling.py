@@ -14,8 +14,8 @@ from ktconv.families.family import Projection
 from ktconv.model.streamed.one_expert import OneExpert
 from ktconv.source import ExpertMatrix, TensorRef
 from ktconv.source.reading.buffers import Buffers, BufferSizes
-from ktconv.source.reading.decoded import decoded_rows, source_buffer
-from ktconv.source.reading.matrices import MatrixReader, chunks
+from ktconv.source.reading.decoded import decoded_rows
+from ktconv.source.reading.matrices import MatrixReader, buffers_of, chunks
 from ktconv.source.reading.reader import Runs, SourceReader
 from ktconv.system.arrays import F32, U8, Array
 from ktconv.system.opened import Opened
@@ -38,7 +38,7 @@ def filling_memory(matrices: Iterable[ExpertMatrix], dtype: torch.dtype) -> int:
     for matrix in matrices:
         total += matrix.rows * matrix.cols * dtype.itemsize
         total += 0 if _is_dense(matrix) else matrix.nbytes(matrix.rows)
-        largest = max(largest, source_buffer(matrix).nbytes)
+        largest = max(largest, buffers_of([matrix]).nbytes)
     return total + largest
 
 
@@ -117,7 +117,7 @@ class ExpertFiller:
             values[first : first + len(bits)] = bits.view(np.int16)
 
     def _enough(self, matrix: ExpertMatrix) -> Buffers:
-        needed = source_buffer(matrix)
+        needed = buffers_of([matrix])
         if self._buffers is None or needed.source > self._sizes.source:
             self._sizes, self._buffers = needed, Buffers(needed)
         return self._buffers

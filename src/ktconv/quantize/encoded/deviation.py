@@ -11,9 +11,8 @@ import numpy as np
 from ktconv import native
 from ktconv.conversion.tasks import write_tensor
 from ktconv.errors import CheckpointError, VerificationError
-from ktconv.formats.decode import bf16_to_f32, f16_to_f32
-from ktconv.quantize.encoded.stored import stored_matrix, tensor_scale
-from ktconv.system.arrays import F32, U8, U16, Array
+from ktconv.quantize.encoded.stored import scale_values, stored_matrix, tensor_scale
+from ktconv.system.arrays import U8, U16, Array
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.encoded.scheme import Scheme
 from ktconv.targets.packed.matrix_check import ErrorStats
@@ -90,16 +89,19 @@ class Deviation:
     ) -> native.EncodedAudit:
         """Errors in NumPy: of shapes that the C library does not take, and kinds of numbers that
         it does not compare."""
-        scheme, codes = self._scheme, codes.reshape(source.rows, -1)
-        if scheme.row.is_int and not self._keeps:
-            return compared(scheme, source, codes, scales, scheme.is_half(self._half))
+        scheme, codes, most = self._scheme, codes.reshape(source.rows, -1), 0.0
         stored = stored_matrix(scheme, codes, scales, source.cols, self._half, self._factor, zeros)
         found, wanted = native.decode(stored), native.decode(source)
         off = (found - wanted).astype(np.float64)
+        if scheme.row.is_int and not self._keeps:
+            step = scale_values(scheme, scales, self._half)
+            steps = np.abs(off).reshape(*step.shape, -1).max(axis=2)
+            precise = step >= (SMALLEST_HALF if scheme.is_half(self._half) else SMALLEST_BF16)
+            most = float(np.max(steps[precise] / step[precise], initial=0.0))
         nothing = int(np.count_nonzero(found == 0))
         wanted_squares = float(np.vdot(wanted.astype(np.float64), wanted))
         return native.EncodedAudit(
-            wanted_squares, float(np.vdot(off, off)), 0.0, 0.0, nothing, 0, 0
+            wanted_squares, float(np.vdot(off, off)), 0.0, most, nothing, 0, 0
         )
 
     def _check_rounding(self, found: native.EncodedAudit) -> None:
@@ -126,41 +128,6 @@ class Deviation:
     def finish(self) -> dict[str, float]:
         """Record for the manifest."""
         return self._sums.record()
-
-
-def compared(
-    scheme: Scheme, source: native.Matrix, codes: U8, scales: U16, half: bool
-) -> native.EncodedAudit:
-    """Errors as the C library measures them, in NumPy, for shapes that it does not take; nothing is
-    compared with the rule."""
-    found = dequantized(scheme, codes.reshape(source.rows, -1), scales, source.cols, half)
-    wanted = native.decode(source)
-    off = (found - wanted).astype(np.float64)
-    steps = np.abs(off).reshape(len(off), scales.shape[1], -1).max(axis=2)
-    step = (f16_to_f32 if half else bf16_to_f32)(scales)
-    precise = step >= (SMALLEST_HALF if half else SMALLEST_BF16)
-    return native.EncodedAudit(
-        float(np.vdot(wanted.astype(np.float64), wanted)),
-        float(np.vdot(off, off)),
-        0.0,
-        float(np.max(steps[precise] / step[precise], initial=0.0)),
-        int(np.count_nonzero(found == 0)),
-        0,
-        0,
-    )
-
-
-def dequantized(scheme: Scheme, packed: U8, scale: U16, cols: int, half: bool) -> F32:
-    """The values [rows, cols] of codes as bytes [rows, bytes] and scales [rows, groups]."""
-    if scheme.bits == 4:
-        levels = np.empty((len(packed), 2 * packed.shape[1]), np.uint8)
-        levels[:, 0::2], levels[:, 1::2] = packed & 15, packed >> 4
-    else:
-        levels = packed
-    values: F32 = levels[:, :cols].astype(np.float32) - np.float32(1 << (scheme.bits - 1))
-    scales = (f16_to_f32 if half else bf16_to_f32)(scale)
-    values.reshape(len(values), scales.shape[1], -1)[:] *= scales[:, :, None]
-    return values
 
 
 def write_matrix(

@@ -14,7 +14,8 @@ from ktconv.conversion.run import Preflight as AnyPreflight
 from ktconv.conversion.tasks import Advance, CopyTask, write_tensor
 from ktconv.source.others import OtherWeight
 from ktconv.source.reading.buffers import Buffers, BufferSizes
-from ktconv.source.reading.decoded import decoded_rows, source_buffer
+from ktconv.source.reading.decoded import decoded_rows
+from ktconv.source.reading.matrices import buffers_of
 from ktconv.targets.encoded.module_classes import ClassCount
 from ktconv.targets.encoded.target import EncodedTarget, Options, Plan
 from ktconv.writer.staging import Staging
@@ -56,4 +57,4 @@ def buffer_sizes(plan: Plan) -> BufferSizes:
     """Buffers that a worker needs to read any matrix."""
     matrices = [m for layer in plan.moe_layers for m in layer.kinds]
     matrices += [weight.matrix for weight in plan.target.decoded.values()]
-    return BufferSizes(max((source_buffer(matrix).source for matrix in matrices), default=0))
+    return buffers_of(matrices)

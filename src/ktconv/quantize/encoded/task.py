@@ -4,7 +4,7 @@ or its codes copied, where the source has them already."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -15,11 +15,10 @@ from ktconv.conversion.pipeline import Task
 from ktconv.conversion.tasks import (
     Advance,
     ExpertTask,
-    Piece,
     Stretch,
+    write_piece,
     write_stretches,
     write_tensor,
-    written,
 )
 from ktconv.conversion.together import have_room
 from ktconv.errors import CheckpointError
@@ -145,21 +144,16 @@ class EncodeTask(ExpertTask, frozen=True, dict=True):
             factors = encoder.source.load_scales()
             for chunk in chunks(matrix, matrix.rows):
                 with encoder.encoded(fd, chunk, factors, buffers) as (view, codes, scales):
-                    if whole is not None:
-                        whole[chunk.start : chunk.stop] = codes.reshape(len(chunk), -1)
-                    else:
-                        staging.write(codes_of.name, codes.data, done)
                     zeros = encoder.zeros
                     zeros = None if zeros is None else zeros[chunk.start : chunk.stop]
-                    found: AbstractContextManager[U8] = nullcontext(codes)
-                    if whole is None and self.verify:
-                        target = buffers.readback[: codes.nbytes]
-                        piece = Piece(codes_of.name, target.nbytes, done)
-                        found = written(staging, [piece], target)
-                    with found as here:
-                        if whole is None:
+                    if whole is not None:
+                        whole[chunk.start : chunk.stop] = codes.reshape(len(chunk), -1)
+                        deviation.add(view, codes, scales, zeros)
+                    else:
+                        target = buffers.readback[: codes.nbytes] if self.verify else None
+                        with write_piece(staging, codes_of.name, codes, done, target) as here:
                             digest.update(here.data)
-                        deviation.add(view, here, scales, zeros)
+                            deviation.add(view, here, scales, zeros)
                     done += codes.nbytes
                 remaining -= matrix.nbytes(len(chunk))
                 advance(matrix.nbytes(len(chunk)))

@@ -10,15 +10,14 @@ import numpy as np
 from msgspec import Struct
 
 from ktconv import native
-from ktconv.conversion.tasks import Advance, Piece, write_tensor, written
+from ktconv.conversion.tasks import Advance, write_piece, write_tensor
 from ktconv.errors import CheckpointError, VerificationError
 from ktconv.quantize.packed.importance.load import LayerWeights
 from ktconv.source import ExpertMatrix, MoELayer, Projection
 from ktconv.source.reading.buffers import Buffers, BufferSizes
 from ktconv.source.reading.matrices import (
     MatrixReader,
-    buffer_bytes,
-    chunk_rows,
+    buffers_of,
     chunks,
     source_bytes,
     spans_of,
@@ -36,14 +35,8 @@ WHOLE = 32  # rows of sources that are not stored row by row, which the C librar
 
 def stack_buffers(target: GgufTarget, layers: Sequence[MoELayer]) -> BufferSizes:
     """Buffers that a worker needs to encode matrices of these layers."""
-    source, packed, cols = 0, 0, 1
-    for layer in layers:
-        for matrix in layer.kinds:
-            rows = min(chunk_rows(matrix), matrix.rows)
-            source = max(source, buffer_bytes(matrix, rows))
-            packed = max(packed, rows * (target.matrix_bytes(matrix) // matrix.rows))
-            cols = max(cols, matrix.cols)
-    return BufferSizes(source, packed, cols)
+    kinds = (matrix for layer in layers for matrix in layer.kinds)
+    return buffers_of(kinds, lambda one, rows: rows * (target.matrix_bytes(one) // one.rows))
 
 
 class StackTask(Struct, frozen=True):
@@ -73,14 +66,8 @@ class StackTask(Struct, frozen=True):
         for expert, matrix in enumerate(self.matrices):
             remaining = source_bytes(matrix)
             for view, blocks in self._encoded(expert, matrix, buffers):
-                staging.write(name, blocks.data, done)
-                found = blocks
-                if self.verify:
-                    target = buffers.readback[: blocks.nbytes]
-                    with written(staging, [Piece(name, target.nbytes, done)], target) as found:
-                        digest.update(found.data)
-                        sums.add(self._compared(name, expert, view, found))
-                else:
+                target = buffers.readback[: blocks.nbytes] if self.verify else None
+                with write_piece(staging, name, blocks, done, target) as found:
                     digest.update(found.data)
                     sums.add(self._compared(name, expert, view, found))
                 done += blocks.nbytes

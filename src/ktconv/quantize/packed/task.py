@@ -22,8 +22,7 @@ from ktconv.source.reading.matrices import (
     Factors,
     MatrixReader,
     Scales,
-    buffer_bytes,
-    chunk_rows,
+    buffers_of,
     chunks,
     loaded_together,
 )
@@ -35,20 +34,11 @@ from ktconv.writer.staging import Staging
 
 def quantize_buffers(layers: Sequence[MoELayer], fmt: Format) -> BufferSizes:
     """Buffers that a worker needs to quantize these layers."""
-    source, packed, cols = 0, 0, 1
-    seen = set()
-    for layer in layers:
-        for matrix in layer.kinds:
-            key = (matrix.element, matrix.rows, matrix.cols, matrix.col_stride == 1)
-            if key in seen:
-                continue
-            seen.add(key)
-            rows = min(chunk_rows(matrix), matrix.rows)
-            source = max(source, buffer_bytes(matrix, rows))
-            size = fmt.layout.weight_size(rows, matrix.cols)
-            packed = max(packed, size + fmt.layout.scale_size(rows, matrix.cols))
-            cols = max(cols, matrix.cols)
-    return BufferSizes(source, packed, cols)
+    layout, kinds = fmt.layout, (matrix for layer in layers for matrix in layer.kinds)
+    return buffers_of(
+        kinds,
+        lambda one, rows: layout.weight_size(rows, one.cols) + layout.scale_size(rows, one.cols),
+    )
 
 
 class QuantizeTask(PackingTask, frozen=True, dict=True):

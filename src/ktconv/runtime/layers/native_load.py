@@ -30,9 +30,8 @@ from ktconv.runtime.layers.slots import Slots, slot_origins
 from ktconv.source import Checkpoint, MoELayer, open_checkpoint
 from ktconv.source.model_source import ModelSource
 from ktconv.source.naming_map import NamingMap, parse_map
-from ktconv.source.reading.buffers import Buffers, BufferSizes
-from ktconv.source.reading.decoded import source_buffer
-from ktconv.source.reading.matrices import MatrixReader, Scales, chunks
+from ktconv.source.reading.buffers import Buffers
+from ktconv.source.reading.matrices import MatrixReader, Scales, buffers_of, chunks
 from ktconv.source.reading.reader import SourceReader
 from ktconv.source.reading.tensors import SourceTensors
 from ktconv.system.arrays import F32, U8, Array
@@ -201,8 +200,7 @@ def _first_exact(formats: Sequence[Format], load: Callable[[Format], Experts]) -
 
 def _packer(fmt: Format, reader: SourceReader, layer: MoELayer) -> Callable[[], Packer]:
     """A function that reads and packs matrices of a layer, with buffers of its own."""
-    sizes = [source_buffer(matrix) for matrix in layer.kinds]
-    largest = BufferSizes(max(size.source for size in sizes))
+    largest = buffers_of(layer.kinds)
 
     def packer() -> Packer:
         buffers = Buffers(largest)

@@ -7,16 +7,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from ktconv.source import ExpertMatrix
-from ktconv.source.reading.buffers import Buffers, BufferSizes
-from ktconv.source.reading.matrices import MatrixReader, buffer_bytes, chunk_rows
+from ktconv.source.reading.buffers import Buffers
+from ktconv.source.reading.matrices import MatrixReader
 from ktconv.source.reading.reader import SourceReader
 from ktconv.system.arrays import F32, U16
-
-
-def source_buffer(matrix: ExpertMatrix) -> BufferSizes:
-    """Buffer that reading a matrix needs."""
-    rows = min(chunk_rows(matrix), matrix.rows)
-    return BufferSizes(buffer_bytes(matrix, rows))
 
 
 def decoded_rows(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import accumulate
 
@@ -27,7 +27,7 @@ from ktconv.source.encodings.grids import (
     scale_span,
     scan_block_scale,
 )
-from ktconv.source.reading.buffers import whole_lines
+from ktconv.source.reading.buffers import BufferSizes, whole_lines
 from ktconv.source.reading.reader import BOUNCE_BYTES, Runs, SourceReader, Span
 from ktconv.source.types import DeclaredShape, OuterScale
 from ktconv.system.arrays import F32, I8, I32, U8
@@ -85,6 +85,19 @@ def buffer_bytes(matrix: ExpertMatrix, rows: int) -> int:
     """Bytes of `rows` as `MatrixReader.read` leaves them: as in the source, but float32 where
     the package gguf decodes them."""
     return rows * matrix.cols * 4 if matrix.element.by_package else matrix.nbytes(rows)
+
+
+def buffers_of(
+    matrices: Iterable[ExpertMatrix], packed: Callable[[ExpertMatrix, int], int] | None = None
+) -> BufferSizes:
+    """Buffers for reading any of these matrices, a chunk of rows at a time; `packed`: bytes that
+    some rows of one become."""
+    found = BufferSizes()
+    for matrix in matrices:
+        rows = min(chunk_rows(matrix), matrix.rows)
+        more = (packed(matrix, rows), matrix.cols) if packed else ()
+        found = found.with_those_of(BufferSizes(buffer_bytes(matrix, rows), *more))
+    return found
 
 
 def experts_bytes(layer: MoELayer, experts: Sequence[int] | None = None) -> int:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from ktconv.errors import UsageError
 from ktconv.source import ExpertMatrix, TensorRef
 from ktconv.source.reading.buffers import Buffers, BufferSizes
-from ktconv.source.reading.matrices import buffer_bytes, chunk_rows
+from ktconv.source.reading.matrices import buffers_of, chunk_rows
 from ktconv.targets.encoded.kept import is_kept
 from ktconv.targets.encoded.layouts.packed import PACK_QUANTIZED
 from ktconv.targets.encoded.scheme import Scheme
@@ -78,9 +78,7 @@ class EncodedVerifier(OutputVerifier):
         return self.buffer_sizes().nbytes + _PER_ELEMENT * max(sizes, default=0) + _ROUNDING_BYTES
 
     def buffer_sizes(self) -> BufferSizes:
-        matrices = self._matrices()
-        sizes = (buffer_bytes(one, min(chunk_rows(one), one.rows)) for one in matrices)
-        return BufferSizes(max(sizes, default=0))
+        return buffers_of(self._matrices())
 
     def _matrices(self) -> list[ExpertMatrix]:
         """One of each kind that is decoded."""
