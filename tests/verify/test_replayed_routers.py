@@ -53,10 +53,13 @@ def opened(directory: Path, kind: str, tensors: Mapping[str, Tensor], said: Any)
 
 def inputs_of(checkpoint: Checkpoint, findings: Findings) -> Inputs:
     (layer,) = checkpoint.layers
-    output = SimpleNamespace(source=checkpoint, source_layers={0: layer})
-    budget = SimpleNamespace(why_not_captured="it is not asked for")
-    request = Request(checkpoint.path, tokens=TOKENS)
-    states = HiddenStates(cast(Any, output), request, cast(Any, budget), findings, silent)
+    verifier = SimpleNamespace(
+        output=SimpleNamespace(source=checkpoint, source_layers={0: layer}),
+        budget=SimpleNamespace(why_not_captured="it is not asked for"),
+        request=Request(checkpoint.path, tokens=TOKENS),
+        findings=findings,
+    )
+    states = HiddenStates(cast(Any, verifier), silent)
     return states.of(layer, range(len(layer.experts)))
 
 

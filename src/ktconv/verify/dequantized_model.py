@@ -3,11 +3,11 @@ of the output dequantize to, in float32 and on the same text."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ktconv.runtime.layers.experts import expert_output
 from ktconv.runtime.layers.load import kernel_activation
@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 
     from ktconv.model.streamed.experts import Converted
 
+    # The values of a matrix as they are in an output, with its bias.
+    Dequantize = staticmethod[[Any, MoELayer, int, Projection], Streamed]
+
 Values = Callable[[int, int], Mapping[Projection, F32] | None]  # of a layer and an expert
 
 
 class DequantizedModelCheck(ModelCheck):
+    _dequantized: ClassVar[Dequantize]
     models_loaded = 2  # one, and its experts again
 
     @property
@@ -40,9 +44,15 @@ class DequantizedModelCheck(ModelCheck):
     def _converted(self) -> Converted:
         return self._values
 
-    @abstractmethod
     def _values(self, layer: int, expert: int) -> dict[Projection, F32] | None:
         """An expert's matrices as they are in the output; None where it is not there."""
+        if expert not in self._output.experts_in(layer):
+            return None
+        source = self._output.source_layers[layer]
+        return {
+            proj: self._dequantized(self._output, source, expert, proj).values()
+            for proj in source.projections
+        }
 
     @contextmanager
     def _pair(self, model: Any, notify: Notify) -> Iterator[tuple[Any, Any]]:
@@ -111,19 +121,16 @@ class Swapped(Pair):
 
 
 class DequantizedLayersCheck(LayersCheck):
+    _dequantized: ClassVar[Dequantize]
     compared = "dequantized experts against the source's"
-
-    @abstractmethod
-    def _matrix(self, layer: MoELayer, expert: int, proj: Projection) -> Streamed:
-        """The values of a matrix as they are in the output, with its bias."""
 
     def _compare(self, layer: MoELayer, inputs: Inputs, x: F32) -> Facts:
         activation = kernel_activation(layer.activation)
         norm = output_norm(self._source, self._config, layer)
 
         def streams(expert: int) -> Streams:
-            gate = self._matrix(layer, expert, "gate") if layer.gated else None
-            return gate, self._matrix(layer, expert, "up"), self._matrix(layer, expert, "down")
+            matrix = partial(self._dequantized, self._output, layer, expert)
+            return matrix("gate") if layer.gated else None, matrix("up"), matrix("down")
 
         def compute(expert: int, x: F32) -> Outputs:
             packed = expert_output(streams(expert), activation, x, norm=norm)

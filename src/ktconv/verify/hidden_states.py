@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
@@ -26,17 +26,11 @@ from ktconv.system import machine
 from ktconv.system.arrays import F32, I64, U16
 from ktconv.system.text import Notify
 from ktconv.system.units import format_size, listed
-from ktconv.verify.findings import Findings
-from ktconv.verify.layer_tensors import (
-    WEIGHTS,
-    LayerTensors,
-    Router,
-    by_note,
-    top_k_of_layer,
-)
-from ktconv.verify.memory import Budget
+from ktconv.verify.layer_tensors import WEIGHTS, LayerTensors, Router, top_k_of_layer
 from ktconv.verify.output import OpenedOutput
-from ktconv.verify.request import VerifyRequest
+
+if TYPE_CHECKING:
+    from ktconv.verify.verifier import OutputVerifier
 
 LayerInput = tuple[F32, I64, F32]  # hidden states, ids and weights, as the model has them
 
@@ -95,22 +89,15 @@ def _tensors_of(output: OpenedOutput) -> dict[int, LayerTensors]:
 class HiddenStates:
     """Inputs of every layer: captured from the source model if possible, else random."""
 
-    def __init__(
-        self,
-        output: OpenedOutput,
-        request: VerifyRequest,
-        budget: Budget,
-        findings: Findings,
-        notify: Notify,
-    ) -> None:
-        self._config = output.source.config
-        self._source = SourceTensors(output.source)
-        self._tensors = _tensors_of(output)
-        self._report_faults(findings)
-        self._findings, self._request = findings, request
+    def __init__(self, verifier: OutputVerifier, notify: Notify) -> None:
+        source, request = verifier.output.source, verifier.request
+        self._config, self._source = source.config, SourceTensors(source)
+        self._tensors = _tensors_of(verifier.output)
+        self._findings, self._request = verifier.findings, request
+        self._report_faults()
         self._tokens, self._rng = request.tokens, np.random.default_rng(request.seed)
         self._read: I64 | None = None  # the tokens [M] that captured states are of
-        self._captured = self._capture(output.source, budget.why_not_captured, notify)
+        self._captured = self._capture(source, verifier.budget.why_not_captured, notify)
 
     def _capture(
         self, source: Checkpoint, reason: str | None, notify: Notify
@@ -139,11 +126,14 @@ class HiddenStates:
         self._findings.note(f"level layers: {_STATES['random']}, because {reason}")
         return {}
 
-    def _report_faults(self, findings: Findings) -> None:
+    def _report_faults(self) -> None:
+        findings, layers_of = self._findings, dict[str, list[int]]()
         for index, found in self._tensors.items():
             for fault in found.faults:
                 findings.fail(LEVEL, fault.check, fault.message, tensor=fault.tensor, layer=index)
-        for note, layers in by_note(self._tensors):
+            for note in found.notes:
+                layers_of.setdefault(note, []).append(index)
+        for note, layers in layers_of.items():
             findings.note(f"level layers, {listed('layer', layers)}: {note}")
 
     @property

@@ -6,7 +6,7 @@ is read. Level layers then runs without it, so that kernels are checked all the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -250,12 +250,3 @@ def top_k_of_layer(config: ModelSettings, layer: MoELayer) -> int:
         return config.router(layer.index).top_k
     except CheckpointError:
         return min(config.top_k(layer.index) or USUAL_TOP_K, len(layer.experts))
-
-
-def by_note(found: Mapping[int, LayerTensors]) -> Iterator[tuple[str, list[int]]]:
-    """Each different note with the layers that it applies to."""
-    layers: dict[str, list[int]] = {}
-    for index, one in found.items():
-        for note in one.notes:
-            layers.setdefault(note, []).append(index)
-    yield from layers.items()

@@ -8,7 +8,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -20,12 +20,13 @@ from ktconv.source.reading.matrices import experts_bytes
 from ktconv.source.reading.tensors import SourceTensors
 from ktconv.system.arrays import F32
 from ktconv.system.text import Notify
-from ktconv.verify.findings import Facts, Findings, Progression
+from ktconv.verify.findings import Facts, Progression
 from ktconv.verify.hidden_states import HiddenStates, Inputs
-from ktconv.verify.memory import Budget
-from ktconv.verify.output import OpenedOutput
 from ktconv.verify.request import VerifyRequest
 from ktconv.verify.runner import Progress, in_order, unit_of
+
+if TYPE_CHECKING:
+    from ktconv.verify.verifier import OutputVerifier
 
 
 class LayersCheck(ABC):
@@ -33,18 +34,12 @@ class LayersCheck(ABC):
 
     compared: ClassVar[str]  # "kernels against float32"
 
-    def __init__(
-        self,
-        output: OpenedOutput,
-        request: VerifyRequest,
-        budget: Budget,
-        findings: Findings,
-        notify: Notify,
-    ) -> None:
-        self._output, self._request, self._budget = output, request, budget
-        self._findings, self._notify = findings, notify
-        self._source, self._config = SourceTensors(output.source), output.source.config
-        self._states = HiddenStates(output, request, budget, findings, notify)
+    def __init__(self, verifier: OutputVerifier, notify: Notify) -> None:
+        self._output, self._request = verifier.output, verifier.request
+        self._budget, self._findings, self._notify = verifier.budget, verifier.findings, notify
+        source = verifier.output.source
+        self._source, self._config = SourceTensors(source), source.config
+        self._states = HiddenStates(verifier, notify)
 
     def run(self, progression: Progression) -> Facts:
         layers, here = self._output.source_layers, self._output.experts_in

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from msgspec.structs import asdict
 from torch import Tensor
@@ -28,28 +27,23 @@ from ktconv.verify.request import VerifyRequest
 
 
 class _Kept(Watcher):
-    """Writes logits to a file, and hands them out again."""
+    """Writes the logits of each window to a file, and hands them out again."""
 
     def __init__(self) -> None:
-        self.path = Path()
-        self._shapes: list[tuple[int, torch.Size, torch.dtype]] = []
-        self._size = 0
+        self.folder = Path()
+        self._kinds: dict[int, tuple[torch.Size, torch.dtype]] = {}
 
     def logits(self, window: int, logits: Sequence[Tensor]) -> None:
         found = logits[0].detach().cpu().contiguous()
-        with self.path.open("ab" if window else "wb") as file:
-            file.write(found.view(torch.uint8).numpy().tobytes())
-        start = self._size if window else 0
-        self._shapes = [*self._shapes[:window], (start, found.shape, found.dtype)]
-        self._size = start + found.nbytes
+        self._kinds[window] = found.shape, found.dtype
+        self._file(window).write_bytes(found.view(torch.uint8).numpy().data)
 
     def of(self, window: int) -> Tensor:
-        start, shape, dtype = self._shapes[window]
-        count = shape.numel() * dtype.itemsize
-        with self.path.open("rb") as file:
-            file.seek(start)
-            data = np.frombuffer(bytearray(file.read(count)), np.uint8)
-        return torch.from_numpy(data).view(dtype).reshape(shape)
+        shape, dtype = self._kinds[window]
+        return torch.frombuffer(bytearray(self._file(window).read_bytes()), dtype=dtype).view(shape)
+
+    def _file(self, window: int) -> Path:
+        return self.folder / f"logits-{window}"
 
 
 class Unpruned(Watcher):
@@ -94,7 +88,7 @@ class Unpruned(Watcher):
     def run(self, progression: Progression, notify: Notify) -> None:
         """Pass the whole model. Raises as `StreamedPass.run`."""
         notify("passing the text through the model with all experts, layer by layer")
-        self._kept.path = self._pass.open(notify) / "logits"
+        self._kept.folder = self._pass.open(notify)
         self._pass.run(watchers=[self._kept], progression=progression, notify=notify)
 
     def logits(self, window: int, logits: Sequence[Tensor]) -> None:

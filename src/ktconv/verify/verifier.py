@@ -236,5 +236,4 @@ class OutputVerifier(ABC):
         """Facts of level layers; None where nothing is computed."""
         if self.layers_class is None:
             return None
-        found = self.layers_class(self.output, self.request, self.budget, self.findings, notify)
-        return found.run(progression)
+        return self.layers_class(self, notify).run(progression)

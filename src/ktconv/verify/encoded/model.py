@@ -14,9 +14,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ktconv.errors import CheckpointError
-from ktconv.source import MoELayer, Projection
-from ktconv.source.reading.streamed import Streamed
-from ktconv.system.arrays import F32
 from ktconv.system.text import Notify
 from ktconv.verify.dequantized_model import DequantizedLayersCheck, DequantizedModelCheck, Pair
 from ktconv.verify.encoded.output import EncodedOutput
@@ -39,6 +36,7 @@ _MODULES_WITH_BARS = (
 
 class EncodedModelCheck(DequantizedModelCheck):
     _output: EncodedOutput
+    _dequantized = staticmethod(dequantized)
 
     @property
     def _bits(self) -> int:
@@ -62,16 +60,6 @@ class EncodedModelCheck(DequantizedModelCheck):
         super()._check_loadable()
         if not self._swapped:
             require(compressed_tensors="compressed-tensors")
-
-    def _values(self, layer: int, expert: int) -> dict[Projection, F32] | None:
-        output = self._output
-        if expert not in output.layers.get(layer, ()):
-            return None
-        sources = output.source_layers[layer].experts[expert]
-        return {
-            proj: dequantized(output, output.experts[layer, expert, proj], matrix).values()
-            for proj, matrix in sources.items()
-        }
 
     @contextmanager
     def _loaded(self, notify: Notify) -> Iterator[tuple[Any, Any]]:
@@ -124,8 +112,4 @@ class EncodedModelCheck(DequantizedModelCheck):
 
 
 class EncodedLayersCheck(DequantizedLayersCheck):
-    _output: EncodedOutput
-
-    def _matrix(self, layer: MoELayer, expert: int, proj: Projection) -> Streamed:
-        module = self._output.experts[layer.index, expert, proj]
-        return dequantized(self._output, module, layer.experts[expert][proj])
+    _dequantized = staticmethod(dequantized)

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from ktconv import native
 from ktconv.formats.decode import f32_to_bf16
-from ktconv.source import ExpertMatrix, TensorRef
+from ktconv.source import ExpertMatrix, MoELayer, Projection, TensorRef
 from ktconv.source.reading.buffers import Buffers
 from ktconv.source.reading.matrices import MatrixReader, spans_of
 from ktconv.source.reading.reader import Span
@@ -153,8 +153,9 @@ def is_sound(module: Module, group: Group, matrix: ExpertMatrix) -> bool:
     )
 
 
-def dequantized(output: EncodedOutput, module: Module, matrix: ExpertMatrix) -> Streamed:
-    """The values [rows, cols] of a packed module that passed level structure."""
+def dequantized(output: EncodedOutput, layer: MoELayer, expert: int, proj: Projection) -> Streamed:
+    """The values [rows, cols] of a matrix of an output that passed level structure."""
+    module, matrix = output.experts[layer.index, expert, proj], layer.experts[expert][proj]
     if output.layout is not PACK_QUANTIZED:
         stored = stored_parts(output.scheme_of(module), module, matrix)
         return Streamed(matrix.rows, matrix.cols, stored.pieces, bias_of(module))

@@ -10,36 +10,11 @@ from ktconv import native
 from ktconv.formats.gguf import GGUF_FORMATS
 from ktconv.source import MoELayer, Projection, TensorRef
 from ktconv.source.reading.streamed import Piece, Streamed, piece_rows
-from ktconv.system.arrays import F32, U8
+from ktconv.system.arrays import U8
 from ktconv.verify.dequantized_model import DequantizedLayersCheck, DequantizedModelCheck
 from ktconv.verify.gguf.output import GgufOutput
 from ktconv.verify.model import DEFAULTS
 from ktconv.verify.reading import read_tensor
-
-
-class GgufLayersCheck(DequantizedLayersCheck):
-    _output: GgufOutput
-
-    def _matrix(self, layer: MoELayer, expert: int, proj: Projection) -> Streamed:
-        return dequantized(self._output, layer, expert, proj)
-
-
-class GgufModelCheck(DequantizedModelCheck):
-    _output: GgufOutput
-
-    @property
-    def _bits(self) -> int:
-        """The bits of thresholds: the next below that there are."""
-        return max(one for one in DEFAULTS if one <= GGUF_FORMATS[self._output.method].bits)
-
-    def _values(self, layer: int, expert: int) -> dict[Projection, F32] | None:
-        source = self._output.source_layers.get(layer)
-        if source is None or expert not in self._output.experts_in(layer):
-            return None
-        return {
-            proj: dequantized(self._output, source, expert, proj).values()
-            for proj in source.projections
-        }
 
 
 def dequantized(output: GgufOutput, layer: MoELayer, expert: int, proj: Projection) -> Streamed:
@@ -66,3 +41,17 @@ def _pieces(tensor: TensorRef, expert: int, rows: int, cols: int) -> Iterator[Pi
 def _read(tensor: TensorRef, first: int, count: int, row_bytes: int) -> U8:
     """Some rows, of all experts one behind the other."""
     return read_tensor(tensor, first * row_bytes, count * row_bytes)
+
+
+class GgufLayersCheck(DequantizedLayersCheck):
+    _dequantized = staticmethod(dequantized)
+
+
+class GgufModelCheck(DequantizedModelCheck):
+    _output: GgufOutput
+    _dequantized = staticmethod(dequantized)
+
+    @property
+    def _bits(self) -> int:
+        """The bits of thresholds: the next below that there are."""
+        return max(one for one in DEFAULTS if one <= GGUF_FORMATS[self._output.method].bits)
