@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from ktconv.conversion.pipeline import Task
 from ktconv.quantize.ways import WAYS, WayRow
-from ktconv.source import Checkpoint, MoELayer, Projection
+from ktconv.source import Checkpoint, ExpertMatrix, MoELayer, Projection
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.reading.reader import SourceReader
 from ktconv.system.arrays import F32
@@ -64,6 +64,10 @@ class Expert(Struct, frozen=True):
     verify: bool
     options: Options
     weights: LayerWeights | NormWeights | None  # of squared errors; None: all count the same
+
+    @property
+    def matrices(self) -> Mapping[Projection, ExpertMatrix]:
+        return self.layer.experts[self.number]
 
 
 LAYERS_KEPT = 2  # with weights in memory, while verify reads an output

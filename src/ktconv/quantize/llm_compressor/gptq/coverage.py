@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, convert
 
 from ktconv.system.arrays import I64
 from ktconv.system.text import first_few
@@ -49,15 +49,6 @@ class LayerCoverage(Struct, frozen=True):
             "fell_back": list(self.fell_back),
         }
 
-    @staticmethod
-    def of_record(record: Mapping[str, Any]) -> LayerCoverage:
-        return LayerCoverage(
-            int(record["tokens"]),
-            int(record["top_k"]),
-            [int(count) for count in record["routed"]],
-            [str(name) for name in record["fell_back"]],
-        )
-
 
 class Counter:
     """Adds up what routers chose, batch by batch, of one layer."""
@@ -81,7 +72,7 @@ class Counter:
 def coverage_lines(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Records of layers by number as a table for people: a line per layer, then the experts that
     were seldom used or fell back."""
-    found = sorted((int(layer), LayerCoverage.of_record(one)) for layer, one in records.items())
+    found = sorted((int(layer), convert(one, LayerCoverage)) for layer, one in records.items())
     head = f"{'layer':>5}  {'tokens':>9}  {'least':>9}  {'median':>9}  {'most':>9}  seldom"
     lines = [f"{head}  fell back"]
     for index, layer in found:

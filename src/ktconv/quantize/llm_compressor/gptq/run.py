@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import convert
 from msgspec.structs import asdict
 
 from ktconv.conversion.pipeline import Observer
@@ -76,7 +77,7 @@ def coverage_of(output: Path) -> dict[int, LayerCoverage]:
     """Layer -> what its experts saw, from the manifest of a finished output."""
     manifest = read_manifest(output)
     return {
-        int(key.split("-")[1]): LayerCoverage.of_record(record["coverage"])
+        int(key.split("-")[1]): convert(record["coverage"], LayerCoverage)
         for key, record in (manifest.units if manifest else {}).items()
         if "coverage" in record
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,7 +101,7 @@ class Calibration:
         self.record, self.notes = record, notes
         self.counts = {layer: hessians.counts(layer) for layer in hessians.layers}
         self._hessians = hessians
-        self._kept: tuple[int, LayerInputs] | None = None
+        self._kept = lru_cache(1)(partial(LayerInputs, hessians))
         self._lock = threading.Lock()
 
     def layer(self, index: int) -> LayerInputs | None:
@@ -109,9 +110,7 @@ class Calibration:
         if index not in self.counts:
             return None
         with self._lock:
-            if self._kept is None or self._kept[0] != index:
-                self._kept = index, LayerInputs(self._hessians, index)
-            return self._kept[1]
+            return self._kept(index)
 
     def memory(self, layers: int) -> int:
         """Bytes, with the diagonals of `layers`, and what reading those of one takes."""

@@ -19,14 +19,14 @@ from ktconv.quantize.packed.gptq.codes import FACTOR_COLS, TOGETHER_COLS, Factor
 from ktconv.quantize.packed.gptq.inputs import LayerInputs
 from ktconv.quantize.packed.packing import Part, Piece
 from ktconv.quantize.packed.task import QuantizeTask
+from ktconv.quantize.packed.ways import Expert
 from ktconv.source import MoELayer, Projection
 from ktconv.source.reading.buffers import Buffers
 from ktconv.source.reading.matrices import source_bytes, spans_of
-from ktconv.source.reading.reader import SourceReader, Span
+from ktconv.source.reading.reader import Span
 from ktconv.system.arrays import F32, F64, I8
 from ktconv.targets.packed.matrix_check import relative_errors
 from ktconv.targets.packed.proof import CODES, COMPENSATED, ROW_ERROR_BOUND, Proof
-from ktconv.targets.packed.target import Options
 from ktconv.writer.staging import Staging
 
 TOKENS = "calibration_tokens"  # in the manifest, beside CODES
@@ -53,30 +53,25 @@ class CompensatedExpert(Struct, frozen=True):
     """A `Task`: all projections of one expert. gate and up have the same inputs, and so one
     factor."""
 
-    reader: SourceReader
-    layer: MoELayer
-    expert: int
-    verify: bool  # read back what was written
-    options: Options
+    expert: Expert
     inputs: LayerInputs
 
     @property
     def source_bytes(self) -> int:
-        return sum(map(source_bytes, self.layer.experts[self.expert].values()))
+        return sum(map(source_bytes, self.expert.matrices.values()))
 
     def spans(self) -> Sequence[Span]:
-        matrices = self.layer.experts[self.expert].values()
-        return [span for matrix in matrices for span in spans_of(matrix)]
+        return [span for matrix in self.expert.matrices.values() for span in spans_of(matrix)]
 
     def run(self, staging: Staging, buffers: Buffers, advance: Advance) -> dict[str, Any]:
         exponents = None
-        if self.options.fold:
+        if self.expert.options.fold:
             exponents = expert_exponents(self._matrix("down"), buffers)
         records: dict[str, Any] = {}
         for projections in self._with_same_inputs():
             factor = None
-            if self.inputs.is_compensated(self.expert):
-                factor = self.inputs.factor(self.expert, projections[0], exponents)
+            if self.inputs.is_compensated(self.expert.number):
+                factor = self.inputs.factor(self.expert.number, projections[0], exponents)
             for projection in projections:
                 matrix = self._matrix(projection, exponents)
                 if factor is not None:
@@ -86,14 +81,15 @@ class CompensatedExpert(Struct, frozen=True):
 
     def _matrix(self, projection: Projection, exponents: I8 | None = None) -> CalibratedMatrix:
         """A matrix with the codes of the search."""
+        one = self.expert
         return CalibratedMatrix(
-            self.reader, self.layer, self.expert, projection, self.verify, self.options,
-            self.inputs.importance(self.expert, projection), exponents,
-            tokens=int(self.inputs.counts[self.expert]),
+            one.reader, one.layer, one.number, projection, one.verify, one.options,
+            self.inputs.importance(one.number, projection), exponents,
+            tokens=int(self.inputs.counts[one.number]),
         )  # fmt: skip
 
     def _with_same_inputs(self) -> Iterator[list[Projection]]:
-        yield [name for name in self.layer.projections if name != "down"]
+        yield [name for name in self.expert.matrices if name != "down"]
         yield ["down"]
 
 

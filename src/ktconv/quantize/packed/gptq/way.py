@@ -151,10 +151,7 @@ class Compensation(Way):
             return tasks
         from ktconv.quantize.packed.gptq.task import CompensatedExpert
 
-        one = expert
-        return [
-            CompensatedExpert(one.reader, one.layer, one.number, one.verify, one.options, inputs)
-        ]
+        return [CompensatedExpert(expert, inputs)]
 
     def convert(self, run: QuantizeCpu, pending: Sequence[Unit]) -> Sequence[Unit]:
         """The layers that a text passes, each once its inputs exist."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from ktconv.errors import SourceChangedError, UsageError
@@ -59,7 +60,7 @@ class ExpertWeights:
     ) -> None:
         self.record, self.coverage, self.notes = record, coverage, notes
         self._file, self._identity = file, identity
-        self._kept: dict[int, LayerWeights] = {}
+        self._kept = lru_cache(_KEPT_LAYERS)(self.layer)
         self._lock = threading.Lock()
 
     def layer(self, index: int) -> LayerWeights | None:
@@ -81,15 +82,9 @@ class ExpertWeights:
     def of(self, layer: int, expert: int, projection: Projection) -> F32 | None:
         """[inputs of this matrix] of mean 1; None as in `layer`. For use from several threads, and
         layer after layer: the last two are kept."""
-        with self._lock:
-            if layer not in self._kept:
-                found = self.layer(layer)
-                if found is None:
-                    return None
-                while len(self._kept) >= _KEPT_LAYERS:
-                    del self._kept[next(iter(self._kept))]
-                self._kept[layer] = found
-            return self._kept[layer].of(expert, projection)
+        with self._lock:  # one thread computes a layer
+            found = self._kept(layer)
+        return None if found is None else found.of(expert, projection)
 
     def memory(self, layers: int) -> int:
         """Bytes, with the weights of `layers`, and what computing those of one takes."""
