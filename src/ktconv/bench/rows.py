@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from ktconv.bench.limits import Limits
 from ktconv.bench.presets import Shape
@@ -116,6 +117,13 @@ def shape_facts(shape: Shape) -> dict[str, Any]:
     return facts | {"activation": str(expert_activation_of(shape.activation))}
 
 
+def same_facts(case: Struct, row: type[Struct]) -> dict[str, Any]:
+    """What a case and its row have in common, by the names of fields."""
+    facts = asdict(case)
+    facts["shape"] = shape_facts(facts["shape"])
+    return {name: facts[name] for name in row.__struct_fields__ if name in facts}
+
+
 def judge(
     case: Case,
     sample: Sample,
@@ -137,12 +145,7 @@ def judge(
     compute = operations / (peak * 1e9)
     bound, least = ("memory", memory) if memory >= compute else ("compute", compute)
     return Row(
-        method=case.method,
-        shape=shape_facts(shape),
-        routing=case.routing,
-        tokens=case.tokens,
-        threads=case.threads,
-        isa=case.isa,
+        **same_facts(case, Row),
         median_us=median * 1e6,
         p10_us=p10 * 1e6,
         p90_us=p90 * 1e6,
@@ -158,16 +161,11 @@ def judge(
         disturbed=(
             p90 > SPREAD * median or sample.taken > _TAKEN or before.drift(after, unit) > DRIFT
         ),
-        engine=case.engine,
-        parts=case.parts,
-        layer=case.layer,
         source_error=errors.source,
         kernel_error=errors.kernel,
         read_gb_s=limits.read_gb_s,
         peak_gops=peak,
-        unit=unit,
         share_of_memory=memory / median,
         share_of_peak=compute / median,
-        in_cache=case.in_cache,
         local_share=local_share,
     )

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct, field
+from msgspec.structs import asdict
 
 from ktconv.bench.limits import Limits
 from ktconv.bench.presets import Shape
-from ktconv.bench.rows import DRIFT, SPREAD, shape_facts
+from ktconv.bench.rows import DRIFT, SPREAD, same_facts
 from ktconv.bench.sft.steps import Times
 
 
@@ -114,28 +115,14 @@ def judge(
         for seconds, count in zip((times.forward, times.backward), counts, strict=True)
     )
     return Row(
-        method=case.method,
-        shape=shape_facts(case.shape),
-        routing=case.routing,
-        rank=case.rank,
-        tokens=case.tokens,
-        threads=case.threads,
-        isa=case.isa,
+        **same_facts(case, Row),
         forward=forward,
         backward=backward,
         steps=len(times.forward),
-        saved_bytes=checked.saved_bytes,
-        scratch_bytes=checked.scratch_bytes,
-        errors=dict(checked.errors),
-        kernel_errors=dict(checked.kernel_errors),
-        bounds=dict(checked.bounds),
+        **asdict(checked),
         beyond_bound=checked.beyond,
         peak_gflops=peak,
         disturbed=forward.wide or backward.wide or around[0].drift(around[1], "bf16") > DRIFT,
-        engine=case.engine,
-        parts=case.parts,
-        layer=case.layer,
-        local_share=case.local_share,
     )
 
 
