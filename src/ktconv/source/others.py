@@ -9,23 +9,15 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from ktconv.errors import CheckpointError
-from ktconv.source.encodings import ENCODINGS, stored_matrix
-from ktconv.source.encodings.base import WEIGHT, Encoding, Parts
+from ktconv.source.encodings import ENCODINGS, PARTS, stored_matrix
+from ktconv.source.encodings.base import BIAS, WEIGHT, Encoding, Parts
 from ktconv.source.types import Checkpoint, ExpertMatrix, TensorRef
 from ktconv.source.views import StoredView
 from ktconv.system.files import FileTooShortError
 from ktconv.system.opened import opened_source
 from ktconv.system.regular_files import unreadable
 
-_PARTS = frozenset(
-    name
-    for encoding in ENCODINGS
-    for name in (
-        encoding.primary,
-        *(name for companion in encoding.companions for name in companion.names),
-        *encoding.ignored,
-    )
-)
+_PARTS = PARTS - {BIAS}
 _SHAPE_DTYPES = {"I64": "<2q", "I32": "<2i"}
 _SUFFIXES = tuple(part.removeprefix(WEIGHT) for part in _PARTS if part.startswith(f"{WEIGHT}_"))
 _PRIMARY = tuple(dict.fromkeys(encoding.primary for encoding in ENCODINGS))

@@ -32,6 +32,13 @@ class StoredView(Struct, frozen=True):
     def first_output(self) -> int:
         return self.col if self.transposed else self.row
 
+    @property
+    def outputs_and_inputs(self) -> tuple[int, int]:
+        """Outputs and inputs of the stored matrix: of gate and up together where they are fused."""
+        if self.transposed:
+            return self.stored_cols, self.stored_rows
+        return self.stored_rows, self.stored_cols
+
     def shape(self, element: Element) -> tuple[int, ...]:
         """The shape that the stored tensor must have."""
         rows, cols = self._unit(element)

@@ -132,16 +132,7 @@ def stored_matrix(
     raise wrong_shape(first.weight, " or ".join(expected))
 
 
-PARTS = frozenset(
-    name
-    for encoding in ENCODINGS
-    for name in (
-        encoding.primary,
-        *(name for companion in encoding.companions for name in companion.names),
-        *encoding.ignored,
-        BIAS,
-    )
-)
+PARTS = frozenset((BIAS,)).union(*(encoding.names for encoding in ENCODINGS))
 _IGNORED = frozenset(name for encoding in ENCODINGS for name in encoding.ignored)
 UNDERSCORED = {  # gate_up_proj_scale_inv, gate_up_proj_blocks
     f"_{part.removeprefix(f'{WEIGHT}_')}": part

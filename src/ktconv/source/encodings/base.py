@@ -58,6 +58,12 @@ class Encoding(Struct, frozen=True):
     methods: tuple[str, ...] = ()  # quant_method of config.json has one of these words; (): any
     formats: tuple[str, ...] = ()  # so has fmt
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Names that its tensors may have, but for a bias."""
+        beside = (name for companion in self.companions for name in companion.names)
+        return frozenset((self.primary, *beside, *self.ignored))
+
     def roles(self, parts: Mapping[str, str]) -> Mapping[str, str] | None:
         """The name of each role's tensor; None if tensors of such names and dtypes are not a
         weight of this encoding. `parts`: dtypes by name."""

@@ -18,7 +18,7 @@ from ktconv.errors import CheckpointError
 from ktconv.source.config import ModelConfig
 from ktconv.source.elements import F4_E0M3, F4_E2M1
 from ktconv.source.encodings.base import BLOCKS, OUTER, SCALE, Companion, Encoding, Roles
-from ktconv.source.encodings.shapes import POWERS, grid_with_blocks, outputs_and_inputs
+from ktconv.source.encodings.shapes import POWERS, grid_with_blocks
 from ktconv.source.types import OuterScale, Quantization, TensorRef
 from ktconv.source.views import StoredView
 
@@ -61,7 +61,7 @@ def _outer_index(outer: TensorRef, view: StoredView) -> int | None:
         return 0
     if count == experts:
         return view.expert
-    halves = view.step == 1 and outputs_and_inputs(view)[0] == 2 * view.rows
+    halves = view.step == 1 and view.outputs_and_inputs[0] == 2 * view.rows
     if halves and outer.shape in ((experts, 2), (experts, 2, 1)):
         return 2 * view.expert + (view.first_output > 0)
     return None

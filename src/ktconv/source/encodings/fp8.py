@@ -19,7 +19,6 @@ from ktconv.source.encodings.shapes import (
     POWERS,
     grid_of_groups,
     grid_with_blocks,
-    outputs_and_inputs,
 )
 from ktconv.source.types import BlockGrid, Quantization
 from ktconv.source.views import StoredView
@@ -50,7 +49,7 @@ def _groups(roles: Roles, view: StoredView, config: ModelConfig) -> BlockGrid | 
 
 def _tensor(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
     grid = _groups(roles, view, config)
-    outputs, inputs = outputs_and_inputs(view)
+    outputs, inputs = view.outputs_and_inputs
     if grid is None or grid.block_cols != inputs or grid.block_rows not in (outputs, view.rows):
         return None
     return Quantization(grid)
@@ -58,7 +57,7 @@ def _tensor(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization
 
 def _channel(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
     grid = _groups(roles, view, config)
-    inputs = outputs_and_inputs(view)[1]
+    inputs = view.outputs_and_inputs[1]
     return Quantization(grid) if grid is not None and grid.block_cols == inputs else None
 
 

@@ -11,14 +11,14 @@ from msgspec.structs import replace
 from ktconv.source.config import ModelConfig
 from ktconv.source.elements import BLOCKS, GRID_BLOCKS, Element
 from ktconv.source.encodings.base import SCALE, Companion, Encoding, Roles
-from ktconv.source.encodings.shapes import grid_with_blocks, outputs_and_inputs
+from ktconv.source.encodings.shapes import grid_with_blocks
 from ktconv.source.encodings.unquantized import BF16, FP16, FP32
 from ktconv.source.types import Quantization
 from ktconv.source.views import StoredView
 
 
 def _factor(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
-    grid = grid_with_blocks(roles[SCALE], view, "F32", outputs_and_inputs(view))
+    grid = grid_with_blocks(roles[SCALE], view, "F32", view.outputs_and_inputs)
     return None if grid is None else Quantization(replace(grid, any_sign=True))
 
 

@@ -24,7 +24,6 @@ from ktconv.source.encodings.shapes import (
     group_index,
     group_size,
     integer_scales,
-    outputs_and_inputs,
 )
 from ktconv.source.types import BlockGrid, Quantization, TensorRef
 from ktconv.source.views import StoredView
@@ -103,7 +102,7 @@ def _awq(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | 
 
 def _reordered(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
     scale, zero = roles[SCALE], roles[ZERO]
-    outputs, inputs = outputs_and_inputs(view)
+    outputs, inputs = view.outputs_and_inputs
     groups, rest = divmod(scale.shape[0] if len(scale.shape) == 1 else 0, outputs)
     size = group_size(inputs, groups, config)
     if view.experts is not None or rest or size is None or outputs % 8:

@@ -128,7 +128,7 @@ def unsupported(parts: Parts, encodings: Iterable[Encoding]) -> CheckpointError:
                 f"{tensor.name} ({tensor.dtype}): {what} is not supported as an input", _HINT
             )
     encodings = tuple(encodings)
-    known = {BIAS, *(name for one in encodings for name in _names(one))}
+    known = {BIAS}.union(*(one.names for one in encodings))
     for part, tensor in parts.items():
         if part not in known:
             return CheckpointError(
@@ -146,16 +146,11 @@ def unsupported(parts: Parts, encodings: Iterable[Encoding]) -> CheckpointError:
     return _by_weight(parts, found[0], [one for one in encodings if one.primary == found[0]])
 
 
-def _names(encoding: Encoding) -> set[str]:
-    names = {name for companion in encoding.companions for name in companion.names}
-    return names | {encoding.primary, *encoding.ignored}
-
-
 def _without_primary(parts: Parts, encodings: Iterable[Encoding]) -> CheckpointError:
     """The tensors next to a weight are there, but not the weight."""
     part, tensor = next(iter(parts.items()))
     beside = parts.keys() - {BIAS}
-    primaries = [one.primary for one in encodings if beside and beside <= _names(one)] or [WEIGHT]
+    primaries = [one.primary for one in encodings if beside and beside <= one.names] or [WEIGHT]
     owner = tensor.name.removesuffix(f".{part}")
     if owner != tensor.name:
         names = [f"{owner}.{primary}" for primary in primaries]
@@ -213,7 +208,7 @@ def _faults(parts: Parts, weight: TensorRef, encoding: Encoding) -> list[_Fault]
         for tensor in there:
             if tensor.dtype not in one.dtypes:
                 faults.append(_Fault(2, _not_beside(tensor, weight)))
-    unused = parts.keys() - _names(encoding) - {BIAS}
+    unused = parts.keys() - encoding.names - {BIAS}
     faults += [_Fault(3, _not_beside(parts[name], weight)) for name in parts if name in unused]
     return sorted(faults, key=lambda fault: fault.order)
 
@@ -250,9 +245,7 @@ def wrong_scales(
 
 def _hint_of_groups(scale: TensorRef, view: StoredView, config: ModelConfig) -> str:
     """The way out where the shape of scales is one of groups that do not divide the inputs."""
-    outputs, inputs = view.stored_rows, view.stored_cols
-    if view.transposed:
-        outputs, inputs = inputs, outputs
+    outputs, inputs = view.outputs_and_inputs
     groups, rest = divmod(prod(scale.shape), outputs * (view.experts or 1))
     if rest or groups < 2 or not inputs % groups or groups > inputs:
         return _DAMAGED

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from msgspec.structs import replace
 
 from ktconv.errors import CheckpointError
@@ -15,30 +17,19 @@ FLOATS = {"F32": "F32", "BF16": "BF16", "F16": "F16"}
 POWERS = {"F8_E8M0": "E8M0", "U8": "E8M0"}
 
 
-def ceil_div(length: int, step: int) -> int:
-    return -(-length // step)
-
-
-def outputs_and_inputs(view: StoredView) -> tuple[int, int]:
-    """Outputs and inputs of a stored matrix: of gate and up together where they are fused."""
-    if view.transposed:
-        return view.stored_cols, view.stored_rows
-    return view.stored_rows, view.stored_cols
-
-
 def grid_with_blocks(
     tensor: TensorRef, view: StoredView, number: str, block: tuple[int, int]
 ) -> BlockGrid | None:
     """`tensor` as a grid of one number per block of (outputs, inputs), stored as the weight is;
     None if its shape is another. Blocks start again in each expert; the last may be ragged."""
     unit = NUMBERS[number]
-    outputs, inputs = outputs_and_inputs(view)
-    rows, cols = unit.height(ceil_div(outputs, block[0])), ceil_div(inputs, block[1])
+    outputs, inputs = view.outputs_and_inputs
+    rows, cols = unit.height(-(-outputs // block[0])), -(-inputs // block[1])
     if not _has_shape(tensor, view, (cols, rows) if view.transposed else (rows, cols)):
         return None
     row_stride, col_stride = (1, rows) if view.transposed else (cols, 1)
     row, col = (view.col, view.row) if view.transposed else (view.row, view.col)
-    start = view.expert * rows * cols if view.experts is not None and _elements(tensor) > 1 else 0
+    start = view.expert * rows * cols if view.experts is not None and prod(tensor.shape) > 1 else 0
     block_rows, block_cols = block
     if view.step > 1:
         if block_rows == 1 and unit.rows == 1:
@@ -55,7 +46,7 @@ def grid_with_blocks(
 def biases(tensor: TensorRef, view: StoredView) -> BlockGrid | None:
     """`tensor` as one number per output of a stored matrix; None if its dtype or shape is
     another."""
-    outputs = outputs_and_inputs(view)[0]
+    outputs = view.outputs_and_inputs[0]
     shape = (outputs,) if view.experts is None else (view.experts, outputs)
     if tensor.dtype not in FLOATS or tensor.shape != shape:
         return None
@@ -65,7 +56,7 @@ def biases(tensor: TensorRef, view: StoredView) -> BlockGrid | None:
 
 def group_index(tensor: TensorRef, view: StoredView) -> GroupIndex:
     """`tensor` as the group of each input; CheckpointError if it has another number of them."""
-    inputs = outputs_and_inputs(view)[1]
+    inputs = view.outputs_and_inputs[1]
     if tensor.shape not in ((inputs,), (view.experts, inputs)):
         raise CheckpointError(
             f"{tensor.name} has shape {list(tensor.shape)}, expected [{inputs}]: a group for each "
@@ -88,7 +79,7 @@ def declared_shape(tensor: TensorRef, view: StoredView) -> DeclaredShape:
             "The checkpoint is damaged; download it again.",
         )
     index = 2 * view.expert if len(tensor.shape) == 2 else 0
-    return DeclaredShape(tensor, index, outputs_and_inputs(view))
+    return DeclaredShape(tensor, index, view.outputs_and_inputs)
 
 
 def group_size(inputs: int, groups: int, config: ModelConfig) -> int | None:
@@ -99,7 +90,7 @@ def group_size(inputs: int, groups: int, config: ModelConfig) -> int | None:
     """
     if groups <= 1:
         return inputs if groups else None
-    declared = [size for size in config.group_sizes if ceil_div(inputs, size) == groups]
+    declared = [size for size in config.group_sizes if -(-inputs // size) == groups]
     if len(declared) == 1:
         return declared[0]
     return None if inputs % groups else inputs // groups
@@ -117,8 +108,8 @@ def grid_of_groups(
 ) -> BlockGrid | None:
     """`tensor` as a grid of one number per tensor, per half of gate and up together, or per output
     and a group of its inputs, see `group_size`."""
-    outputs, inputs = outputs_and_inputs(view)
-    count = _elements(tensor)
+    outputs, inputs = view.outputs_and_inputs
+    count = prod(tensor.shape)
     if count in (1, view.experts):
         whole = grid_with_blocks(tensor, view, number, (outputs, inputs))
         if whole is not None or not tensor.shape:
@@ -137,10 +128,3 @@ def _has_shape(tensor: TensorRef, view: StoredView, grid: tuple[int, int]) -> bo
     if view.experts is not None and own:
         return shape == [*([view.experts] if view.experts != 1 else []), *own]
     return shape == own or (view.experts is not None and shape == [view.experts])
-
-
-def _elements(tensor: TensorRef) -> int:
-    count = 1
-    for size in tensor.shape:
-        count *= size
-    return count
