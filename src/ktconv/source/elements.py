@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from ktconv.source.gguf.types import TYPES
+
 
 class Element(Struct, frozen=True, cache_hash=True):
     """A stored unit: `unit_bytes` bytes with `unit_rows` x `unit_cols` adjacent numbers of a
@@ -40,26 +42,20 @@ STREAMS = {
     for bits, words in ((2, 1), (3, 3), (4, 1), (5, 5), (6, 3), (7, 7), (8, 1))
 }
 U4 = STREAMS[4]
+_BY_PACKAGE = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M")
+_GGML = [
+    Element(
+        kind.name,
+        kind.nbytes,
+        unit_cols=kind.elements,
+        items=kind.elements,
+        by_package=kind.name in _BY_PACKAGE,
+    )
+    for kind in TYPES.values()
+    if kind.elements > 1
+]
 # Blocks of ggml: so many bytes for 32, 64 or 256 columns with their own scales. Tensors have the
 # shape of their elements.
-BLOCKS = {
-    name: Element(name, nbytes, unit_cols=cols, items=cols)
-    for name, nbytes, cols in (
-        ("Q4_0", 18, 32), ("Q4_1", 20, 32), ("Q5_0", 22, 32), ("Q5_1", 24, 32), ("Q8_0", 34, 32),
-        ("Q2_K", 84, 256), ("Q3_K", 110, 256), ("Q4_K", 144, 256), ("Q5_K", 176, 256),
-        ("Q6_K", 210, 256), ("IQ4_NL", 18, 32), ("IQ4_XS", 136, 256), ("MXFP4", 17, 32),
-        ("NVFP4", 36, 64), ("TQ1_0", 54, 256), ("TQ2_0", 66, 256),
-    )
-}  # fmt: skip
-# Blocks of 256 columns whose numbers are in tables, which only the package gguf has.
-GRID_BLOCKS = {
-    name: Element(name, nbytes, unit_cols=256, items=256, by_package=True)
-    for name, nbytes in (
-        ("IQ2_XXS", 66), ("IQ2_XS", 74), ("IQ2_S", 82), ("IQ3_XXS", 98), ("IQ3_S", 110),
-        ("IQ1_S", 50), ("IQ1_M", 56),
-    )
-}  # fmt: skip
-ELEMENTS = (  # those that the C library decodes
-    BF16, F16, F32, F8_E4M3, F4_E2M1, F4_E0M3, I8, I4, U4_AWQ, *STREAMS.values(),
-    *BLOCKS.values(),
-)  # fmt: skip
+BLOCKS = {one.name: one for one in _GGML if not one.by_package}
+# Blocks whose numbers are in tables, which only the package gguf has.
+GRID_BLOCKS = {one.name: one for one in _GGML if one.by_package}

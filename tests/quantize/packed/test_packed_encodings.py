@@ -14,8 +14,7 @@ from helpers.families import Tensor, Weights, raw, simple_config, write_checkpoi
 
 from ktconv import native
 from ktconv.errors import CheckpointError
-from ktconv.source import open_checkpoint
-from ktconv.source.elements import ELEMENTS
+from ktconv.source import elements, open_checkpoint
 from ktconv.source.encodings import ENCODINGS
 from ktconv.source.encodings.grids import load_groups
 from ktconv.source.types import BlockGrid, GroupIndex, TensorRef
@@ -32,8 +31,10 @@ def test_every_encoding_has_a_fixture() -> None:
 
 
 def test_units_are_those_of_the_library() -> None:
-    assert {one.name for one in ELEMENTS} == set(native.DTYPES)
-    for one in ELEMENTS:
+    plain = [one for one in vars(elements).values() if isinstance(one, elements.Element)]
+    decoded = [*plain, *elements.STREAMS.values(), *elements.BLOCKS.values()]
+    assert {one.name for one in decoded} == set(native.DTYPES)
+    for one in decoded:
         unit = (one.unit_bytes, one.unit_rows, one.unit_cols)
         assert unit == native.stored_unit(one.name)
 

@@ -17,7 +17,6 @@ from helpers.families import HIDDEN
 from helpers.gguf_files import experts, metadata, write_gguf
 
 from ktconv.errors import CheckpointError
-from ktconv.source.elements import BLOCKS
 from ktconv.source.gguf import file
 from ktconv.source.gguf.file import read_gguf_header
 from ktconv.source.gguf.types import TYPES
@@ -101,9 +100,6 @@ def test_types_are_those_of_the_package() -> None:
     assert {known[number][0] for number in known.keys() - TYPES.keys()} == {
         "Q8_1", "Q8_K", "Q1_0",
     }  # fmt: skip
-    blocks = {kind.name: (kind.elements, kind.nbytes) for kind in TYPES.values()}
-    for name, element in BLOCKS.items():
-        assert blocks[name] == (element.unit_cols, element.unit_bytes)
 
 
 @pytest.mark.parametrize("version", [2, 3])
