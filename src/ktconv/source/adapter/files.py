@@ -405,23 +405,17 @@ class Adapter:
         expect_shapes(self.directory, name, *shapes, (experts, outputs, inputs))
         return rank
 
-    def other(self, module: str, shape: Sequence[int]) -> tuple[tuple[TensorRef, TensorRef], float]:
-        """A and B of another module, whose own matrix is [outputs, inputs], and their factor."""
-        a, b = (self._other(module, side) for side in SIDES)
-        outputs, inputs = shape
+    def other(
+        self, module: str, shape: Sequence[int], embedding: bool = False
+    ) -> tuple[tuple[TensorRef, TensorRef], float]:
+        """A and B of another module, whose own matrix is [outputs, inputs], and their factor; of an
+        `embedding` [rows, width] A [rank, rows] and B [width, rank]."""
+        a, b = (self._other(module, side, EMBEDDING_ENDS if embedding else ENDS) for side in SIDES)
+        outputs, inputs = reversed(shape) if embedding else shape
         expect_shapes(self.directory, module, (1, *a.shape), (1, *b.shape), (1, outputs, inputs))
         return (a, b), self.config.scale(module, a.shape[0])
 
-    def embedding(
-        self, module: str, shape: Sequence[int]
-    ) -> tuple[tuple[TensorRef, TensorRef], float]:
-        """A [rank, rows] and B [width, rank] of an embedding [rows, width], and their factor."""
-        a, b = (self._other(module, side, EMBEDDING_ENDS) for side in SIDES)
-        rows, width = shape
-        expect_shapes(self.directory, module, (1, *a.shape), (1, *b.shape), (1, width, rows))
-        return (a, b), self.config.scale(module, a.shape[0])
-
-    def _other(self, module: str, side: Side, ends: Mapping[Side, str] = ENDS) -> TensorRef:
+    def _other(self, module: str, side: Side, ends: Mapping[Side, str]) -> TensorRef:
         name = f"{PREFIX}{module}.{ends[side]}"
         found = self.others.get(name) or self.others.get(name.removeprefix(PREFIX))
         if found is None:

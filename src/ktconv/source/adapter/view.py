@@ -33,7 +33,7 @@ from ktconv.source.adapter.recorded import files_of, name_of
 from ktconv.source.elements import F32
 from ktconv.source.encodings.base import Parts
 from ktconv.source.encodings.unquantized import UNQUANTIZED
-from ktconv.source.others import OtherWeights
+from ktconv.source.others import OtherWeights, primary
 from ktconv.source.reading.encoded_sums import EncodedSums, encoded_sums
 from ktconv.source.reading.matrices import MatrixReader, buffer_bytes, chunk_rows
 from ktconv.source.reading.merged import MergedFiles
@@ -172,8 +172,7 @@ class _View:
         for (module, embedded), tensor in modules.items():
             name, matrix = self._modules.matrix(module, adapter, tensor)
             shape = matrix.rows, matrix.cols
-            asked = adapter.embedding if embedded else adapter.other
-            (a, b), scale = asked(module, shape)
+            (a, b), scale = adapter.other(module, shape, embedded)
             part = OtherPart(adapter, a, b, weight * scale, embedded)
             parts = self._others.setdefault(name, [])
             if any(one.adapter is adapter for one in parts):
@@ -287,8 +286,8 @@ class _Modules:
                 + " and ".join(name for name, _ in these),
                 _PEFT,
             )
-        found = self._weights.find(_primary(these[0][1])) if these else None
-        if found is None:
+        found = these[0][1] if these else {}
+        if primary(found) is None:
             raise _unused(adapter, tensor)
         if self._tied and module.rpartition(".")[2] in ("embed_tokens", "lm_head", "wte"):
             raise CheckpointError(
@@ -315,8 +314,8 @@ class _Modules:
         next to their LoRA."""
         module, _, part = tensor.name.removeprefix(PREFIX).rpartition(".")
         these = self._those_of(module.removesuffix(f".{WRAPPED}")) if part == "weight" else []
-        found = self._weights.find(_primary(these[0][1])) if len(these) == 1 else None
-        if found is None:
+        found = these[0][1] if len(these) == 1 else {}
+        if primary(found) is None:
             raise _unused(adapter, tensor)
         own = self._weights.weight(found)
         if own.dtype not in ("BF16", "F16", "F32") or own.shape != tensor.shape:
@@ -350,12 +349,6 @@ class _Modules:
             return self._by_name[module]
         alike = self._alike.get(usual_module(module) or module.rpartition(".")[2], [])
         return self._by_name[alike[0]][:1] if len(alike) == 1 else []
-
-
-def _primary(parts: Parts) -> str:
-    """A name by which `OtherWeights.find` has these parts."""
-    found = next((one for part, one in parts.items() if part in ("weight", "qweight")), None)
-    return (found or next(iter(parts.values()))).name
 
 
 def _unused(adapter: Adapter, tensor: TensorRef) -> CheckpointError:
