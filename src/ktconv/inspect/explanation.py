@@ -168,7 +168,7 @@ def _order(gate: ExpertMatrix, up: ExpertMatrix) -> str:
 def _beside(checkpoint: Checkpoint) -> list[tuple[str, NamePattern]]:
     """Routers, norms and shared experts of all layers by what they are."""
     by_name = {tensor.name: tensor for tensor in checkpoint.other_tensors}
-    aliases = {} if checkpoint.mapped is None else checkpoint.mapped.aliases
+    aliases = checkpoint.aliases
     found: dict[str, list[TensorRef]] = {}
     for layer in checkpoint.layers:
         for what, names in _names_beside(layer.source):

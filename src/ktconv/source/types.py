@@ -206,6 +206,11 @@ class Checkpoint(Struct, frozen=True):
     # Whether a reader of the same files that disregards the index would find other tensors.
     index_decides: bool = False
 
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Names of other tensors by the usual ones, where a map says them."""
+        return {} if self.mapped is None else self.mapped.aliases
+
     def converted(self, mtp: bool) -> list[MoELayer]:
         """The layers that are converted: without `mtp` not those for multi-token prediction."""
         return [layer for layer in self.layers if mtp or not layer.is_mtp]

@@ -33,9 +33,7 @@ class Routers:
         self._checkpoint, self._config = checkpoint, checkpoint.config
         self._weights = OtherWeights(checkpoint)
         self._by_name: Mapping[str, TensorRef] = {one.name: one for one in checkpoint.other_tensors}
-        self._aliases: Mapping[str, str] = (
-            {} if checkpoint.mapped is None else checkpoint.mapped.aliases
-        )
+        self._aliases = checkpoint.aliases
 
     def spec(self, layer: MoELayer) -> RouterSpec | None:
         """The rule of the layer's router; None where it is not known."""

@@ -27,7 +27,7 @@ class SourceTensors:
         self._reader = SourceReader(checkpoint.files, checkpoint.sources)
         self._others = OtherWeights(checkpoint)
         self._by_name = {tensor.name: tensor for tensor in checkpoint.other_tensors}
-        self._aliases = {} if checkpoint.mapped is None else checkpoint.mapped.aliases
+        self._aliases = checkpoint.aliases
 
     def find(self, names: Iterable[str]) -> TensorRef | None:
         """The first of these non-expert weights that is there: its primary tensor, with the shape
