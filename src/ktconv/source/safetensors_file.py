@@ -94,7 +94,12 @@ def _header(path: Path, raw: bytes, opened: Opened) -> Header:
     data_start = 8 + len(raw)
     metadata, tensors = _sound(path, raw, data_start) or _checked(path, raw, data_start)
     tensors.sort(key=attrgetter("offset", "nbytes"))
-    _check_coverage(path, tensors, data_start, file_bytes)
+    end = check_places(path, tensors, data_start, file_bytes, _DAMAGED)
+    if end < file_bytes:
+        raise CheckpointError(
+            f"{path} has {file_bytes - end} bytes after its last tensor that belong to no tensor",
+            _DAMAGED,
+        )
     digest = hashlib.sha256(raw).hexdigest()
     return Header(path, tensors, metadata, file_bytes, mtime_ns, digest, etag)
 
@@ -277,33 +282,33 @@ def _is_size_list(value: Any) -> bool:
     return True
 
 
-def _check_coverage(
-    path: Path, tensors: Sequence[TensorRef], data_start: int, file_bytes: int
-) -> None:
-    """Refuse overlaps, holes, a cut end and trailing bytes; `tensors` ascend by offset."""
-    end = data_start
-    previous = "the header"
+def check_places(
+    path: Path,
+    tensors: Sequence[TensorRef],
+    start: int,
+    file_bytes: int,
+    hint: str,
+    alignment: int = 1,
+) -> int:
+    """The end of the last tensor. CheckpointError for overlaps, holes and a cut end; `tensors`
+    ascend by offset, each begins at the first multiple of the alignment after the one before it."""
+    end, previous = start, "the header"
     for tensor in tensors:
         if tensor.offset < end:
             raise CheckpointError(
-                f"{path}: tensor {tensor.name!r} overlaps {previous} by "
+                f"{path}: tensor {tensor.name!r:.200} overlaps {previous} by "
                 f"{end - tensor.offset} bytes",
-                _DAMAGED,
+                hint,
             )
-        if tensor.offset > end:
+        if tensor.offset - end >= alignment:
             raise CheckpointError(
                 f"{path}: {tensor.offset - end} bytes between {previous} and tensor "
-                f"{tensor.name!r} belong to no tensor",
-                _DAMAGED,
+                f"{tensor.name!r:.200} belong to no tensor",
+                hint,
             )
-        end = tensor.offset + tensor.nbytes
-        previous = f"tensor {tensor.name!r}"
+        end, previous = tensor.offset + tensor.nbytes, f"tensor {tensor.name!r:.200}"
     if end > file_bytes:
         raise CheckpointError(
-            f"{path} is truncated: {end - file_bytes} of its {end} bytes are missing", _DAMAGED
+            f"{path} is truncated: {end - file_bytes} of its {end} bytes are missing", hint
         )
-    if end < file_bytes:
-        raise CheckpointError(
-            f"{path} has {file_bytes - end} bytes after its last tensor that belong to no tensor",
-            _DAMAGED,
-        )
+    return end

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from ktconv.errors import CheckpointError
 from ktconv.source.gguf.types import BEYOND_IK_LLAMA, FIRST_OF_IK_LLAMA, REMOVED, TYPES, GgmlType
-from ktconv.source.safetensors_file import MAX_HEADER_BYTES, Header
+from ktconv.source.safetensors_file import MAX_HEADER_BYTES, Header, check_places
 from ktconv.source.types import TensorRef
 from ktconv.system.files import FileTooShortError
 from ktconv.system.opened import Opened, opened_source
@@ -82,7 +82,7 @@ def read_gguf_header(path: Path) -> Header:
         for name, kind, shape, offset, nbytes in entries
     ]
     tensors.sort(key=attrgetter("offset", "nbytes"))
-    _check_places(path, tensors, start, alignment, file_bytes)
+    check_places(path, tensors, start, file_bytes, _DAMAGED, alignment)
     digest = hashlib.sha256(memoryview(source.data)[:header_bytes]).hexdigest()
     return Header(path, tensors, metadata, file_bytes, mtime_ns, digest, etag)
 
@@ -353,29 +353,3 @@ def _unsupported(number: int) -> NoReturn:
             "Use a GGUF file with llama.cpp's types only.",
         )
     raise _FaultError(f"is of the unknown type {number}", _UNSUPPORTED)
-
-
-def _check_places(
-    path: Path, tensors: Sequence[TensorRef], start: int, alignment: int, file_bytes: int
-) -> None:
-    """Refuse overlaps, holes and a cut end; `tensors` ascend by offset. Each tensor begins at the
-    first multiple of the alignment after the one before it."""
-    end, previous = start, "the header"
-    for tensor in tensors:
-        if tensor.offset < end:
-            raise CheckpointError(
-                f"{path}: tensor {tensor.name!r:.200} overlaps {previous} by "
-                f"{end - tensor.offset} bytes",
-                _DAMAGED,
-            )
-        if tensor.offset - end >= alignment:
-            raise CheckpointError(
-                f"{path}: {tensor.offset - end} bytes between {previous} and tensor "
-                f"{tensor.name!r:.200} belong to no tensor",
-                _DAMAGED,
-            )
-        end, previous = tensor.offset + tensor.nbytes, f"tensor {tensor.name!r:.200}"
-    if end > file_bytes:
-        raise CheckpointError(
-            f"{path} is truncated: {end - file_bytes} of its {end} bytes are missing", _DAMAGED
-        )
