@@ -36,15 +36,18 @@ def cached_place(path: Path) -> CachedPlace | None:
     return None
 
 
-def download_command(directory: Path, missing: Sequence[str]) -> str | None:
-    """Command that brings missing files of a cached model; None where the directory is not in the
-    cache."""
-    place = cached_place(directory)
-    if place is None or place.commit is None:
-        return None
-    names = ["/".join((*place.inside, name)) for name in missing]
-    listed = names if len(names) <= _MOST_NAMES else []
-    return shlex.join(["hf", "download", place.id, *listed, "--revision", place.commit])
+def download_command(
+    repository: str,
+    revision: str | None,
+    *,
+    files: Sequence[str] = (),
+    patterns: Sequence[str] = (),
+) -> str:
+    """Command that brings a repository of the hub, or files of it, into the local cache."""
+    words = ["hf", "download", repository, *files]
+    words += ["--revision", revision] if revision else []
+    words += ["--include", *patterns] if patterns else []
+    return shlex.join(words)
 
 
 def absence(directory: Path, names: Sequence[str], hint: str) -> tuple[str, str]:
@@ -56,5 +59,10 @@ def absence(directory: Path, names: Sequence[str], hint: str) -> tuple[str, str]
         kind = "are broken links" if len(links) == len(names) else "are missing, or broken links"
         words = f"{kind}: {first_few(names)}; {links[0].name} leads to {links[0].readlink()}"
         hint = link_hint(links[0])
-    command = download_command(directory, names)
-    return words, f"Download what is missing: {command}" if command else hint
+    place = cached_place(directory)
+    if place is not None and place.commit is not None:
+        missing = ["/".join((*place.inside, name)) for name in names]
+        wanted = missing if len(missing) <= _MOST_NAMES else []
+        command = download_command(place.id, place.commit, files=wanted)
+        hint = f"Download what is missing: {command}"
+    return words, hint

@@ -12,7 +12,7 @@ from ktconv.source.counts import CONTRADICTION, Counts
 from ktconv.source.experts import build_layer
 from ktconv.source.stacks import Split, Stack
 from ktconv.source.types import MoELayer
-from ktconv.system.units import counted, format_ranges
+from ktconv.system.units import counted, listed
 
 _SHOWN = 3  # patterns that an error shows
 
@@ -226,8 +226,7 @@ def _notes(split: Split, layers: Sequence[MoELayer], config: ModelConfig) -> lis
     if config.num_experts is None and not config.listed_experts:
         notes.append(f"config.json has no expert count; the tensors have {len(layers[0].experts)}")
     if biased := [layer.index for layer in layers if layer.biased]:
-        layers_of = f"layer{'s' if len(biased) > 1 else ''} {format_ranges(biased)}"
-        notes.append(f"the experts of {layers_of} have biases")
+        notes.append(f"the experts of {listed('layer', biased)} have biases")
     if split.unrecognised:
         notes.append(
             f"{counted(len(split.unrecognised), 'tensor', 'have')} names like experts but an "

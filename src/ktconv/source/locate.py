@@ -12,6 +12,7 @@ from urllib.parse import quote
 from ktconv.errors import CheckpointError
 from ktconv.source.adapter.beside import refuse_adapter
 from ktconv.source.gguf.parts import is_gguf, model_files
+from ktconv.source.hub_cache import download_command
 from ktconv.source.index import INDEX_SUFFIX
 from ktconv.source.shards import file_names
 from ktconv.system.regular_files import broken_link
@@ -39,10 +40,8 @@ class HubModel(NamedTuple):
     @property
     def download(self) -> str:
         """The command that brings it into the local cache."""
-        from ktconv.source.remote.urls import download_command
-
         patterns = (f"*{self.file}*", "*.json") if self.file else ()
-        return download_command(self.id, self.revision, *patterns)
+        return download_command(self.id, self.revision, patterns=patterns)
 
 
 def hub_model(model: str) -> HubModel | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -123,11 +123,6 @@ def open_source(path: Path) -> Opened:
     return opened
 
 
-@contextmanager
-def opened_source(path: Path) -> Iterator[Opened]:
+def opened_source(path: Path) -> AbstractContextManager[Opened]:
     """`open_source`, closed at the end."""
-    opened = open_source(path)
-    try:
-        yield opened
-    finally:
-        opened.close()
+    return closing(open_source(path))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from msgspec import Struct
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.source.strict_json import parse_object
 from ktconv.system.regular_files import MAX_SMALL_BYTES, read_given
-from ktconv.system.units import counted, format_ranges
+from ktconv.system.units import counted, listed
 
 KIND, SCHEMA = "kept experts", 1
 RECORD = "pruned"  # key in the manifest's entry about the source
@@ -77,13 +77,9 @@ class Pruning(Struct, frozen=True, dict=True):
         for layer, one in sorted(self.layers.items()):
             layers.setdefault((len(one.ids), one.experts), []).append(layer)
         return ", ".join(
-            f"{kept} of {counted(experts, 'expert')} ({_layers(indices)})"
+            f"{kept} of {counted(experts, 'expert')} ({listed('layer', indices)})"
             for (kept, experts), indices in layers.items()
         )
-
-
-def _layers(indices: Sequence[int]) -> str:
-    return f"{'layer' if len(indices) == 1 else 'layers'} {format_ranges(list(indices))}"
 
 
 def read_pruning(path: Path) -> Pruning:

@@ -23,6 +23,7 @@ from ktconv.errors import (
     SourceChangedError,
     UsageError,
 )
+from ktconv.source.hub_cache import download_command
 from ktconv.source.remote.network_errors import (
     AGAIN,
     LATER,
@@ -42,7 +43,7 @@ from ktconv.source.remote.store import (
     check_range,
     not_in_parts,
 )
-from ktconv.source.remote.urls import Url, download_command
+from ktconv.source.remote.urls import Url
 
 _PARTIAL, _BEHIND_THE_END = 206, 416
 
@@ -187,7 +188,7 @@ class HubStore(Store):
     @property
     def _download(self) -> str:
         folder = (f"{self.url.folder}/*",) if self.url.folder else ()
-        return download_command(self.url.place, self.url.revision, *folder)
+        return download_command(self.url.place, self.url.revision, patterns=folder)
 
     def explain(self, error: BaseException) -> KtconvError | None:
         from huggingface_hub import errors, get_token

@@ -9,7 +9,6 @@ A file of a GGUF model may follow, as a path or, for repositories of the hub, af
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
@@ -62,14 +61,6 @@ class Url(Struct, frozen=True):
         """Name that a user would give the model."""
         last = (self.folder or self._shown_place).rstrip("/").rpartition("/")[2]
         return re.sub(r"[^\w.-]", "-", last).strip(".-") or "model"
-
-
-def download_command(repository: str, revision: str | None, *patterns: str) -> str:
-    """Command that brings a repository of the hub, or files of it, into the local cache."""
-    words = ["hf", "download", repository]
-    words += ["--revision", revision] if revision else []
-    words += ["--include", *patterns] if patterns else []
-    return shlex.join(words)
 
 
 def is_url(model: object) -> bool:
