@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from helpers.cli import run
+from helpers.stores import close_stores
 from helpers.web_server import serving
 
 from ktconv.distributed.cluster import Cluster
-from ktconv.source.remote import mirror
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ def test_nodes_read_a_signed_url(
         web.query = "sig=verysecret"
         url = f"{web.url}/?sig=verysecret"
         result = run(url, tmp_path / "output", "--ray", "--threads=1")
-        mirror.close_all()
+        close_stores()
     assert result.exit_code == 0 and "verysecret" not in result.output, result.output
     for path in sorted(clean.glob("*.safetensors*")):
         assert (tmp_path / "output" / path.name).read_bytes() == path.read_bytes()

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ktconv.errors import CheckpointError, KtconvError
+from ktconv.source.remote import mirror
 from ktconv.source.remote.store import RemoteFile, Store
 from ktconv.source.remote.urls import Url
+
+
+def close_stores() -> None:
+    """Forget all stores of this process, and remove their copies."""
+    with mirror._opening:
+        for found in mirror._stores.values():
+            atexit.unregister(found.remove)
+            found.remove()
+        mirror._stores.clear()
 
 
 class ResetError(OSError):

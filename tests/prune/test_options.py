@@ -14,6 +14,7 @@ from helpers.cli import ktconv, ktconv_done, refused
 from helpers.convert import all_files, read_json
 from helpers.lora import sides, write_adapter
 from helpers.paths import EXAMPLE
+from helpers.stores import close_stores
 
 from ktconv.source import ModelSource, open_checkpoint
 from ktconv.source.pruning.kept import Kept, Pruning
@@ -118,7 +119,6 @@ def test_a_model_at_the_hub(kept: Path, tmp_path: Path, monkeypatch: pytest.Monk
     from helpers.hub_server import Repository, serving
 
     constants = pytest.importorskip("huggingface_hub.constants")
-    from ktconv.source.remote import mirror
 
     ktconv_done("prune", EXAMPLE, tmp_path / "local", "--prune", kept)
     with serving() as hub:
@@ -131,7 +131,7 @@ def test_a_model_at_the_hub(kept: Path, tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.delenv("HF_TOKEN", raising=False)
         ktconv_done("prune", "hf://org/model", tmp_path / "out", "--prune", kept)
-        mirror.close_all()
+        close_stores()
     assert shards(tmp_path / "out") == shards(tmp_path / "local")
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import pytest
 from helpers.cli import check_reader, contents, done, start
 from helpers.faults import Fault
-from helpers.stores import FolderStore
+from helpers.stores import FolderStore, close_stores
 
 from ktconv.source.remote import attempts, mirror
 from ktconv.source.remote.urls import Url
@@ -86,4 +86,4 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     found = Served(tmp_path)
     monkeypatch.setattr(mirror, "open_store", found.open)
     yield found
-    mirror.close_all()
+    close_stores()

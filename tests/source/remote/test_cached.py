@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from helpers.cli import done, ktconv, ktconv_done, refused, write_model
-from helpers.stores import FolderStore
+from helpers.stores import FolderStore, close_stores
 from source.remote.conftest import Served
 
-from ktconv.source.remote import attempts, mirror
+from ktconv.source.remote import attempts
 from ktconv.source.remote.cached import CachedStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.network]
@@ -88,10 +88,10 @@ def test_a_second_command_transfers_nothing(tmp_path: Path, served: Served) -> N
     write_model(tmp_path / "model", layers=2)
     cache, url = ("--cache-dir", tmp_path / "cache"), "hf://org/model"
     done(url, tmp_path / "out", *cache)
-    mirror.close_all()
+    close_stores()
     ktconv_done("verify", tmp_path / "out", "--source", url, "--level=weights", *cache)
     assert served.stores["org/model"].nbytes == 0
-    mirror.close_all()
+    close_stores()
     done(url, tmp_path / "again", *cache)
     assert served.stores["org/model"].nbytes == 0
 

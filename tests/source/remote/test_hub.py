@@ -20,10 +20,11 @@ from helpers.cli import (
 )
 from helpers.faults import Fault, every_third, expect_retries
 from helpers.hub_server import TOKEN, HubServer, Repository, serving
+from helpers.stores import close_stores
 from source.remote.conftest import killed, weights
 
 from ktconv.errors import CheckpointError, ResourceError, SourceChangedError
-from ktconv.source.remote import ahead, attempts, mirror
+from ktconv.source.remote import ahead, attempts
 from ktconv.source.remote.attempts import fetch
 from ktconv.source.remote.store import Store, open_store
 from ktconv.source.remote.urls import parse_url
@@ -68,7 +69,7 @@ def hub(
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr(ahead, "PIECE_BYTES", 50_000)
     yield server
-    mirror.close_all()
+    close_stores()
 
 
 FAULTS: dict[str, list[Fault | None]] = {
@@ -99,7 +100,7 @@ def test_requests_that_fail_all_the_same_say_why(
     said = refused(run(URL, tmp_path / "out"), 3, "the hub answered 503 for hf://org/model")
     assert "secret" not in said
     hub.fault = lambda _: None
-    mirror.close_all()
+    close_stores()
     done(URL, tmp_path / "out")
     assert weights(tmp_path / "out") == weights(local)
 
@@ -217,7 +218,7 @@ def test_a_run_that_is_killed_goes_on(
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     killed(hub, at, URL, tmp_path / "out", local)
-    mirror.close_all()
+    close_stores()
     done(URL, tmp_path / "out")
     assert weights(tmp_path / "out") == weights(local)
     assert all(path.stat().st_ino == found.st_ino for path, found in there.items())
@@ -286,7 +287,7 @@ def test_gated_private_and_missing_repositories(
     result = ktconv("inspect", "hf://org/none")
     refused(result, 2, "that this token can see")
     monkeypatch.setenv("HF_TOKEN", "hf_anotherTokenThatIsSecretToo")
-    mirror.close_all()
+    close_stores()
     result = ktconv("inspect", "hf://org/gated")
     refused(result, 2, "org/gated is gated, and access is not granted.")
     assert "Secret" not in result.output
@@ -382,6 +383,6 @@ def test_reports_have_the_network(hub: HubServer, tmp_path: Path) -> None:
     events = [json.loads(line) for line in result.stderr.splitlines()]
     [*_, last] = (one for one in events if one["event"] == "unit_finished")
     assert 0 < last["network_bytes"] <= report["network_bytes"] and last["network_retries"] > 0
-    mirror.close_all()
+    close_stores()
     result = ktconv("quantize-cpu", URL, tmp_path / "lines", "--progress=lines")
     assert "B/s, network " in result.stderr and " requests, " in result.stdout

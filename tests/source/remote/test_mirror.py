@@ -21,7 +21,7 @@ from helpers.families import (
     write_checkpoint,
     write_safetensors,
 )
-from helpers.stores import FolderStore, ResetError
+from helpers.stores import FolderStore, ResetError, close_stores
 from source.remote.conftest import Served, weights
 
 from ktconv.errors import CheckpointError
@@ -89,7 +89,7 @@ def test_each_byte_is_read_once_and_none_is_kept(
     assert store.nbytes < 2.5 * size  # headers are read again with what follows them: small files
     [copies] = (tmp_path / "tmp").iterdir()
     assert (copies / "config.json").exists() and not list(copies.rglob("*.safetensors"))
-    mirror.close_all()
+    close_stores()
     assert not list((tmp_path / "tmp").iterdir())
 
 
@@ -138,7 +138,7 @@ def test_cards_say_how_to_make_them_again(model: Path, tmp_path: Path, served: S
 def test_a_run_continues_where_it_was(model: Path, tmp_path: Path, served: Served) -> None:
     done(model, tmp_path / "local")
     done(URL, tmp_path / "remote", "--layers=1")
-    mirror.close_all()
+    close_stores()
     first = served.stores["org/model"].nbytes
     done(URL, tmp_path / "remote")
     assert weights(tmp_path / "remote") == weights(tmp_path / "local")
@@ -182,7 +182,7 @@ def test_a_server_that_stays_away_ends_in_one_sentence(
     served.prepare = prepare
     refused(run(URL, tmp_path / "remote"), 2, f"{URL}@main: connection reset")
     served.prepare = lambda store: None
-    mirror.close_all()
+    close_stores()
     done(URL, tmp_path / "remote")  # and the same command goes on later
 
 
@@ -299,7 +299,7 @@ def test_what_lies_there_is_looked_at(model: Path, tmp_path: Path, served: Serve
     assert read_model(tmp_path / "renamed") == read_model(tmp_path / "expected")
     [note] = open_checkpoint(URL).notes
     assert f"names 1 shard that is not there: {shard.name}; " in note
-    mirror.close_all()
+    close_stores()
     copied = next(name for name, file in index["weight_map"].items() if file != shard.name)
     (model / "weights-2.safetensors").rename(shard)
     tensors = read_shards([shard]) | {copied: bf16(random_weights(seed=5).up[0])}

@@ -21,16 +21,17 @@ from helpers.cli import (
 )
 from helpers.faults import Fault, every_third, expect_retries
 from helpers.paths import ROOT
+from helpers.stores import close_stores
 from helpers.web_server import WebServer, serving
 from source.remote.conftest import killed, weights
 
 from ktconv.errors import KtconvError
-from ktconv.source.remote import ahead, attempts, mirror
+from ktconv.source.gguf.parts import part_names
+from ktconv.source.remote import ahead, attempts
 from ktconv.source.remote.attempts import fetch
 from ktconv.source.remote.filesystem import GcsStore
 from ktconv.source.remote.store import Store, open_store
 from ktconv.source.remote.urls import parse_url
-from ktconv.source.remote.web import gguf_parts
 from ktconv.system.stores import transfer
 
 pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.network]
@@ -52,7 +53,7 @@ def _quick(no_pauses: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     before = set(threading.enumerate())
     yield
-    mirror.close_all()
+    close_stores()
     for thread in set(threading.enumerate()) - before:
         if thread.name == "ktconv-fetch":  # or the next test counts what it still receives
             thread.join(20)
@@ -115,7 +116,7 @@ def test_listings_with_folders_odd_names_and_empty_files(tmp_path: Path) -> None
 
 
 def test_of_gguf_models_without_a_listing_all_parts_are_asked_for(tmp_path: Path) -> None:
-    parts = list(gguf_parts("m-Q4-00002-of-00003.gguf"))
+    parts = list(part_names("m-Q4-00002-of-00003.gguf"))
     assert parts == [f"m-Q4-0000{part}-of-00003.gguf" for part in (1, 2, 3)]
     for name in parts:
         (tmp_path / name).write_bytes(b"GGUF")
@@ -140,12 +141,12 @@ def test_dry_runs_know_what_is_in_the_cache(web: WebServer, tmp_path: Path) -> N
     whole = plan["bytes_in_cache"] + plan["bytes_to_transfer"]
     assert whole == plan["source_bytes"]
     done(web.url, tmp_path / "a", "--layers=1", *cache)
-    mirror.close_all()
+    close_stores()
     plan = json.loads(ktconv_done(*words, "--json"))
     assert 0 < plan["bytes_to_transfer"] < whole
     assert plan["bytes_in_cache"] + plan["bytes_to_transfer"] == whole
     done(web.url, tmp_path / "a", *cache)
-    mirror.close_all()
+    close_stores()
     plan = json.loads(ktconv_done(*words, "--json"))
     assert (plan["bytes_to_transfer"], plan["requests_to_send"]) == (0, 0)
     assert "more are in the cache" in ktconv_done(*words)
@@ -162,7 +163,7 @@ def test_a_second_command_transfers_nothing(web: WebServer, tmp_path: Path) -> N
     cache = "--cache-dir", tmp_path / "cache"
     first = run(web.url, tmp_path / "out", *cache)
     assert first.exit_code == 0 and "cache keeps what is read; it has 0 B" in first.stderr
-    mirror.close_all()
+    close_stores()
     before = transfer.nbytes
     words = "verify", tmp_path / "out", "--source", web.url, "--level=weights"
     second = ktconv(*words, *cache)
@@ -227,7 +228,7 @@ def test_signatures_and_passwords_work_and_are_not_shown(
     assert weights(tmp_path / "out") == weights(local)
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert [path.name for path in files if b"verysecret" in path.read_bytes()] == []
-    mirror.close_all()
+    close_stores()
     web.fault = lambda _: Fault(403)
     result = run(url, tmp_path / "other")
     refused(result, 2, f"does not let us read http://{host}")
@@ -253,7 +254,7 @@ def test_proxies_and_netrc_are_those_of_the_system(
 def test_a_run_goes_on_with_a_new_signature(web: WebServer, local: Path, tmp_path: Path) -> None:
     web.query = "sig=first"
     done(f"{web.url}/?sig=first", tmp_path / "out", "--layers=1")
-    mirror.close_all()
+    close_stores()
     web.query = "sig=second"
     done(f"{web.url}/?sig=second", tmp_path / "out")
     assert weights(tmp_path / "out") == weights(local)
@@ -497,7 +498,7 @@ def test_gcs(model: Path, local: Path, tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(KtconvError, match="changed while it was read"):
             fetch(store, "config.json", 0, 3)
         refused(ktconv("inspect", "gs://bucket/none"), 2, "gs://bucket/none")
-        mirror.close_all()
+        close_stores()
         web.fault = lambda _: Fault("other")
         result = run("gs://bucket/model", tmp_path / "other")
         refused(result, 2, "sends other parts than it is asked for")

@@ -44,8 +44,7 @@ def model_files(names: Iterable[str]) -> Mapping[str, str]:
     found: dict[str, str] = {}
     for name in sorted(names):
         if name.endswith(SUFFIX):
-            match = _PART.fullmatch(name)
-            found.setdefault(match["base"] if match else name.removesuffix(SUFFIX), name)
+            found.setdefault(model_stem(name), name)
     return found
 
 
@@ -53,6 +52,15 @@ def model_stem(name: str) -> str:
     """The name of the model that the file is, or is a part of."""
     match = _PART.fullmatch(name)
     return match["base"] if match else name.removesuffix(SUFFIX)
+
+
+def part_names(name: str) -> list[str]:
+    """Names of all parts of the split that the file is one of; its own where it is not split."""
+    match = _PART.fullmatch(name)
+    if match is None:
+        return [name]
+    count = int(match["count"])
+    return [f"{match['base']}-{i:05d}-of-{count:05d}{SUFFIX}" for i in range(1, count + 1)]
 
 
 def all_parts(path: Path) -> Sequence[Path]:
@@ -68,8 +76,7 @@ def all_parts(path: Path) -> Sequence[Path]:
         raise CheckpointError(
             f"{path} is called part {number} of {count}, which cannot be", "Rename the file."
         )
-    names = [f"{match['base']}-{i:05d}-of-{count:05d}{SUFFIX}" for i in range(1, count + 1)]
-    parts = [path.with_name(name) for name in names]
+    parts = [path.with_name(name) for name in part_names(path.name)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
         words, hint = absence(path.parent, missing, _DOWNLOAD)

@@ -241,12 +241,3 @@ def _opened(url: Url, cache_dir: Path | None) -> RemoteDirectory:
                 raise
             atexit.register(_stores[key].remove)
         return _stores[key]
-
-
-def close_all() -> None:
-    """Forget all stores of this process, and remove their copies; for tests."""
-    with _opening:
-        for found in _stores.values():
-            atexit.unregister(found.remove)
-            found.remove()
-        _stores.clear()

@@ -8,13 +8,13 @@ every request.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from typing import Any
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from ktconv.errors import CheckpointError, KtconvError
+from ktconv.source.gguf.parts import part_names
 from ktconv.source.remote.attempts import attempt
 from ktconv.source.remote.filesystem import BUFFER_BYTES, FsspecStore, received
 from ktconv.source.remote.network_errors import LATER, REFUSED, causes
@@ -39,8 +39,7 @@ _NAMES = (
     *("processor_config.json", "video_preprocessor_config.json", "params.json"),
     *("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md"),
 )
-_PART = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
-_PARTS = 1000
+_PARTS = 1000  # of a GGUF model, that are asked for
 _IN_URLS = "/%:@!$&'()*+,;=?[]"  # what is quoted already stays as it is
 
 
@@ -126,7 +125,7 @@ class WebStore(FsspecStore):
 
     def _usual_names(self) -> set[str]:
         if wanted := self.url.wanted:
-            return {*_NAMES, *gguf_parts(wanted)}
+            return {*_NAMES, *part_names(wanted)[:_PARTS]}
         index = attempt(self, lambda: self._now(_INDEX))
         if index is None or not 0 < index.nbytes < _INDEX_BYTES:
             return set(_NAMES)
@@ -194,15 +193,6 @@ def _etag(headers: Mapping[str, str]) -> str:
 
 def _same(known: RemoteFile, size: int, headers: Mapping[str, str]) -> bool:
     return (known.nbytes, known.etag) == (size, _etag(headers))
-
-
-def gguf_parts(name: str) -> Iterable[str]:
-    """All parts of a GGUF model that is split, from the name of one."""
-    match = _PART.fullmatch(name)
-    if match is None:
-        return [name]
-    count = min(int(match["parts"]), _PARTS)
-    return [f"{match['stem']}-{part:05}-of-{match['parts']}.gguf" for part in range(1, count + 1)]
 
 
 class _Links(HTMLParser):
