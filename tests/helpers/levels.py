@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from ktconv._native import ffi, lib
 
 from ktconv import native
 
@@ -18,3 +21,9 @@ def at_level(isa: str) -> Iterator[None]:
         yield
     finally:
         native.use_isa(before)
+
+
+def isa_parts() -> list[str]:
+    """Parts of levels that this machine can run, lowest first: what other CPUs have of them."""
+    names = map(lib.kt_isa_part, itertools.count())
+    return [ffi.string(name).decode() for name in itertools.takewhile(bool, names)]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import reference
+from helpers.levels import isa_parts
 from helpers.paths import NATIVE, ROOT
 from helpers.reference import Choice, fixed_search
 from native.support import F32, Source, assert_same, quantize_pack
@@ -103,7 +104,7 @@ def test_same_bits_as_the_reference(isa: str, fmt: str, cols: int) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @FORMATS_SEARCHED
 def test_same_bits_at_parts_of_a_level(level: str, fmt: str) -> None:
-    if level not in native.isa_parts():
+    if level not in isa_parts():
         pytest.skip(f"this machine does not support {level}")
     values, before = rows_of_all_kinds(8320, 1), native.isa()
     expected = reference.quantize(FORMATS[fmt], values, Choice("search"))

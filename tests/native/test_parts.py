@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from helpers.levels import at_level
+from helpers.levels import at_level, isa_parts
 
 from ktconv import native
 from ktconv.formats import FORMATS
@@ -31,7 +31,7 @@ HIDDEN, INTERMEDIATE, EXPERTS = 384, 128, 2
 @pytest.fixture(params=PARTS)
 def part(request: pytest.FixtureRequest) -> Iterator[str]:
     name: str = request.param
-    if name not in native.isa_parts():
+    if name not in isa_parts():
         pytest.skip(f"this machine does not support {name}")
     with at_level(name):
         yield name
@@ -116,14 +116,14 @@ def level_in_a_process(**variables: str) -> str:
 
 
 def test_the_environment_names_parts() -> None:
-    if "avx512-vnni" not in native.isa_parts():
+    if "avx512-vnni" not in isa_parts():
         pytest.skip("this machine does not support avx512-vnni")
     assert level_in_a_process(KTCONV_ISA="avx512-vnni") == "avx512"
     assert level_in_a_process(KTCONV_ISA="avx512-vnn").startswith("refused KTCONV_ISA=avx512-vnn ")
 
 
 def test_parts_are_listed_in_their_order() -> None:
-    found = native.isa_parts()
+    found = isa_parts()
     assert found == list(PARTS[: len(found)])
     assert bool(found) == ("avx512" in native.isa_available())
     with pytest.raises(ValueError):

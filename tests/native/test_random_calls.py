@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.amx import compiler, kept_directory
+from helpers.levels import isa_parts
 from helpers.random_calls import build_calls, calls_command, environment
 
 from ktconv import native
@@ -55,7 +56,7 @@ def test_calls_between_unreadable_pages(library: Path, memory: str) -> None:
     """A whole round: every function, weight format, dtype and refusal, at every level and part."""
     out = run(library, "--memory", memory, "--rounds", "1")
     levels = out.splitlines()[0].split()[2:]
-    parts = native.isa_parts()
+    parts = isa_parts()
     wanted = [level for level in native.isa_available() if level != "avx512"]
     assert set(wanted) | set(parts) <= set(levels)
     assert re.search(r"\d+ cases of seed 0 in memory of \w+: 0 failures", out)

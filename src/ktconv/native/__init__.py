@@ -66,7 +66,6 @@ from ktconv.native.levels import (
     cpu_features,
     isa,
     isa_available,
-    isa_parts,
     use_isa,
 )
 from ktconv.native.mapped import Mapped, map_file

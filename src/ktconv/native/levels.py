@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterator
 
@@ -46,12 +45,6 @@ def isa_available() -> list[str]:
 def use_isa(name: str) -> None:
     """Use this level, or part of one, from now on. Not while other threads compute."""
     check(lib.kt_isa_use_named(name.encode()))
-
-
-def isa_parts() -> list[str]:
-    """Parts of levels that this machine can run, lowest first: what other CPUs have of them."""
-    names = map(lib.kt_isa_part, itertools.count())
-    return [ffi.string(name).decode() for name in itertools.takewhile(bool, names)]
 
 
 def cpu_features() -> dict[str, bool]:
