@@ -30,7 +30,8 @@ def main(layers: int = 1000, nodes: int = 2) -> None:
     from ray.cluster_utils import Cluster as RayCluster
 
     from ktconv.distributed.cluster import connected
-    from ktconv.distributed.conversion import Distribution, quantize_packed_on
+    from ktconv.distributed.commands import convert_on
+    from ktconv.distributed.conversion import Distribution
     from ktconv.distributed.driver import Listener, run_jobs
     from ktconv.distributed.jobs import Job
     from ktconv.quantize.packed.run import quantize_cpu
@@ -52,7 +53,7 @@ def main(layers: int = 1000, nodes: int = 2) -> None:
             empty = time.perf_counter() - started
             model = write_model(folder / "model", layers=layers, experts=1)
             started = time.perf_counter()
-            quantize_packed_on(Distribution(cluster), request(model, folder / "there"))
+            convert_on(Distribution(cluster), request(model, folder / "there"))
             there = time.perf_counter() - started
         started = time.perf_counter()
         quantize_cpu(request(model, folder / "here"))

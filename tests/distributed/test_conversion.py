@@ -20,7 +20,8 @@ from helpers.ray_jobs import gate_of, log_of, request
 
 from ktconv.conversion.pipeline import Observer
 from ktconv.distributed.cluster import Cluster
-from ktconv.distributed.conversion import Distribution, quantize_packed_on
+from ktconv.distributed.commands import convert_on
+from ktconv.distributed.conversion import Distribution
 from ktconv.distributed.driver import JobsFailedError, Listener, run_jobs
 from ktconv.distributed.jobs import Job
 
@@ -82,7 +83,7 @@ def test_progress_is_that_of_all_nodes(
     cluster: Cluster, model: Path, clean: Path, tmp_path: Path
 ) -> None:
     watcher = Watcher()
-    report = quantize_packed_on(Distribution(cluster), request(model, tmp_path / "output"), watcher)
+    report = convert_on(Distribution(cluster), request(model, tmp_path / "output"), watcher)
     assert sorted(watcher.finished) == sorted(watcher.units) == ALL
     assert watcher.nbytes == report.source_bytes > 0
     assert report.complete and contents(tmp_path / "output") == contents(clean)
@@ -109,7 +110,7 @@ def test_a_slow_node_gets_less_work(
     output = tmp_path / "output"
     gate_of(output).write_text(slow)
     watcher = Watcher(gate_of(output).unlink, but=1)
-    quantize_packed_on(Distribution(cluster, kind="gated"), request(model, output), watcher)
+    convert_on(Distribution(cluster, kind="gated"), request(model, output), watcher)
     nodes = [node for _, node in ran(output)]
     assert nodes.count(slow) == 1 and nodes.count(fast) == len(ALL) - 1
     assert contents(output) == contents(clean)
@@ -125,7 +126,7 @@ def test_a_node_that_dies(
     with added_node(nodes, cluster) as (added, remove):
         gate_of(output).write_text(added)
         watcher = Watcher(remove, but=1)
-        quantize_packed_on(Distribution(cluster, kind="gated"), request(model, output), watcher)
+        convert_on(Distribution(cluster, kind="gated"), request(model, output), watcher)
     attempts = ran(output)
     lost = [unit for unit, node in attempts if node == added]
     assert len(lost) == 1 and len(attempts) == len(ALL) + 1
@@ -144,7 +145,7 @@ def test_a_unit_that_always_fails(
     """It is named, the others finish; what another node can mend is tried again."""
     output, watcher = tmp_path / "output", Watcher()
     with pytest.raises(JobsFailedError, match=f"1 of 5 units failed: layer-00001 .*{words}") as got:
-        quantize_packed_on(Distribution(cluster, kind=kind), request(model, output), watcher)
+        convert_on(Distribution(cluster, kind=kind), request(model, output), watcher)
     assert got.value.exit_code == code
     assert got.value.hint and got.value.hint.endswith("finished units are kept")
     assert sorted(watcher.finished) == [unit for unit in ALL if unit != "layer-00001"]
@@ -165,7 +166,7 @@ def test_an_interrupt_keeps_what_is_finished(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quantize_packed_on(
+        convert_on(
             Distribution(cluster, kind="gated"), request(model, output), Watcher(interrupt, but=1)
         )
     assert len(list((output / ".ktconv").glob("*-0*.json"))) == len(ALL) - 1

@@ -11,7 +11,8 @@ from typing import Any
 from ktconv.conversion.pipeline import Observer
 from ktconv.distributed import units
 from ktconv.distributed.cluster import connected
-from ktconv.distributed.conversion import Distribution, quantize_packed_on
+from ktconv.distributed.commands import convert_on
+from ktconv.distributed.conversion import Distribution
 from ktconv.distributed.jobs import KINDS, Reporter
 from ktconv.errors import CheckpointError, ResourceError
 from ktconv.quantize.packed.run import Request
@@ -89,7 +90,7 @@ def request(model: Path, output: Path, **options: Any) -> Request:
 def drive(address: str, model: str, output: str) -> None:
     """A driver of gated units, to be killed."""
     with connected(address) as cluster:
-        quantize_packed_on(
+        convert_on(
             Distribution(cluster, kind="gated"), request(Path(model), Path(output)), Observer()
         )
 

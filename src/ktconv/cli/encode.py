@@ -49,7 +49,7 @@ def encode_experts(
     wanted = Request(options=chosen, experts=experts, **request)
     if isinstance(method, Mix):
         wanted = method.settled(wanted)
-    with on_cluster(*cluster, wanted, encode, "quantize_encoded_on") as (wanted, job):
+    with on_cluster(*cluster, wanted, encode) as (wanted, job):
         preflight = prepare(wanted)
         facts = {"classes": [asdict(count) for count in preflight.classes]}
         lines = class_lines(preflight.classes)
@@ -90,5 +90,5 @@ def convert_to_gguf(
         importance=None if importance is None else Path(importance),
         beside=beside,
     )
-    with on_cluster(*cluster, wanted, to_gguf, "quantize_gguf_on") as (wanted, job):
+    with on_cluster(*cluster, wanted, to_gguf) as (wanted, job):
         common.convert(wanted, prepare(wanted), job, dry_run, as_json)

@@ -119,31 +119,22 @@ CONFLICTS = (
     ),
     *(
         Conflict(
-            f"{name} {_OTHERS} {_NO_MIX}",
+            f"{name} {methods} {_NO_MIX}",
             f"{name} does not apply to --method {{--method}}: {why}",
             "omit it, or use --method int4 or int8",
         )
+        for methods in (_OTHERS, _GGUF)
         for name, why in sorted(_OF_PACKED.items())
-    ),
-    *(
-        Conflict(
-            f"{name} {_GGUF} {_NO_MIX}",
-            f"{name} does not apply to --method {{--method}}: {why}",
-            "omit it, or use --method int4 or int8",
-        )
-        for name, why in sorted(_OF_PACKED.items())
-        if name != "--importance"
+        if (name, methods) != ("--importance", _GGUF)
     ),
     *(
         Conflict(
             f"{name} {_GGUF}",
-            f"{name} does not apply to --method {{--method}}: {why}",
+            f"{name} does not apply to --method {{--method}}: its tensors have all experts of a "
+            "layer",
             "omit it",
         )
-        for name, why in (
-            ("--experts", "its tensors have all experts of a layer"),
-            ("--exclude-experts", "its tensors have all experts of a layer"),
-        )
+        for name in ("--experts", "--exclude-experts")
     ),
     Conflict(
         "--with --experts-only",
@@ -469,8 +460,7 @@ def quantize_cpu_command(
             ways=values_of(ways, "ways"),
             **values_of(ways, "request"),
         )
-        on_nodes = on_cluster(*cluster, request, quantize_cpu, there="quantize_packed_on")
-        with on_nodes as (request, job):
+        with on_cluster(*cluster, request, quantize_cpu) as (request, job):
             preflight = prepare(request)
             facts, lines = dict[str, Any](), list[str]()
             for way in preflight.ways:

@@ -269,8 +269,7 @@ def quantize_gpu_command(
             overwrite=overwrite,
             finalize=finalize,
         )
-        cluster = on_cluster(ray, ray_scratch, request, quantize_gpu, there="quantize_encoded_on")
-        with cluster as (request, job):
+        with on_cluster(ray, ray_scratch, request, quantize_gpu) as (request, job):
             preflight = prepare(request)
             facts = {"classes": [asdict(count) for count in preflight.classes]}
             lines = class_lines(preflight.classes)

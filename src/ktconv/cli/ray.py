@@ -61,20 +61,20 @@ def on_cluster(
     scratch: Path | None,
     request: AnyRequest,
     job: Job,
-    there: str,
 ) -> Iterator[tuple[AnyRequest, Job]]:
-    """The request with the threads of one node's job, and what runs it: the function `there` of
-    distributed.conversion; without an address `job`, with the request as it is."""
+    """The request with the threads of one node's job, and what runs it on nodes; without an
+    address `job`, with the request as it is."""
     if address is None:
         yield request, job
         return
-    from ktconv.distributed import conversion
     from ktconv.distributed.cluster import connected
+    from ktconv.distributed.commands import convert_on, refuse_on_cluster
+    from ktconv.distributed.conversion import Distribution
 
-    conversion.refuse_on_cluster(request)
+    refuse_on_cluster(request)
     with connected(address, request.threads) as cluster:
-        distribution = conversion.Distribution(cluster, scratch)
-        yield distribution.fitted(request), partial(getattr(conversion, there), distribution)
+        distribution = Distribution(cluster, scratch)
+        yield distribution.fitted(request), partial(convert_on, distribution)
 
 
 @contextmanager

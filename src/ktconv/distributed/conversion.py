@@ -16,27 +16,13 @@ from msgspec.structs import replace
 
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import Unit
-from ktconv.conversion.run import Conversion, Report
+from ktconv.conversion.run import Conversion
 from ktconv.distributed.cluster import Cluster, raise_of_node
 from ktconv.distributed.driver import Listener, raise_failures, run_jobs
 from ktconv.distributed.jobs import Failure, Job
-from ktconv.distributed.requests import (
-    SPARE_MEMORY,
-    digest,
-    job_memory,
-    on_a_node,
-    request_record,
-)
+from ktconv.distributed.requests import digest, job_memory, on_a_node, request_record
 from ktconv.distributed.units import not_shared
-from ktconv.errors import KtconvError, UsageError
-from ktconv.quantize.encoded.conversion import Encode
-from ktconv.quantize.encoded.request import Preflight as EncodedPreflight
-from ktconv.quantize.encoded.request import Request as EncodedRequest
-from ktconv.quantize.gguf.run import Preflight as GgufPreflight
-from ktconv.quantize.gguf.run import Request as GgufRequest
-from ktconv.quantize.gguf.run import ToGguf
-from ktconv.quantize.gguf.run import prepare as prepare_gguf
-from ktconv.quantize.packed.run import Preflight, QuantizeCpu, Request
+from ktconv.errors import KtconvError
 from ktconv.system.files import (
     make_directory,
     remove,
@@ -45,7 +31,6 @@ from ktconv.system.files import (
     write_behind,
     write_durably,
 )
-from ktconv.system.text import Notify, silent
 from ktconv.writer.journal import Record, file_is_intact
 from ktconv.writer.staging import publish_folder, publish_shards, shard_record, staged_name
 
@@ -65,7 +50,7 @@ class Distribution(Struct, frozen=True):
 class OnCluster(Conversion):
     """A conversion whose units are jobs. Classes of commands inherit from this one and theirs."""
 
-    command: str
+    command: str  # of `commands.COMMANDS`
     distribution: Distribution
 
     def run_pipeline(self, units: Sequence[Unit]) -> None:
@@ -90,7 +75,7 @@ class OnCluster(Conversion):
         request = replace(self.request, options=replace(options, **self.settled()))
         scratch = self.distribution.scratch
         there = self.output if scratch is None else scratch / "ktconv-output"  # not there
-        request = on_a_node(request, there, self.preflight.threads, SPARE_MEMORY)
+        request = on_a_node(request, there, self.preflight.threads)
         return {
             "command": self.command,
             "request": request_record(request),
@@ -242,101 +227,3 @@ class _Received:
                 sync(directory)
         self._fds = {}
         return {name: one.hexdigest() for name, one in self._sums.items()}
-
-
-# ---- quantize-cpu ----------------------------------------------------------------------
-
-
-class PackedOnCluster(OnCluster, QuantizeCpu):
-    """quantize-cpu."""
-
-    command = "quantize-cpu"
-
-    def settled(self) -> dict[str, Any]:
-        return {"numa": self.plan.target.options.numa}
-
-
-def refuse_on_cluster(request: Request | EncodedRequest | GgufRequest) -> None:
-    """UsageError for what needs the whole model in one process."""
-    if isinstance(request, EncodedRequest):
-        if request.options.method != "rtn":
-            raise UsageError(
-                f"--algorithm {request.options.method} runs the whole model in one process, and "
-                "cannot be combined with --ray",
-                "use --algorithm rtn, or omit --ray",
-            )
-        return
-    if (
-        isinstance(request, Request)
-        and request.calibrate is not None
-        and request.calibrate.is_file()
-    ):
-        raise UsageError(
-            "--calibrate with a text runs the whole model in one process, and cannot be combined "
-            "with --ray",
-            "record second moments first: ktconv stats MODEL --hessian DIR; then give DIR",
-        )
-
-
-def quantize_packed_on(
-    distribution: Distribution,
-    request: Request,
-    observer: Observer | None = None,
-    preflight: Preflight | None = None,
-) -> Report:
-    """Convert like `quantize_cpu`, with the units converted by the nodes of a cluster."""
-    from ktconv.quantize.packed.run import prepare
-
-    refuse_on_cluster(request)
-    if preflight is None:
-        preflight = prepare(distribution.fitted(request))
-    conversion = PackedOnCluster(preflight, observer or Observer())
-    conversion.distribution = distribution
-    return conversion.run()
-
-
-class GgufOnCluster(OnCluster, ToGguf):
-    """quantize-cpu that writes GGUF files."""
-
-    command = "gguf"
-
-
-def quantize_gguf_on(
-    distribution: Distribution,
-    request: GgufRequest,
-    observer: Observer | None = None,
-    preflight: GgufPreflight | None = None,
-) -> Report:
-    """Convert like `to_gguf`, with the units converted by the nodes of a cluster."""
-    if preflight is None:
-        preflight = prepare_gguf(distribution.fitted(request))
-    conversion = GgufOnCluster(preflight, observer or Observer())
-    conversion.distribution = distribution
-    return conversion.run()
-
-
-# ---- quantize-gpu ----------------------------------------------------------------------
-
-
-class EncodedOnCluster(OnCluster, Encode):
-    """quantize-gpu, rounding to nearest."""
-
-    command = "quantize-gpu"
-
-
-def quantize_encoded_on(
-    distribution: Distribution,
-    request: EncodedRequest,
-    observer: Observer | None = None,
-    preflight: EncodedPreflight | None = None,
-    notify: Notify = silent,
-) -> Report:
-    """Convert like `quantize_gpu` with rtn, with the units converted by the nodes of a cluster."""
-    from ktconv.quantize.llm_compressor.run import prepare
-
-    refuse_on_cluster(request)
-    if preflight is None:
-        preflight = prepare(distribution.fitted(request))
-    conversion = EncodedOnCluster(preflight, observer or Observer(), notify)
-    conversion.distribution = distribution
-    return conversion.run()

@@ -67,7 +67,7 @@ def decode(value: Any) -> Any:
     return value
 
 
-def on_a_node(request: Any, output: Path, threads: int, spare_memory: int) -> Any:
+def on_a_node(request: Any, output: Path, threads: int) -> Any:
     """The request as one unit of it is converted: the whole plan, whose state the driver keeps."""
     return replace(
         request,
@@ -76,7 +76,7 @@ def on_a_node(request: Any, output: Path, threads: int, spare_memory: int) -> An
         layers=None,
         overwrite=False,
         finalize=False,
-        max_memory=request.max_memory + spare_memory,
+        max_memory=request.max_memory + SPARE_MEMORY,
     )
 
 

@@ -6,12 +6,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-from msgspec import Struct
 
 from ktconv.conversion.pipeline import Observer
 from ktconv.conversion.plan import Unit
@@ -27,22 +23,6 @@ from ktconv.writer.journal import STATE_DIRECTORY, Record
 from ktconv.writer.staging import FolderStaging, ShardStaging
 
 PIECE_BYTES = 8 << 20  # that go through the object store at once
-
-# Command -> the class that runs one unit of it; it is imported on nodes only.
-COMMANDS: dict[str, str] = {
-    "quantize-cpu": "ktconv.distributed.commands:packed",
-    "quantize-gpu": "ktconv.distributed.commands:encoded",
-    "gguf": "ktconv.distributed.commands:gguf",
-}
-
-
-class Command(Struct, frozen=True):
-    """A command as a node needs it."""
-
-    request: type[Any]
-    options: type[Any]
-    prepare: Callable[[Any], Any]
-    conversion: type[OneUnit]
 
 
 class Sealing:
@@ -180,10 +160,11 @@ def _opened(arguments: Record) -> OneUnit:
     than on the driver."""
     key = arguments["digest"]
     if key not in _conversions:
-        module, name = COMMANDS[arguments["command"]].split(":")
-        command: Command = getattr(import_module(module), name)()
+        from ktconv.distributed.commands import COMMANDS
+
+        command = COMMANDS[arguments["command"]]
         request = request_of(arguments["request"], command.request, command.options)
-        conversion = command.conversion(command.prepare(request), Observer())
+        conversion = command.unit(command.prepare(request), Observer())
         if digest(conversion) != key:
             raise CheckpointError(
                 f"{request.model} or another input on {node_name()} is not what it is on the "

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from msgspec import Struct
-from msgspec.structs import asdict, replace
+from msgspec import Struct, convert, to_builtins
+from msgspec.structs import replace
 
+from ktconv.conversion.pipeline import Observer
 from ktconv.distributed.cluster import Cluster
 from ktconv.distributed.driver import Listener, raise_failures, run_jobs
 from ktconv.distributed.jobs import Failure, Job, Reporter, node_name
@@ -23,7 +24,6 @@ from ktconv.distributed.requests import decode, encode, job_memory, source_recor
 from ktconv.distributed.units import Watched
 from ktconv.errors import CheckpointError
 from ktconv.source import ModelSource
-from ktconv.targets.packed.matrix_check import ErrorStats
 from ktconv.verify.request import Thresholds, VerifyRequest
 from ktconv.verify.run import prepare
 from ktconv.verify.runner import Check, run_checks
@@ -58,47 +58,44 @@ class OnNodes(Struct, frozen=True):
         if not jobs:
             return
         self.cluster.working(jobs[0])
-        listener = _Portions(jobs, observer)
+        listener = _Portions(jobs, observer or Observer())
         raise_failures(run_jobs(jobs, self.cluster, listener), len(jobs), _AGAIN)
         for job in jobs:
             found = listener.results[job.key]
             for one in found["failures"]:
                 verifier.findings.add(*one)
-            yield from map(_item, found["items"])
+            yield from (convert(one, ItemResult) for one in found["items"])
 
 
 class _Portions(Listener):
     """Keeps results, and reports on units whose portions are jobs."""
 
-    def __init__(self, jobs: Sequence[Job], observer: Any) -> None:
+    def __init__(self, jobs: Sequence[Job], observer: Observer) -> None:
         self.results: dict[str, Record] = {}
         self._observer = observer
         self._left: dict[str, set[str]] = {}
         for job in jobs:
             self._left.setdefault(_unit(job), set()).add(job.key)
         self._started: set[str] = set()
-        if observer is not None:
-            observer.begin(list(self._left))
+        observer.begin(list(self._left))
 
     def started(self, job: Job, attempt: str, node: str) -> None:
         unit = _unit(job)
-        if self._observer is not None and unit not in self._started:
+        if unit not in self._started:
             self._started.add(unit)
             self._observer.unit_started(unit)
 
     def advanced(self, job: Job, nbytes: int) -> None:
-        if self._observer is not None:
-            self._observer.advanced(nbytes)
+        self._observer.advanced(nbytes)
 
     def noted(self, text: str) -> None:
-        if self._observer is not None:
-            self._observer.noted(text)
+        self._observer.noted(text)
 
     def done(self, job: Job, attempt: str, result: Record) -> Failure | None:
         self.results[job.key] = result
         left = self._left[_unit(job)]
         left.discard(job.key)
-        if self._observer is not None and not left:
+        if not left:
             self._observer.unit_finished(_unit(job))
         return None
 
@@ -147,11 +144,6 @@ def _request(record: Record) -> VerifyRequest:
     return VerifyRequest(**{**given, "source": source})
 
 
-def _item(record: Record) -> ItemResult:
-    sums = record["sums"]
-    return ItemResult(**{**record, "sums": None if sums is None else ErrorStats(**sums)})
-
-
 # ---- a node's end ------------------------------------------------------------------------------
 
 _verifiers: dict[str, OutputVerifier] = {}
@@ -163,8 +155,7 @@ def check(arguments: Record, reporter: Reporter) -> Record:
     verifier.findings.take()  # of an attempt that was cancelled
     checks = verifier.checks[arguments["first"] : arguments["last"]]
     found = run_checks(checks, verifier.buffer_sizes(), verifier.budget.threads, Watched(reporter))
-    items = [asdict(one) | {"sums": one.sums and asdict(one.sums)} for one in found]
-    return {"items": items, "failures": verifier.findings.take()}
+    return {"items": to_builtins(list(found)), "failures": verifier.findings.take()}
 
 
 def _opened(arguments: Record) -> OutputVerifier:

@@ -50,7 +50,9 @@ class KeptCheck(Struct, frozen=True):
             self.context.fail_copy(self.tensor, "is no tensor of the source's experts that stay")
         elif wrong >= 0:
             self.context.fail_copy(self.tensor, f"differs from the source{self._place(wrong)}")
-        return ItemResult(self.nbytes, stream.check() is not None, int(self.origin is not None))
+        return ItemResult(
+            self.nbytes, int(stream.check() is not None), int(self.origin is not None)
+        )
 
     def _equal(self, piece: U8, start: int, buffers: Buffers) -> bool:
         assert self.origin is not None

@@ -126,7 +126,9 @@ class CopyCheck(Struct, frozen=True):
             self.context.fail_copy(self.tensor, "differs from the source")
         elif self.origin is not None and isinstance(self.origin.file, MadePath):
             self._check_sums(self.origin)
-        return ItemResult(self.nbytes, stream.check() is not None, int(self.origin is not None))
+        return ItemResult(
+            self.nbytes, int(stream.check() is not None), int(self.origin is not None)
+        )
 
     def _equal(self, piece: U8, offset: int, buffers: Buffers) -> bool:
         if self.origin is None:

@@ -136,7 +136,7 @@ class DecodedCheck(Struct, frozen=True):
             advance(found.nbytes)
         if not equal:
             self.context.fail_copy(self.tensor, "differs from the decoded source")
-        return ItemResult(self.nbytes, stream.check() is not None, 1)
+        return ItemResult(self.nbytes, int(stream.check() is not None), 1)
 
 
 def is_sound(module: Module, group: Group, matrix: ExpertMatrix) -> bool:
