@@ -45,8 +45,7 @@ class Linear:
         status = lib.kt_linear_forward(
             self._c, open_pool(pool), tokens, _cast(_POINTER, x), _cast(_POINTER, y)
         )
-        if status:
-            check(status)
+        check(status)
 
 
 class Norm:
@@ -63,8 +62,7 @@ class Norm:
     def run(self, rows: int, x: int, y: int) -> None:
         """y [rows, cols] of x. ValueError for what the C library refuses."""
         status = lib.kt_rms_norm(self._c, rows, _cast(_POINTER, x), _cast(_POINTER, y))
-        if status:
-            check(status)
+        check(status)
 
 
 def rotate(heads: int, cols: int, x: int, cosine: int, sine: int, y: int) -> None:
@@ -78,8 +76,7 @@ def rotate(heads: int, cols: int, x: int, cosine: int, sine: int, y: int) -> Non
         _cast(_POINTER, sine),
         _cast(_POINTER, y),
     )
-    if status:
-        check(status)
+    check(status)
 
 
 class Attention:
@@ -118,20 +115,7 @@ class Attention:
         c.keys, c.key_head, c.key_token = _cast(_POINTER, keys[0]), keys[1], keys[2]
         c.values, c.value_head, c.value_token = _cast(_POINTER, values[0]), values[1], values[2]
         status = lib.kt_attend(c, open_pool(pool), ffi.from_buffer(scratch), scratch.nbytes)
-        if status:
-            check(status)
-
-
-def _fill_linear(into: Any, given: Linear) -> None:
-    into.rows, into.cols = given._c.rows, given._c.cols
-    into.weight, into.bias = given._c.weight, given._c.bias
-
-
-def _fill_norm(into: Any, given: Norm | None) -> None:
-    """Fill a kt_norm; it has no weight where there is no norm."""
-    if given is not None:
-        into.cols, into.weight = given._c.cols, given._c.weight
-        into.epsilon, into.kind = given._c.epsilon, given._c.kind
+        check(status)
 
 
 class AttentionLayer:
@@ -153,13 +137,12 @@ class AttentionLayer:
     ) -> None:
         self._c: Any = ffi.new("kt_attention_layer *")
         c = self._c
-        _fill_norm(c.before, before)
-        _fill_norm(c.after, after)
-        _fill_norm(c.query_norm, head_norms[0])
-        _fill_norm(c.key_norm, head_norms[1])
+        c.before, c.after, c.out = before._c[0], after._c[0], out._c[0]
+        for name, norm in zip(("query_norm", "key_norm"), head_norms, strict=True):
+            if norm is not None:  # else it has no weight
+                setattr(c, name, norm._c[0])
         for index, one in enumerate(projections):
-            _fill_linear(c.projection[index], one)
-        _fill_linear(c.out, out)
+            c.projection[index] = one._c[0]
         c.key_heads, c.cols, c.scale = key_heads, cols, scale
 
     @property
@@ -194,8 +177,7 @@ class AttentionLayer:
             ffi.from_buffer(scratch),
             scratch.nbytes,
         )
-        if status:
-            check(status)
+        check(status)
 
 
 # Bytes of a kt_attention_step, as ktconv.native.moe makes those of a call.
@@ -215,7 +197,7 @@ class RoutedLayer:
     ) -> None:
         self._c: Any = ffi.new("kt_routed_layer *")
         self._keep, self._layer, self.top_k = gate, layer, router.top_k
-        _fill_linear(self._c.gate, gate)
+        self._c.gate = gate._c[0]
         self._c.router = router_struct(router, layer.experts)[0]
         self._c.moe, self._c.rounded = layer.c, rounded
         self._c.skip = _cast("uint8_t *", skip)
@@ -235,8 +217,7 @@ class RoutedLayer:
             ffi.from_buffer(scratch),
             scratch.nbytes,
         )
-        if status:
-            check(status)
+        check(status)
 
 
 class DecoderLayers:
@@ -271,8 +252,7 @@ class DecoderLayers:
             ffi.from_buffer(scratch),
             scratch.nbytes,
         )
-        if status:
-            check(status)
+        check(status)
         return int(self._expert_ns[0]) / 1e9
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import astuple, replace
 
 from ktconv._native import ffi, lib
 from ktconv.native.arrays import Array, address_of, check
@@ -77,15 +79,8 @@ class Gathered(Struct, frozen=True):
     error: int = 0
 
     def __add__(self, other: Gathered) -> Gathered:
-        return Gathered(
-            self.pages + other.pages,
-            self.local + other.local,
-            self.moved + other.moved,
-            self.shared + other.shared,
-            self.busy + other.busy,
-            self.full + other.full,
-            self.error or other.error,
-        )
+        sums = map(operator.add, astuple(self), astuple(other))
+        return replace(Gathered(*sums), error=self.error or other.error)
 
     @property
     def refusal(self) -> str:

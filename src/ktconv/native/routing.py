@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from ktconv._native import ffi, lib
 from ktconv.native.arrays import Array, check, expect_rows
@@ -43,25 +44,9 @@ class Router(Struct, frozen=True):
 @lru_cache(maxsize=64)
 def router_struct(router: Router, experts: int) -> Any:
     """A kt_router without arrays, to be copied: making one takes longer than routing a token."""
+    fields = asdict(router) | {"experts": experts, "scoring": SCORINGS[router.scoring]}
     return ffi.new(
-        "kt_router *",
-        {
-            "experts": experts,
-            "sinks": router.sinks,
-            "top_k": router.top_k,
-            "scoring": SCORINGS[router.scoring],
-            "by_logits": router.by_logits,
-            "groups": router.groups,
-            "keep": router.keep,
-            "group_score": router.group_score,
-            "renormalise": router.renormalise,
-            "masked": router.masked,
-            "jitter": -1.0 if router.jitter is None else router.jitter,
-            "p_norm": router.p_norm,
-            "epsilon": router.epsilon,
-            "least_sum": router.least_sum,
-            "factor": router.factor,
-        },
+        "kt_router *", fields | {"jitter": -1.0 if router.jitter is None else router.jitter}
     )
 
 
