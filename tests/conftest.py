@@ -66,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.dont_write_bytecode = False
     if int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 2:
         config.pluginmanager.register(Backwards())
-    config.stash[EMULATOR] = load_emulator(kept_directory(config, "ktconv-amx"))
+    config.stash[EMULATOR] = load_emulator(kept_directory(config))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

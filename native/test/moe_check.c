@@ -253,9 +253,9 @@ static void check_crowds(const kind *k, int64_t hidden, int64_t width, const int
  * the kind of rows alone: one format of each. */
 static void check_blocks(const kind *k, kt_pool *const *pools) {
   static const int64_t many[2] = {300, 97}, few[2] = {140, 0};
-  check_crowds(k, 256, 256, many, pools, 2);
+  check_crowds(k, 128, 128, many, pools, 2);
   if (k == kinds + INT8 || k == kinds + GINT8_64 || k == kinds + BF16)
-    check_crowds(k, 7168, 128, few, pools, 1);
+    check_crowds(k, 7168, 64, few, pools, 1);
 }
 
 int main(void) {

@@ -9,7 +9,8 @@ enum {
   MOST_EXPERTS = 5,
   MOST_PARTS = 3,
   BATCH = 2048 /* tokens of a job */,
-  WHOLE_TOKENS = 40
+  WHOLE_TOKENS = 40,
+  MOST_PRODUCTS = 1 << 22 /* of numbers, with each matrix: of few tokens where a layer is large */
 };
 
 /* Sums are in another order at each level, and middles are rounded to bf16 or int8. */
@@ -88,12 +89,13 @@ static inline layer draw_layer(int number, int wild) {
   kt_layout_describe(layout, &traits);
   layer l = {.wild = wild, .absent = -1};
   const int64_t tile = traits.col_multiple, width = tile * (1 + below(tile < 100 ? 4 : 2));
-  const int64_t parts = 1 + below(one_in(2) ? 1 : MOST_PARTS);
+  const int64_t parts = 1 + below(one_in(2) ? 1 : whole ? 2 : MOST_PARTS);
   const int64_t experts = 1 + below(whole ? 2 : MOST_EXPERTS);
+  const int most = whole ? 2 : tile < 100 ? 7 : 3; /* tiles of a row */
   l.exact = is_integer(layout);
   l.moe = (kt_moe){.layout = *layout,
                    .activation = whole || one_in(2) ? silu : ONE_OF(others),
-                   .hidden = tile * (1 + below(tile < 100 ? whole ? 4 : 7 : 3)),
+                   .hidden = tile * (1 + below(most)),
                    .intermediate = width * parts,
                    .experts = experts,
                    .parts = parts};
@@ -167,6 +169,8 @@ static inline layer_call draw_call(const layer *l) {
                            .y_dtype = ONE_OF(dtypes)}};
   kt_moe_call *const call = &c.call;
   const int64_t size = l->moe.hidden * l->moe.intermediate * call->top_k;
+  const int64_t most = MOST_PRODUCTS / size;
+  if (call->tokens > most) call->tokens = most;
   if (whole) call->tokens = WHOLE_TOKENS;
   if (!whole && size <= 1 << 14 && one_in(6)) call->tokens = BATCH - 8 + below(20);
   const int64_t count = call->tokens * l->moe.hidden;

@@ -69,11 +69,14 @@ static const trial trials[] = {
     {GINT4_32, SILU, 0, 160, 96, 1, 100, 16, FOR_ALL, 0, BFLOATS}, /* in bf16, where AMX does */
     {GINT8_64, SILU, 0, 192, 128, 2, 70, 5, FOR_ALL, 0, OTHERS},
     {GINT8_64, {KT_GELU, 0, 0, INFINITY}, 1, 64, 64, 1, 3, 33, FOR_DOWN, 0, MIXED},
-    {INT8, SILU, 0, 128, 64, 1, 300, 0, 0, 0, BFLOATS},        /* several blocks of an expert */
-    {INT8, SILU, 0, 2112, 1088, 1, 5, 5, FOR_ALL, 0, BFLOATS}, /* sums in parts */
-    {BF16, SILU, 0, 2080, 544, 1, 19, 5, FOR_ALL, 0, FLOATS},
-    {BF16, SILU, 0, 128, 64, 1, 300, 5, FOR_ALL, 0, BFLOATS},
-    {INT8, SILU, 0, 128, 64, 1, 700, 5, FOR_ALL, 0, BFLOATS}, /* streamed in several, too */
+    {INT8, SILU, 0, 128, 64, 1, 300, 0, 0, 0, BFLOATS}, /* several blocks of an expert */
+    /* Sums in parts, through down, and through gate and up; of more strips than fit together. */
+    {INT8, SILU, 0, 2112, 576, 1, 5, 5, FOR_ALL, 0, BFLOATS},
+    {INT8, SILU, 0, 576, 1088, 1, 5, 5, FOR_ALL, 0, BFLOATS},
+    {BF16, SILU, 0, 2080, 64, 1, 19, 5, FOR_ALL, 0, FLOATS},
+    {BF16, SILU, 0, 32, 1056, 1, 19, 5, FOR_ALL, 0, FLOATS},
+    {BF16, SILU, 0, 64, 64, 1, 300, 5, FOR_ALL, 0, BFLOATS},
+    {INT8, SILU, 0, 64, 64, 1, 700, 5, FOR_ALL, 0, BFLOATS}, /* streamed in several, too */
     {BF16, SILU, 0, 384, 64, 1, 40, 40, FOR_ALL, 0,
      BFLOATS},                                              /* a block of 48 ranks x 320 columns */
     {BF16, SILU, 0, 64, 32, 2, 9, 72, FOR_ALL, 0, BFLOATS}, /* ranks in two blocks */

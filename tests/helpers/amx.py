@@ -153,10 +153,19 @@ def refuse_tiles() -> None:
         raise OSError(ctypes.get_errno(), "KT_EMULATE_AMX: the kernel takes no filter")
 
 
-def kept_directory(config: pytest.Config, name: str) -> Path:
+KEPT = pytest.StashKey[Path]()
+
+
+def kept_directory(config: pytest.Config) -> Path:
     """For what is compiled: kept from run to run in pytest's cache, unless that is turned off."""
-    cache = getattr(config, "cache", None)
-    return cache.mkdir(name) if cache else Path(tempfile.mkdtemp(prefix=name))
+    if KEPT not in config.stash:
+        cache, name = getattr(config, "cache", None), "ktconv-native"
+        config.stash[KEPT] = cache.mkdir(name) if cache else Path(tempfile.mkdtemp(prefix=name))
+    return config.stash[KEPT]
+
+
+def build_emulator(cache: Path) -> Path:
+    return build_library(NATIVE / "test/amx_emulator.c", cache, "-O2")
 
 
 def load_emulator(cache: Path) -> Emulator | None:
@@ -166,7 +175,7 @@ def load_emulator(cache: Path) -> Emulator | None:
         refuse_tiles()
     if not can_emulate():
         return None
-    emulator = Emulator(build_library(NATIVE / "test/amx_emulator.c", cache, "-O2"))
+    emulator = Emulator(build_emulator(cache))
     with claimed():
         native.isa()  # the library reads the environment now, and only now
     if not os.environ.get("KTCONV_ISA"):

@@ -44,7 +44,7 @@ def pointer(array: Array) -> ctypes.c_void_p:
 def library(pytestconfig: pytest.Config) -> Path:
     if "amx" not in native.isa_available() or amx.compiler() is None:
         pytest.skip("needs a C compiler, and AMX or AVX-512 to emulate it with")
-    cache = amx.kept_directory(pytestconfig, "ktconv-amx")
+    cache = amx.kept_directory(pytestconfig)
     return amx.build_library(NATIVE / "test/amx_instructions.c", cache, "-O1")
 
 

@@ -25,7 +25,7 @@ ELSEWHERE = {"random_check", "threads_check", "pool_check", "pool_crowd"}
 def test_program(pytestconfig: pytest.Config, program: str) -> None:
     if compiler() is None:
         pytest.skip("no C compiler")
-    library = build_calls(kept_directory(pytestconfig, "ktconv-programs"), f"{program}.c")
+    library = build_calls(kept_directory(pytestconfig), f"{program}.c")
     done = subprocess.run(
         calls_command(library), capture_output=True, text=True, env=environment(), check=False
     )

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.process]
 def library(pytestconfig: pytest.Config) -> Path:
     if compiler() is None:
         pytest.skip("no C compiler")
-    return build_calls(kept_directory(pytestconfig, "ktconv-random-calls"))
+    return build_calls(kept_directory(pytestconfig))
 
 
 def run(library: Path, *options: str) -> str:
@@ -36,7 +36,7 @@ def run(library: Path, *options: str) -> str:
 def test_calls_of_many_threads(pytestconfig: pytest.Config) -> None:
     if compiler() is None:
         pytest.skip("no C compiler")
-    kept = kept_directory(pytestconfig, "ktconv-random-calls")
+    kept = kept_directory(pytestconfig)
     assert "threads: 0 failures" in run(build_calls(kept, "threads_check.c"))
 
 
