@@ -69,15 +69,16 @@ def sources(draw: st.DrawFn, formats: tuple[str, ...] = ("int8", "int4")) -> Sou
 
 
 @lru_cache(maxsize=64)
-def truth(source: Source) -> tuple[U8, F32]:
-    """The same for every level."""
-    return reference.quantize_pack(source.fmt, source.values(), source.reference_choice)
+def truth(source: Source) -> tuple[native.Matrix, F32, U8, F32]:
+    """The matrix, its values, payload and scales: the same for every level."""
+    values = source.values()
+    packed, scale = reference.quantize_pack(source.fmt, values, source.reference_choice)
+    return source.matrix(), values, packed, scale
 
 
 def check(source: Source) -> None:
-    matrix = source.matrix()
+    matrix, values, expected_packed, expected_scale = truth(source)
     packed, scale = quantize_pack(source, matrix)
-    expected_packed, expected_scale = truth(source)
     assert_same("scale", scale, expected_scale)
     assert_same("packed", packed, expected_packed)
     codes, codes_scale = native.quantize(source.format, matrix, source.choice)
@@ -85,7 +86,7 @@ def check(source: Source) -> None:
     assert_same("pack(quantize)", native.pack(source.format, codes), packed)
     unpacked = native.unpack(source.format, packed, source.rows, source.cols)
     assert_same("unpack", unpacked, codes)
-    assert_same("decode", native.decode(matrix), source.values())
+    assert_same("decode", native.decode(matrix), values)
 
 
 @settings(every_level, max_examples=400)
