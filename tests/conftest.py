@@ -172,6 +172,10 @@ def spare_work() -> None:
     if hasattr(transformers, "PreTrainedConfig"):
         # Its text, which takes as long as a model, is made for a line of a log that nobody shows.
         transformers.PreTrainedConfig.__repr__ = object.__repr__
+    peft: Any = sys.modules.get("peft")
+    if hasattr(peft, "PeftModel"):
+        # A page about each adapter, whose template takes longer to compile than all else to save.
+        peft.PeftModel.create_or_update_model_card = lambda *_: None
     plan: Any = sys.modules.get("ktconv.model.streamed.plan")
     if hasattr(plan, "MEASURED_SECONDS"):
         plan.MEASURED_SECONDS = 0.005  # tests judge no times

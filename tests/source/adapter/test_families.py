@@ -46,12 +46,6 @@ def adapted(model: Any, modules: list[str], parameters: list[str]) -> Any:
     return with_lora
 
 
-@pytest.fixture(autouse=True)
-def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PEFT renders a README.md beside each adapter, which nothing here reads."""
-    monkeypatch.setattr(peft.PeftModel, "create_or_update_model_card", lambda *_: None)
-
-
 def linears(model: Any, layers: str) -> list[str]:
     """Linear layers in the layers of the language model, by their whole names. Of MLPs, PEFT takes
     those for experts; of Mamba, it takes all but the output."""
