@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,9 +16,20 @@ from ktconv.train import Prepared
 IDS = torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(0), device="cpu")
 
 
+@cache
+def _loaded() -> tuple[Any, Any]:
+    return load_model(EXAMPLE, "float32")
+
+
+def loaded() -> tuple[Any, Any]:
+    """(model, tokenizer): the example in float32, so that only our own rounding is seen. Copies,
+    which take a sixth of what loading does."""
+    return example(), copy.deepcopy(_loaded()[1])
+
+
 def example() -> Any:
-    """The example model in float32, so that only our own rounding is seen."""
-    return load_model(EXAMPLE, "float32")[0]
+    """The model alone."""
+    return copy.deepcopy(_loaded()[0])
 
 
 def train_a_little(prepared: Prepared, seed: int = 0) -> None:

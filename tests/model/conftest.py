@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from helpers.convert import Converted
-from helpers.paths import EXAMPLE
 
 
 @pytest.fixture(scope="session")
@@ -25,10 +24,10 @@ def int4(converted_example: Converted) -> Path:
 
 @pytest.fixture
 def loaded(torch: Any) -> tuple[Any, Any]:
-    """(model, tokenizer): the example in float32, so that only our own rounding is seen."""
-    from ktconv.model import load_model
+    """(model, tokenizer): the example in float32."""
+    from helpers import adapted
 
-    return load_model(EXAMPLE, "float32")
+    return adapted.loaded()
 
 
 @pytest.fixture

@@ -28,7 +28,9 @@ def logits(model: Any, torch: Any) -> Any:
 @pytest.fixture
 def expected(int8: Path, torch: Any) -> Any:
     """What the example answers on packed experts."""
-    model, _ = load_model(EXAMPLE, "float32")
+    from helpers.adapted import example
+
+    model = example()
     replace_experts(model, int8, threads=1)
     return logits(model, torch)
 

@@ -19,7 +19,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
-from helpers.adapted import IDS, apart, logits, train_a_little, with_gradient
+from helpers.adapted import IDS, apart, example, logits, train_a_little, with_gradient
 from helpers.listed import Enumerated, Indexed, Whole, with_lists
 
 from ktconv.errors import CheckpointError, UsageError
@@ -39,7 +39,7 @@ NAMES = ("gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
 @pytest.fixture
 def model() -> Any:
     """The example in float32."""
-    return load_model(EXAMPLE, "float32")[0]
+    return example()
 
 
 @pytest.fixture(scope="session")
@@ -120,15 +120,15 @@ def test_an_output_of_experts_that_are_not_loaded(int8: Path, tmp_path: Path) ->
         model, _ = load_model(EXAMPLE, "float32", experts=False)
         prepared = prepare(model, int8, rank=4, pool=pool)
         assert (prepared.method, prepared.untried) == ("int8", (0, 1))
-        whole, _ = load_model(EXAMPLE, "float32")
+        whole = example()
         assert prepare(whole, int8, rank=4, pool=pool).untried == ()
         assert torch.equal(logits(model), logits(whole))
-        packed, _ = load_model(EXAMPLE, "float32")
+        packed = example()
         replace_experts(packed, int8, threads=1)
         assert apart(logits(model), logits(packed)) < 0.01
         train_a_little(prepared)
         save(model, tmp_path)
-        merged, _ = load_model(EXAMPLE, "float32")
+        merged = example()
         merge(merged, tmp_path)
         for ours, theirs in zip(with_gradient(model), with_gradient(merged), strict=True):
             assert 1e-4 < apart(ours, theirs) < 0.1
@@ -309,7 +309,7 @@ def test_models_that_do_not_fit(
     prepare(model, rank=4)
     with pytest.raises(UsageError, match="already uses packed experts"):
         prepare(model, rank=4)
-    shuffled, _ = load_model(EXAMPLE, "float32")
+    shuffled = example()
     with torch.no_grad():
         experts: Any = find_experts(shuffled)[1].module
         experts.down_proj.copy_(experts.down_proj.flip(0).clone())
