@@ -20,6 +20,7 @@ from helpers.passes import Kept, Passed, in_memory, windows
 
 from ktconv.errors import CheckpointError, DiskFullError
 from ktconv.model import load_model
+from ktconv.source import open_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
 
@@ -50,6 +51,29 @@ def equal(kept: Kept, logits: list[Any]) -> bool:
 
     pairs = zip(kept.outputs, logits, strict=True)
     return all(torch.equal(own, theirs) for sides, theirs in pairs for own in sides)
+
+
+def test_weights_that_are_not_there_are_not_filled(source: Path, torch: Any) -> None:
+    """It would do nothing, in more time than all else that a model is built with."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from ktconv.model.streamed.parts import PartedModel
+
+    seen = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            found = func(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor) and found.is_meta:
+                seen.add(func.overloadpacket.__name__)
+            return found
+
+    with Watch():
+        PartedModel(open_checkpoint(source))
+    assert "empty" in seen
+    assert not {name for name in seen if name.endswith("_")}
 
 
 # ---- models that cannot be cut ---------------------------------------------------------

@@ -32,9 +32,14 @@ from ktconv.system.units import counted
 _WAY_OUT = "load it whole, where memory allows: ktconv.model.load_model"
 
 
+# Functions of torch, its nn.init and transformers. On the meta device they do nothing, and take
+# their time for it.
+_FILLS = {"constant_", "copy_", "fill_", "kaiming_uniform_", "normal_", "uniform_", "zero_"}
+
+
 class _OnMeta(TorchFunctionMode):
-    """Context in which `torch.empty`, as parameters use it, makes tensors on the meta device;
-    buffers are computed."""
+    """Context in which `torch.empty`, as parameters use it, makes tensors on the meta device, which
+    nothing fills; buffers are computed."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -42,6 +47,10 @@ class _OnMeta(TorchFunctionMode):
         given = dict(kwargs or {})
         if func is torch.empty and given.get("device") is None:
             given["device"] = "meta"
+        if getattr(func, "__name__", "") in _FILLS:
+            filled = args[0] if args else given.get("tensor")
+            if isinstance(filled, Tensor) and filled.is_meta:
+                return filled
         return func(*args, **given)
 
 
