@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers.parsed import nodes
 from helpers.paths import EXAMPLE, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
@@ -46,7 +48,7 @@ def test_every_line_names_a_test() -> None:
 
 def test_no_module_runs_what_it_reads() -> None:
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in nodes(path):
             where = f"{path}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Import):
                 assert not {one.name.split(".")[0] for one in node.names} & MODULES_THAT_RUN, where
@@ -61,21 +63,33 @@ def test_no_module_runs_what_it_reads() -> None:
                     assert not risky or value in ("False", "shell"), where  # shell: its name
 
 
-def watched(*words: object) -> subprocess.CompletedProcess[str]:
-    code = f"{WATCHED}\nfrom ktconv.cli.entry import main\nmain()"
-    command = [sys.executable, "-c", code, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+# Commands one after the other, until one fails.
+ONE_PROCESS = """
+import json
+from ktconv.cli.entry import main
+for words in json.loads(sys.argv[1]):
+    sys.argv[1:] = words
+    try:
+        main()
+    except SystemExit as ended:
+        if ended.code:
+            raise
+"""
 
 
 def test_a_local_run_talks_to_nobody(tmp_path: Path) -> None:
     output = tmp_path / "output"
-    for words in (
+    runs = (
         ("inspect", EXAMPLE),
         ("quantize-cpu", EXAMPLE, output, "--method", "int4"),
         ("verify", output, "--source", EXAMPLE),
-    ):
-        done = watched(*words)
-        assert done.returncode == 0, done.stderr
+    )
+    words = json.dumps([list(map(str, run)) for run in runs])
+    command = [sys.executable, "-c", WATCHED + ONE_PROCESS, words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for said in ("family", f"{output} is complete", f"{output}: OK, verified to level layers"):
+        assert said in done.stdout, done.stdout
 
 
 def test_talking_would_be_noticed() -> None:

@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 import msgspec
+from helpers.parsed import nodes
 from helpers.paths import NATIVE
 
 import ktconv
@@ -39,7 +40,7 @@ def imports(module: str, path: Path) -> tuple[str, ...]:
 
 def _imports(module: str, path: Path) -> Iterator[str]:
     parent = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names = [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -147,7 +148,7 @@ OF_SETTINGS = re.compile(r"(config|settings)\.content$")
 
 def takes_raw_config(path: Path) -> Iterator[str]:
     """Functions with a dictionary of config.json among their parameters, or that ask for one."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.arg) and node.annotation is not None and "config" in node.arg:
             if "Mapping" in (text := ast.unparse(node.annotation)) or "dict" in text:
                 yield f"{node.arg}: {text}"
@@ -201,7 +202,7 @@ def test_numbers_and_nouns_are_joined_by_one_function() -> None:
     for module, path in modules().items():
         if module.startswith("native"):  # whose errors are for programmers
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if not isinstance(node, ast.JoinedStr):
                 continue
             for one, after in zip(node.values, node.values[1:], strict=False):

@@ -7,6 +7,7 @@ import re
 from functools import cache
 
 import pytest
+from helpers.parsed import nodes
 from helpers.paths import DOCS, ROOT
 
 pytestmark = pytest.mark.slow
@@ -25,8 +26,7 @@ def templates() -> list[tuple[tuple[str, ...], int]]:
     something is put, with the number of their letters."""
     found = set()
     for path in (ROOT / "src/ktconv").rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        found |= {_parts(node) for node in ast.walk(tree) if isinstance(node, ast.expr)}
+        found |= {_parts(node) for node in nodes(path) if isinstance(node, ast.expr)}
     status = (ROOT / "native/src/status.c").read_text(encoding="utf-8")
     found |= {(text,) for text in re.findall(r'return "([^"]+)"', status)}
     return [(parts, sum(map(len, parts))) for parts in found]

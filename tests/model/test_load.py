@@ -12,7 +12,7 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from logging import LogRecord, getLogger, getLogRecordFactory
 from pathlib import Path
@@ -22,6 +22,7 @@ import pytest
 from click.testing import CliRunner
 from helpers.amx import Emulator
 from helpers.convert import convert
+from helpers.parsed import nodes
 from helpers.paths import EVAL, EXAMPLE
 
 from ktconv.cli.app import app
@@ -450,9 +451,9 @@ READING = {"torch.load", "pickle.load", "pickle.loads", "yaml.load", "torch.hub"
 LAST = {name.rpartition(".")[2] for name in READING}
 
 
-def risks(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def risks(code: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """What in a module's code loads, runs or unpickles something, with its line."""
-    for node in ast.walk(tree):
+    for node in code:
         for name in names_in(node):
             if name in LOADING or (name.startswith("Auto") and name[4:5].isupper()):
                 yield getattr(node, "lineno", 0), name
@@ -478,7 +479,7 @@ def test_nothing_else_loads_anything() -> None:
         f"{path.relative_to(SOURCES)}:{line}: {name}"
         for path in sorted(SOURCES.rglob("*.py"))
         if str(path.relative_to(SOURCES)) != ROOM
-        for line, name in risks(ast.parse(path.read_text()))
+        for line, name in risks(nodes(path))
     }
     assert not found
 
@@ -497,15 +498,14 @@ def test_nothing_else_loads_anything() -> None:
     ],
 )
 def test_the_search_finds_what_it_should(line: str) -> None:
-    assert list(risks(ast.parse(line)))
+    assert list(risks(ast.walk(ast.parse(line))))
 
 
 def test_the_only_place_always_says_no() -> None:
     """Every call of from_pretrained there passes what keeps code out."""
-    tree = ast.parse((SOURCES / ROOM).read_text())
     calls = [
         node
-        for node in ast.walk(tree)
+        for node in nodes(SOURCES / ROOM)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "from_pretrained"
