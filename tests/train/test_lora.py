@@ -6,8 +6,6 @@ import copy
 import math
 import os
 import pickle
-import subprocess
-import sys
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +13,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 from helpers.far import FAR, FarTensor, far_device  # noqa: E402
-from helpers.paths import ROOT  # noqa: E402
+from helpers.forked import forked  # noqa: E402
 from helpers.training import MATRICES, Batch, batch, called, gradients, lora_experts, packed, same  # noqa: E402
 
 from ktconv.errors import UsageError  # noqa: E402
@@ -209,25 +207,19 @@ def test_parameters_of_a_caller(module: Any) -> None:
     assert torch.equal(found, module(*given[:3]))
 
 
-DDP = """
-import os
-import torch
-from helpers.training import MATRICES, batch, gradients, lora_experts, packed
-from ktconv.runtime import MoELayer, Pool
-
-dist = torch.distributed
-module = lora_experts(MoELayer(packed("int8"), Pool(1)))
-given = batch(module)
-given = given._replace(ids=torch.zeros_like(given.ids))
-alone = gradients(module, given)
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-wrapped = torch.nn.parallel.DistributedDataParallel(module)
-module.zero_grad()
-wrapped(*given[:3]).backward(given.dy)
-equal = [torch.equal(getattr(module, name).grad, alone[name]) for name in MATRICES]
-print(equal, flush=True)
-os._exit(0)
-"""
+def ddp_of_one() -> None:
+    """Gradients of a process group with one member are those without it."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    module = lora_experts(MoELayer(packed("int8"), Pool(1)))
+    given = batch(module)
+    given = given._replace(ids=torch.zeros_like(given.ids))
+    alone = gradients(module, given)
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    wrapped = torch.nn.parallel.DistributedDataParallel(module)
+    module.zero_grad()
+    wrapped(*given[:3]).backward(given.dy)
+    assert all(torch.equal(getattr(module, name).grad, alone[name]) for name in MATRICES)
 
 
 def test_ddp_sees_every_parameter() -> None:
@@ -235,12 +227,7 @@ def test_ddp_sees_every_parameter() -> None:
 
     In a process that ends at once: gloo's destructor can wait for a thread that waits for Python's
     lock."""
-    places = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "src")])
-    ended = subprocess.run(
-        [sys.executable, "-c", DDP], capture_output=True, text=True, timeout=300,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": places},
-    )  # fmt: skip
-    assert ended.stdout.strip() == str([True] * len(MATRICES)), ended.stderr
+    assert forked(ddp_of_one) == 0
 
 
 def test_training_reduces_a_loss(layer: MoELayer) -> None:

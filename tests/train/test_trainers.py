@@ -6,12 +6,12 @@ from __future__ import annotations
 import copy
 import os
 import socket
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.forked import forked_together
 from helpers.paths import EXAMPLE
 
 pytest.importorskip("torch")
@@ -219,48 +219,24 @@ def test_rank_stabilized_lora_beside_experts(tmp_path: Path) -> None:
 
 # ---- several processes -------------------------------------------------------------------
 
-_DDP = """
-import os, sys, torch
-from pathlib import Path
-sys.path[:0] = [sys.argv[1]]
-from train import test_trainers as t
 
-def run(out, kind, rank):
-    model, _ = t.prepared_model(kind)
-    seen = t.Seen()
-    trainer = t.trainer_of(model, out / "runs", [seen], load_best_model_at_end=True,
-                           ddp_backend="gloo", ddp_find_unused_parameters=False)
+def rank_of_two(rank: int, port: str, kind: str, out: Path) -> None:
+    """What one of two processes does: trains, and saves the best model and its own answers."""
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ |= {key: str(value) for key, value in places.items()}
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    model, _ = prepared_model(kind)
+    seen = Seen()
+    trainer = trainer_of(
+        model, out / "runs", [seen], load_best_model_at_end=True, ddp_backend="gloo",
+        ddp_find_unused_parameters=False, ddp_timeout=120,
+    )  # fmt: skip
     trainer.train()
     trainer.save_model(str(out / "end"))
-    torch.save({"end": t.logits(model.eval()), "best": seen.logits[t.BEST],
-                "last": seen.logits[4]}, out / f"rank{rank}.pt")
-    assert str(trainer.state.best_model_checkpoint).endswith(f"-{t.BEST}")
+    answers = {"end": logits(model.eval()), "best": seen.logits[BEST], "last": seen.logits[4]}
+    torch.save(answers, out / f"rank{rank}.pt")
+    assert str(trainer.state.best_model_checkpoint).endswith(f"-{BEST}")
     assert torch.distributed.get_world_size() == 2
-    torch.distributed.destroy_process_group()
-
-# Forked, since it takes seconds to import all this.
-for kind in sys.argv[3:]:
-    children, port = [], t.free_port()  # just before it is used
-    for rank in range(2):
-        child = os.fork()
-        if child:
-            children.append(child)
-            continue
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
-        os.environ |= {key: str(value) for key, value in places.items()}
-        code = 1
-        try:
-            run(Path(sys.argv[2]) / kind, kind, rank)
-            code = 0
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    ended = [os.waitpid(child, 0)[1] for child in children]
-    if any(ended):
-        sys.exit(f"{kind}: {ended}")
-"""
 
 
 def free_port() -> str:
@@ -269,24 +245,19 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
-def test_two_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["before", "without"])
+def test_two_processes(kind: str, tmp_path: Path) -> None:
     """DistributedDataParallel on CPUs: both end with the best model, and one directory has it."""
-    kinds = ("before", "without")
-    done = subprocess.run(
-        [sys.executable, "-c", _DDP, str(Path(__file__).parents[1]), str(tmp_path), *kinds],
-        env={**os.environ, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    for kind in kinds:
-        out = tmp_path / kind
-        found = [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
-        assert torch.equal(found[0]["end"], found[0]["best"])
-        assert not torch.equal(found[0]["end"], found[0]["last"])
-        assert torch.equal(found[0]["end"], found[1]["end"])
-        other, _ = prepared_model(kind)
-        load(other, out / "end")
-        assert torch.allclose(logits(other.eval()), found[0]["end"], atol=1e-4)
+    port = free_port()
+    ranks = [partial(rank_of_two, rank, port, kind, tmp_path) for rank in range(2)]
+    assert forked_together(ranks) == [0, 0]
+    found = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    assert torch.equal(found[0]["end"], found[0]["best"])
+    assert not torch.equal(found[0]["end"], found[0]["last"])
+    assert torch.equal(found[0]["end"], found[1]["end"])
+    other, _ = prepared_model(kind)
+    load(other, tmp_path / "end")
+    assert torch.allclose(logits(other.eval()), found[0]["end"], atol=1e-4)
 
 
 # ---- TRL ---------------------------------------------------------------------------------
