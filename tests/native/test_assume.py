@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from helpers import amx
 from helpers.cli import process
+from helpers.disk_calls import Commands
 
 from ktconv import native
 
@@ -18,45 +19,52 @@ pytestmark = [pytest.mark.slow, pytest.mark.process]
 LEVELS = list(native.ISA_NAMES.values())
 
 
-@cache
-def cpu(**changes: str) -> dict[str, Any]:
-    done = process("doctor", "--json", **changes)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)["cpu"]
+def cpu_of(code: int, stdout: str, stderr: str) -> dict[str, Any]:
+    assert code == 0, stderr
+    found: dict[str, Any] = json.loads(stdout)["cpu"]
     return found
 
 
+@cache
+def cpu(commands: Commands, **changes: str) -> dict[str, Any]:
+    """As a process finds it that begins with changed environment variables: the library reads them
+    when it is first asked for a level."""
+    done = commands.run(["doctor", "--json"], variables=changes)
+    return cpu_of(done.returncode, done.stdout, done.stderr)
+
+
 @pytest.mark.parametrize("level", LEVELS)
-def test_claims_and_never_lowers(level: str) -> None:
-    plain = cpu(KTCONV_ASSUME="", KTCONV_ISA="")
-    claimed = cpu(KTCONV_ASSUME=level, KTCONV_ISA="")
+def test_claims_and_never_lowers(commands: Commands, level: str) -> None:
+    plain = cpu(commands, KTCONV_ASSUME="", KTCONV_ISA="")
+    claimed = cpu(commands, KTCONV_ASSUME=level, KTCONV_ISA="")
     highest = max(LEVELS.index(level), LEVELS.index(plain["levels"][-1]))
     assert claimed["levels"] == LEVELS[: highest + 1]
     assert claimed["level_in_use"] == LEVELS[highest]
     assert claimed["features"] == plain["features"], "what the CPU reports stays what it is"
 
 
-def test_a_claimed_level_can_be_lowered() -> None:
-    found = cpu(KTCONV_ASSUME="amx", KTCONV_ISA="scalar")
+def test_a_claimed_level_can_be_lowered(commands: Commands) -> None:
+    found = cpu(commands, KTCONV_ASSUME="amx", KTCONV_ISA="scalar")
     assert (found["levels"], found["level_in_use"]) == (LEVELS, "scalar")
 
 
 @pytest.mark.parametrize("word", ["mmx", "AMX", "amx "])
-def test_unknown_name(word: str) -> None:
+def test_unknown_name(commands: Commands, word: str) -> None:
     """The words name the variable that is wrong, and only that one."""
-    found = cpu(KTCONV_ASSUME=word, KTCONV_ISA="scalar")["level_in_use"]
+    found = cpu(commands, KTCONV_ASSUME=word, KTCONV_ISA="scalar")["level_in_use"]
     assert f"KTCONV_ASSUME={word}" in found
     assert "KTCONV_ISA" not in found
 
 
-def test_doctor_says_that_amx_is_claimed(emulator: amx.Emulator) -> None:
-    assert "KTCONV_ASSUME" in cpu(KTCONV_ASSUME="amx")["amx"]
-    assert "KTCONV_ASSUME" not in cpu(KTCONV_ASSUME="")["amx"]
+def test_doctor_says_that_amx_is_claimed(commands: Commands, emulator: amx.Emulator) -> None:
+    assert "KTCONV_ASSUME" in cpu(commands, KTCONV_ASSUME="amx")["amx"]
+    assert "KTCONV_ASSUME" not in cpu(commands, KTCONV_ASSUME="")["amx"]
 
 
 def test_under_the_emulator(emulator: amx.Emulator, tmp_path: Path) -> None:
     """Preloaded, it leaves a report, also of a program that executed no tiles."""
     report = tmp_path / "report"
-    found = cpu(**emulator.environment(report))
+    done = process("doctor", "--json", **emulator.environment(report))
+    found = cpu_of(done.returncode, done.stdout, done.stderr)
     assert found["levels"] == LEVELS
     assert amx.read_report(report).products == 0
