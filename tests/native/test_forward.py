@@ -166,7 +166,7 @@ def test_levels_with_kernels_of_their_own() -> None:
 @pytest.mark.parametrize("method", EXACT)
 @pytest.mark.parametrize("tokens", [*range(1, 34), 100])
 def test_all_levels_agree(tiles: object, pools: dict[str, Pool], method: str, tokens: int) -> None:
-    layer = make(method, 256, 384, 3, 1)
+    layer = make(method, 256, 128, 3, 1)
     x, ids, weights = inputs(tokens, 256, 3, 2)
     found = []
     levels = native.kernel_levels(FORMATS[method].layout)
@@ -185,7 +185,7 @@ def test_all_levels_agree(tiles: object, pools: dict[str, Pool], method: str, to
 def test_threads_and_nodes_do_not_matter(
     kernel_level: str, pools: dict[str, Pool], method: str, parts: int, tokens: int
 ) -> None:
-    layer = make(method, 128, 512, 4, parts)
+    layer = make(method, 128, 128 * max(parts, 2), 4, parts)
     x, ids, weights = inputs(tokens, 128, 4, 3)
     expected = layer.forward(x, ids, weights, pools["one"])
     for name in pools.keys() - {"one"}:
