@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from helpers import reference
 from helpers.activations import silu
-from helpers.cli import ktconv, process
+from helpers.cli import ktconv
 from helpers.convert import all_files, convert, read_json, read_model, source_matrices
+from helpers.disk_calls import Commands
 from helpers.encoded import of_int8
 from helpers.families import (
     Weights,
@@ -130,12 +131,14 @@ def test_only_up_has_a_record(model: Path, tmp_path: Path) -> None:
     assert "--fold up-down" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_bytes_do_not_depend_on_threads_level_or_the_run(model: Path, tmp_path: Path) -> None:
+def test_bytes_do_not_depend_on_threads_level_or_the_run(
+    commands: Commands, model: Path, tmp_path: Path
+) -> None:
     convert(model, tmp_path / "one", threads=1, **FOLD)
     for layer in reversed(LAYERS):
         convert(model, tmp_path / "two", threads=3, layers=[layer], **FOLD)
-    scalar = process("quantize-cpu", model, tmp_path / "scalar", "--fold", "up-down", "--numa", "1",
-                    KTCONV_ISA="scalar")  # fmt: skip
+    words = ["quantize-cpu", model, tmp_path / "scalar", "--fold", "up-down", "--numa", "1"]
+    scalar = commands.run(words, variables={"KTCONV_ISA": "scalar"})
     assert scalar.returncode == 0, scalar.stdout + scalar.stderr
     expected = all_files(tmp_path / "one")
     for other in ("two", "scalar"):

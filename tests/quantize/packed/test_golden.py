@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +13,7 @@ from helpers.families import Raw, Tensor, simple_config, write_checkpoint
 from ktconv import native
 from ktconv.formats import PROJECTIONS
 
-pytestmark = [pytest.mark.slow, pytest.mark.process]
-
-SCRIPT = """
-import json, sys
-from helpers.convert import convert
-from ktconv import native
-from pathlib import Path
-for model, output, options in json.load(sys.stdin):
-    convert(Path(model), Path(output), **options)
-print(native.isa())
-"""
+pytestmark = pytest.mark.slow
 
 
 def write_case(case: golden.Case, directory: Path) -> Path:
@@ -91,7 +77,7 @@ def test_golden(case: golden.Case, layout: str, models: dict[str, Path], tmp_pat
 def here(
     models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, bytes]]:
-    """The files of each case, manifests too, converted in this process."""
+    """The files of each case, manifests too, by the best level."""
     outputs = {case.name: tmp_path_factory.mktemp("here") / "output" for case in golden.CASES}
     for case in golden.CASES:
         convert(models[case.name], outputs[case.name], **options_of(case))
@@ -99,39 +85,13 @@ def here(
     return {name: all_files(output) for name, output in outputs.items()}
 
 
-@pytest.mark.parametrize("level", native.ISA_NAMES.values())
 def test_golden_on_every_level(
-    level: str, models: dict[str, Path], here: dict[str, dict[str, bytes]], tmp_path: Path
+    isa: str, models: dict[str, Path], here: dict[str, dict[str, bytes]], tmp_path: Path
 ) -> None:
-    """All cases in one process that KTCONV_ISA holds to a level."""
-    if level not in native.isa_available():
-        pytest.skip(f"this machine does not support {level}")
-    jobs = [
-        (
-            str(models[case.name]),
-            str(tmp_path / case.name),
-            options_of(case),
-        )
-        for case in golden.CASES
-    ]
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    environment = {
-        **os.environ,
-        "KTCONV_ISA": level,
-        "KTCONV_ASSUME": level,  # where AMX is emulated; converting executes none of it
-        "PYTHONPATH": path,
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        input=json.dumps(jobs),
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout.strip()) == (0, level), done.stderr
     for case in golden.CASES:
+        convert(models[case.name], tmp_path / case.name, **options_of(case))
         assert_same(all_files(tmp_path / case.name), here[case.name])
+    assert native.isa() == isa
 
 
 def test_compat_changes_nothing_for_bf16(models: dict[str, Path], tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from helpers.convert import (
     read_model,
     truths,
 )
+from helpers.disk_calls import Commands
 from helpers.families import (
     Raw,
     Tensor,
@@ -461,7 +462,7 @@ def test_b6_odd_names_are_sentences(name: str, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_b7_errors_leave_nothing_behind(tmp_path: Path) -> None:
+def test_b7_errors_leave_nothing_behind(commands: Commands, tmp_path: Path) -> None:
     """B7: /dev/shm/kt_convert_<pid> stays after an error. Ours removes what was not finished
     and keeps what was."""
     tensors = sources()
@@ -470,7 +471,7 @@ def test_b7_errors_leave_nothing_behind(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", tensors, config())
     (tmp_path / "tmp").mkdir()
     words = ["quantize-cpu", tmp_path / "model", tmp_path / "out", "--numa", 1, "--threads", 1]
-    done = process(*words, TMPDIR=str(tmp_path / "tmp"))
+    done = commands.run(words, variables={"TMPDIR": str(tmp_path / "tmp")})
     assert done.returncode == 2
     assert "model.layers.2.mlp.experts.1.down_proj.weight" in done.stderr
     assert list((tmp_path / "tmp").iterdir()) == []

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from helpers import reference
 from helpers.activations import computed
-from helpers.cli import ktconv, process
+from helpers.cli import ktconv
 from helpers.convert import convert, read_json, read_model, source_matrices
 from helpers.corrupt import bytes_of, check, overwrite, place_of
+from helpers.disk_calls import Commands
 from helpers.families import bf16, numbered, random_weights, simple_config, write_checkpoint
 from helpers.nemotron import write_nemotron
 from helpers.reference import Choice
@@ -188,15 +189,15 @@ def test_verify_needs_nothing_but_the_source(fold: str, model: Path, tmp_path: P
     assert {one["tensor"] for one in failures} == {*names}
 
 
-def test_bytes_do_not_depend_on_threads_levels_and_runs(model: Path, tmp_path: Path) -> None:
+def test_bytes_do_not_depend_on_threads_levels_and_runs(
+    commands: Commands, model: Path, tmp_path: Path
+) -> None:
     convert(model, tmp_path / "one", importance="weights")
     convert(model, tmp_path / "parts", importance="weights", layers=frozenset({1}), threads=4)
     convert(model, tmp_path / "parts", importance="weights", threads=4)
     assert read_model(tmp_path / "parts") == read_model(tmp_path / "one")
-    done = process(
-        "quantize-cpu", model, tmp_path / "scalar", "--importance", "weights", "--numa", 1,
-        KTCONV_ISA="scalar",
-    )  # fmt: skip
+    words = ["quantize-cpu", model, tmp_path / "scalar", "--importance", "weights", "--numa", 1]
+    done = commands.run(words, variables={"KTCONV_ISA": "scalar"})
     assert done.returncode == 0, done.stderr
     assert read_model(tmp_path / "scalar") == read_model(tmp_path / "one")
     assert "no known norm" in done.stderr + done.stdout
