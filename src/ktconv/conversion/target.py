@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ktconv.source import MoELayer, TensorRef
+from ktconv.source.side_files import find_side_files
 from ktconv.writer.shards import Shard, Tensor, plan_shard
 
 
@@ -99,17 +100,17 @@ class Target(ABC):
         that the first shard has more than others, for which `plan_shard` was asked before."""
         return 0
 
-    @abstractmethod
     def rename(self, tensors: Sequence[TensorRef]) -> list[tuple[TensorRef, str]]:
-        """Non-expert tensors with their names in the output."""
+        """Non-expert tensors with their names in the output, which are those of the source."""
+        return [(tensor, tensor.name) for tensor in tensors]
 
     def copied(self, tensor: TensorRef, name: str) -> Tensor:
         """A non-expert tensor as it is written: unchanged, unless the target decodes it."""
         return Tensor(name, tensor.dtype, tensor.shape, tensor.nbytes)
 
-    @abstractmethod
     def sidecars(self, directory: Path) -> list[Path]:
         """Files of the source that are copied as they are, relative to `directory`."""
+        return find_side_files(directory)
 
     def folder(self, layer: MoELayer) -> str | None:
         """The folder that the layer's tensors go to, file by file; None: to shards."""

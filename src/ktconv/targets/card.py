@@ -201,7 +201,7 @@ def uneven_paragraph(layers: Sequence[MoELayer]) -> str:
     return f"{sentence[0].upper()}{sentence[1:]}." if sentence else ""
 
 
-def mismatch_paragraph(plan: Plan) -> str:
+def mismatch_paragraph(plan: AnyPlan[Any]) -> str:
     """Paragraph on why KTransformers computes something else from the output; empty where it does
     not."""
     if plan.target.mismatch is None:

@@ -13,7 +13,7 @@ from msgspec import Struct, field
 from ktconv.errors import CheckpointError
 from ktconv.families.family import PLAIN, ExpertActivation
 from ktconv.formats.specs import names_of_kt
-from ktconv.source import Checkpoint, MoELayer
+from ktconv.source import Checkpoint, MoELayer, TensorRef
 from ktconv.source.activations import in_words
 from ktconv.system.units import listed
 
@@ -247,12 +247,8 @@ class Mismatch(Struct, frozen=True):
 
     @property
     def _bias(self) -> str:
-        biased = (layer for layer in self.layers if layer.biased)  # of packed ones nothing is known
-        matrices = (
-            matrix for one in biased for expert in one.experts for matrix in expert.values()
-        )
-        name = next((matrix.bias.tensor.name for matrix in matrices if matrix.bias), None)
-        return f" ({name})" if name else ""
+        tensor = _first_bias(self.layers)
+        return f" ({tensor.name})" if tensor else ""
 
 
 def mismatch_of(
@@ -275,9 +271,11 @@ def notes_of(mismatch: Mismatch | None) -> list[str]:
 
 def refuse_biases(layers: Sequence[MoELayer], why: str, hint: str) -> None:
     """CheckpointError that names the first bias of an expert, if there is one."""
-    for layer in layers:
-        if not layer.biased:
-            continue
-        matrices = (matrix for expert in layer.experts for matrix in expert.values())
-        tensor = next(matrix.bias.tensor for matrix in matrices if matrix.bias)
+    if (tensor := _first_bias(layers)) is not None:
         raise CheckpointError(f"{tensor.name}: the experts of this model have biases; {why}", hint)
+
+
+def _first_bias(layers: Sequence[MoELayer]) -> TensorRef | None:
+    biased = (layer for layer in layers if layer.biased)  # of packed ones nothing is known
+    matrices = (matrix for one in biased for expert in one.experts for matrix in expert.values())
+    return next((matrix.bias.tensor for matrix in matrices if matrix.bias), None)

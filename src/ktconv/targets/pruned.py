@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -13,10 +12,9 @@ from msgspec import Struct
 from ktconv import __version__
 from ktconv.conversion.plan import Plan as AnyPlan
 from ktconv.conversion.target import Target
-from ktconv.source import MoELayer, TensorRef
+from ktconv.source import MoELayer
 from ktconv.source.pruning.tensors import Named, expert_tensors
 from ktconv.source.pruning.view import PrunedView
-from ktconv.source.side_files import find_side_files
 from ktconv.source.source_card import SourceCard
 from ktconv.system.units import format_ranges, format_size
 from ktconv.targets.card import header, model_name, uneven_paragraph
@@ -68,12 +66,6 @@ class PrunedTarget(Target):
 
     def metadata(self) -> dict[str, str]:
         return {"format": "pt", "ktconv_version": __version__, "ktconv_method": FORMAT}
-
-    def rename(self, tensors: Sequence[TensorRef]) -> list[tuple[TensorRef, str]]:
-        return [(tensor, tensor.name) for tensor in tensors]
-
-    def sidecars(self, directory: Path) -> list[Path]:
-        return find_side_files(directory)
 
 
 Plan: TypeAlias = AnyPlan[PrunedTarget]

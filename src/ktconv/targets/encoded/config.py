@@ -14,6 +14,7 @@ from ktconv.system.units import format_ranges, format_size
 from ktconv.targets.card import (
     errors_line,
     header,
+    mismatch_paragraph,
     model_name,
     uneven_paragraph,
     view_lines,
@@ -242,9 +243,8 @@ def _ktransformers(plan: Plan) -> list[str]:
     """Whether it can be the weights that KTransformers' CPU kernels compute."""
     target = plan.target
     if target.row.kt_method:
-        if target.mismatch is not None:
-            sentences = target.mismatch.sentence, target.mismatch.consequence
-            return [" ".join(f"{one[0].upper()}{one[1:]}." for one in sentences)]
+        if why := mismatch_paragraph(plan):
+            return [why]
         return ["KTransformers loads the experts:", "", f"    {target.serving()} OUTPUT"]
     scheme = target.scheme
     named = all(".mlp.experts" in module for module in target.modules(plan.moe_layers))

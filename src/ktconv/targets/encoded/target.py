@@ -21,7 +21,6 @@ from ktconv.source.encodings.base import BIAS
 from ktconv.source.encodings.grids import NUMBERS
 from ktconv.source.gguf.as_hub import hub_name, hub_names_of
 from ktconv.source.others import OtherWeight
-from ktconv.source.side_files import find_side_files
 from ktconv.targets.consumers import Mismatch, mismatch_of, model_types, notes_of, refuse_biases
 from ktconv.targets.encoded.engines import check_engine
 from ktconv.targets.encoded.names import container_of, patterns_of, target_pattern
@@ -367,7 +366,7 @@ class EncodedTarget(Target):
         return Tensor(name, "BF16", shape, 2 * prod(shape))
 
     def sidecars(self, directory: Path) -> list[Path]:
-        return [path for path in find_side_files(directory) if str(path) not in self.made_files]
+        return [path for path in super().sidecars(directory) if str(path) not in self.made_files]
 
 
 def _refuse_family(checkpoint: Checkpoint) -> None:

@@ -18,7 +18,7 @@ from ktconv.conversion.plan import Plan as AnyPlan
 from ktconv.conversion.target import Target
 from ktconv.errors import UsageError
 from ktconv.formats.gguf import GGUF_FORMATS, BlockFormat
-from ktconv.source import Checkpoint, ExpertMatrix, MoELayer, Projection, TensorRef
+from ktconv.source import Checkpoint, ExpertMatrix, MoELayer, Projection
 from ktconv.source.gguf.architectures import ARCHITECTURES, SETTINGS
 from ktconv.targets.card import model_name
 from ktconv.targets.consumers import mismatch_of, model_types
@@ -168,9 +168,6 @@ class GgufTarget(Target):
 
     def left_out(self) -> str | None:
         return None if self.beside else "--with FILE.gguf takes them from a GGUF file of the model"
-
-    def rename(self, tensors: Sequence[TensorRef]) -> list[tuple[TensorRef, str]]:
-        return [(tensor, tensor.name) for tensor in tensors]
 
     def sidecars(self, directory: Path) -> list[Path]:
         return []

@@ -28,10 +28,6 @@ class Proof(Struct, frozen=True):
     row_error: float | None = None  # relative RMS error that no row exceeds; elements: any
 
     @staticmethod
-    def by(rule: str) -> Proof:
-        return Proof(native.Choice(rule))
-
-    @staticmethod
     @cache
     def plain(rule: str) -> Proof:
         """A proof in which all columns count the same; asked for every matrix of a model."""

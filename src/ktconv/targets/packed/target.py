@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from msgspec import Struct, field
@@ -28,7 +27,6 @@ from ktconv.formats import (
 )
 from ktconv.formats.folding import Fold
 from ktconv.source import Checkpoint, MoELayer, TensorRef
-from ktconv.source.side_files import find_side_files
 from ktconv.system.units import counted
 from ktconv.targets.consumers import Mismatch, mismatch_of, model_types, notes_of
 from ktconv.targets.expert_sets import EXCLUDED, ExpertSet, remaining, set_of_record
@@ -352,9 +350,6 @@ class KTransformersTarget(Target):
 
     def rename(self, tensors: Sequence[TensorRef]) -> list[tuple[TensorRef, str]]:
         return rename_tensors(tensors)
-
-    def sidecars(self, directory: Path) -> list[Path]:
-        return find_side_files(directory)
 
     def folder(self, layer: MoELayer) -> str | None:
         return f"_layer_{layer.index}" if self.options.layout == "layers" else None

@@ -45,7 +45,7 @@ class BackwardCheck(ExpertCheck, frozen=True):
         ]
 
     def run(self, buffers: Buffers, advance: Advance) -> ItemResult:
-        proof = Proof.by(self.options.rule)
+        proof = Proof.plain(self.options.rule)
         parts = [
             PartCheck(self.context, self.output, tensor, proof)
             for tensor in self._tensors()

@@ -92,7 +92,7 @@ class _FirstRows(Struct, frozen=True):
         buffers = Buffers(BufferSizes(buffer_bytes(matrix, min(most, matrix.rows))))
         with source.open() as fd:
             view = self._view(source, fd, source.load_scales(), rows, buffers)
-            return scales_of(fmt, view, Proof.by(rule)).most[:rows]
+            return scales_of(fmt, view, Proof.plain(rule)).most[:rows]
 
     def _view(
         self, source: MatrixReader, fd: Opened, grid: Scales | None, rows: int, buffers: Buffers
