@@ -18,7 +18,6 @@ from msgspec.structs import replace
 
 from ktconv.errors import CheckpointError
 from ktconv.families.family import Projection
-from ktconv.families.names import layer_number
 from ktconv.source import (
     Checkpoint,
     ExpertMatrix,
@@ -141,18 +140,16 @@ class SourceWeights:
             for one in self.weights.values()
         )
 
-    def state_dict(
-        self, dtype: torch.dtype, layers: int | None = None, model: nn.Module | None = None
-    ) -> StateDict:
-        """Weights for transformers to load, decoded ones in `dtype`. `layers`: only those of the
-        first layers and of none. `model`: what they are loaded into, without weights; it has the
-        names of experts that transformers does not know as the checkpoint has them."""
+    def state_dict(self, dtype: torch.dtype, model: nn.Module | None = None) -> StateDict:
+        """Weights for transformers to load, decoded ones in `dtype`. `model`: what they are loaded
+        into, without weights; it has the names of experts that transformers does not know as the
+        checkpoint has them."""
         weights = dict(self.weights)
         for layer, experts in _renamed(self._checkpoint.layers, model):
             for name, _ in _experts(layer):
                 del weights[name]
             weights |= experts
-        return StateDict(self._checkpoint, weights, dtype, layers)
+        return StateDict(self._checkpoint, weights, dtype)
 
 
 class StateDict(dict[str, Any]):
@@ -165,21 +162,13 @@ class StateDict(dict[str, Any]):
     error: Exception | None = None
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        weights: Mapping[str, Weight],
-        dtype: torch.dtype,
-        layers: int | None = None,
-        read: Callable[[int], None] = lambda _: None,
+        self, checkpoint: Checkpoint, weights: Mapping[str, Weight], dtype: torch.dtype
     ) -> None:
-        super().__init__()
-        self.dtype, self.read = dtype, read
+        super().__init__({name: _Lazy(self, weight) for name, weight in weights.items()})
+        self.dtype = dtype
+        self.read: Callable[[int], None] = lambda _: None
         self.reader = SourceReader(checkpoint.files, checkpoint.sources)
         self._mapped: set[Path] = set()
-        for name, weight in weights.items():
-            number = layer_number(name)
-            if layers is None or number is None or number < layers:
-                self[name] = _Lazy(self, weight)
 
     def mapped(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
         """A tensor that stays in its file; None if it is not stored as `dtype`, or not here."""

@@ -61,7 +61,9 @@ def load_model(
     """
     path = source if isinstance(source, Path) else Path(source)
     if not experts:
-        return _without_experts(path, _dtype(dtype), config_directory, adapters)
+        directory_of(path, config_directory)
+        given = ModelSource(path, config_directory, adapter=tuple(adapters))
+        return load_without_experts(open_checkpoint(given), dtype)
     directory, gguf, decoded = path, None, None
     if directory.is_file():
         gguf, directory = directory, check_gguf(directory, config_directory)
@@ -77,17 +79,6 @@ def load_model(
     tokenizer = load_tokenizer(directory)
     model = load_language_model(directory, wanted, gguf=gguf, decoded=decoded)
     return model, tokenizer
-
-
-def _without_experts(
-    source: Path,
-    dtype: str | torch.dtype,
-    config_directory: Path | None,
-    adapters: Sequence[str] = (),
-) -> tuple[Any, Any]:
-    directory_of(source, config_directory)
-    given = ModelSource(source, config_directory, adapter=tuple(adapters))
-    return load_without_experts(open_checkpoint(given), dtype)
 
 
 def load_without_experts(

@@ -126,39 +126,36 @@ def _check_json(file: Path) -> None:
 def load_language_model(
     directory: Path,
     dtype: Any,
-    name: Path | None = None,
     *,
     gguf: Path | None = None,
     decoded: SourceWeights | None = None,
-    layers: int | None = None,
     **placement: Any,
 ) -> Any:
     """The language model of a local checkpoint, on the CPU or where `placement` (device_map and
     what belongs to it) says. With `gguf` or `decoded` only config.json and its like are of
-    `directory`, and the weights are of that file, or those, as far as they are of the first
-    `layers` layers.
+    `directory`, and the weights are of that file, or those.
 
     Raises as `load_config` does, CheckpointError also for weights that cannot be decoded and where
     transformers would initialise missing ones at random, ResourceError when out of memory.
     """
-    name = name or directory
-    config = load_config(directory, name)
+    config = load_config(directory, directory)
     place, weights = directory, dict[str, Any](use_safetensors=True)
     if gguf is not None:
         _refuse_what_runs(gguf.parent, gguf)
         vars(config).pop("quantization_config", None)  # of other files than this one
         place, weights = gguf.parent, {"gguf_file": gguf.name}
-    with loading(place, f"{name} as a language model", name, CONFIG_NAME), no_progress():
+    what = f"{directory} as a language model"
+    with loading(place, what, directory, CONFIG_NAME), no_progress():
         config = _language_config(config)
+        kind = _class_for(config, directory)
         if decoded is None:
-            loaded: Any = _class_for(config, name).from_pretrained(
+            loaded: Any = kind.from_pretrained(
                 place, config=config, dtype=dtype, **weights, **_REPORTING, **_SAFE, **placement,
             )  # fmt: skip
         else:
-            kind = _class_for(config, name)
-            loaded = _load_decoded(kind, directory, config, dtype, decoded, layers, placement)
+            loaded = _load_decoded(kind, directory, config, dtype, decoded, placement)
     model, report = loaded
-    check_complete(name, report)
+    check_complete(directory, report)
     return model.eval()
 
 
@@ -352,7 +349,6 @@ def _load_decoded(
     config: Any,
     dtype: Any,
     decoded: SourceWeights,
-    layers: int | None,
     placement: Mapping[str, Any],
 ) -> Any:
     """A model with decoded weights, and what transformers reports of loading it."""
@@ -366,7 +362,7 @@ def _load_decoded(
         building = _built_with(empty, decoded.counts)
         with torch.device("meta"), _built_with(empty, decoded.counts):
             empty = kind.from_config(config, trust_remote_code=False)
-    weights = decoded.state_dict(_dtype_of(config, dtype), layers, empty)
+    weights = decoded.state_dict(_dtype_of(config, dtype), empty)
     try:
         with building:
             loaded: Any = type(empty).from_pretrained(

@@ -115,10 +115,10 @@ def _features(own: OwnExperts, experts: Experts) -> Iterator[tuple[str, bool, bo
     yield "a gate projection", own.gated, experts.activation.gated
 
 
-def trial_token(hidden: int, dtype: torch.dtype, tokens: int = 1) -> Tensor:
-    """Random tokens [M, H], always the same."""
+def trial_token(hidden: int, dtype: torch.dtype) -> Tensor:
+    """A random token [1, H], always the same."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn((tokens, hidden), generator=generator, device="cpu").to(dtype)
+    return torch.randn((1, hidden), generator=generator, device="cpu").to(dtype)
 
 
 def check_function(

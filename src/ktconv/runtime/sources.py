@@ -57,9 +57,8 @@ def loaded(
     parts: int | None,
     pool: Pool,
     memory: str = "auto",
-    say: Say = warn,
 ) -> Experts:
-    """One layer, see `MoELayer.load`. `say` gets what could not be done as asked."""
+    """One layer, see `MoELayer.load`."""
     layer = None if layer is None else whole("layer", layer)
     if check_memory(memory) in ("map", "shared") and isinstance(source, Checkpoint):
         raise UsageError(
@@ -69,11 +68,12 @@ def loaded(
         )
     if isinstance(source, Checkpoint):
         return _native(source, layer, slots, method, parts, pool)
-    return _converted(source, layer, slots, method, parts, holder(pool, memory, say))
+    return _converted(source, layer, slots, method, parts, holder(pool, memory))
 
 
 def holder(pool: Pool, memory: str, say: Say = warn) -> Hold:
-    """Puts weights where the threads of `pool` compute them, as `memory` wants it."""
+    """Puts weights where the threads of `pool` compute them, as `memory` wants it. `say` gets what
+    could not be done as asked."""
     check_memory(memory)
 
     def hold(packed: PackedWeights, layer: int, experts: Collection[int]) -> Held:
@@ -104,7 +104,6 @@ def loaded_all(
     parts: int | None,
     pool: Pool,
     memory: str = "auto",
-    say: Say = warn,
 ) -> Iterator[tuple[int, Experts]]:
     """Every layer. Memory for copies of all is looked for first. CheckpointError for an output of
     which shards or layers are missing."""
@@ -114,7 +113,7 @@ def loaded_all(
         expect_room(needs(source, None, memory, pool), str(source.directory))
     for one in source.layers:
         number = one if isinstance(one, int) else one.index
-        yield number, loaded(source, number, None, method, parts, pool, memory, say)
+        yield number, loaded(source, number, None, method, parts, pool, memory)
 
 
 def requantized(

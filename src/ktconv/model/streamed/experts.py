@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from msgspec import Struct
@@ -49,8 +48,6 @@ class SourceExperts:
     `converted(layer, expert)` are the matrices [out, in] that side 1 has in place of an expert's;
     None for those that it shares with the source, as it does with all without `converted`. Threads
     call it.
-
-    Experts run on `device`; calls and outputs are on the CPU.
     """
 
     def __init__(
@@ -63,12 +60,10 @@ class SourceExperts:
         taps: Sequence[Tap] = (),
         read: Callable[[int], None] = lambda _: None,
         converted: Converted | None = None,
-        device: str = "cpu",
     ) -> None:
         self._reader = SourceReader(checkpoint.files, checkpoint.sources)
         self._dtype, self._threads, self._memory = dtype, threads, memory
         self._taps, self._read, self._converted = taps, read, converted
-        self._device = device
         self._next: MoELayer | None = None
 
     def ahead(self, layer: MoELayer) -> None:
@@ -89,7 +84,7 @@ class SourceExperts:
             if call.side == 0:
                 for tap in self._taps:
                     tap.chosen(layer.index, call.window, call.ids, call.weights)
-        work = LayerWork(layer, calls, outputs, self._dtype, self._device)
+        work = LayerWork(layer, calls, outputs, self._dtype)
         chosen, following, self._next = work.chosen, self._next, None
         advice = Advice(layer.source.experts[expert].values() for expert in chosen)
         slots = [self._slot(layer) for _ in range(self._depth(layer.source))]
@@ -116,9 +111,8 @@ class SourceExperts:
     # ---- decoding, by threads ----
 
     def _slot(self, layer: ExpertLayer) -> _Slot:
-        with torch.device(self._device):
-            one = OneExpert(layer.own, self._dtype)
-            other = None if self._converted is None else OneExpert(layer.own, self._dtype)
+        one = OneExpert(layer.own, self._dtype)
+        other = None if self._converted is None else OneExpert(layer.own, self._dtype)
         return _Slot(ExpertFiller(self._reader, self._dtype), one, other)
 
     def _depth(self, layer: MoELayer) -> int:
@@ -211,9 +205,7 @@ class LayerWork:
         # Whether sums are rounded at the end.
         with torch.device(device):
             self.wide = OneExpert(layer.own, dtype).sum_dtype(of_weights) != dtype
-        kind: Callable[[Tensor, Tensor], _Summed] = _Added
-        if layer.own.call == "logits":
-            kind = _Slots
+        kind = _Slots if layer.own.call == "logits" else _Added
         self.sums = [kind(outputs[place], calls[place].ids) for place in order]
         self._sorted = [_by_expert(call.ids, layer.own.count) for call in self.calls]
 
@@ -322,37 +314,29 @@ def _blocks(shares: Sequence[Share]) -> Iterator[list[Share]]:
 # ---- sums over experts -----------------------------------------------------------------
 
 
-class _Summed(Protocol):
-    """The sum over the experts of each token."""
-
-    def add(self, token: Tensor, slot: Tensor, y: Tensor) -> None:
-        """An expert's output for some tokens, times their weights."""
-
-    def finish(self) -> None:
-        """The sum is in `output`."""
-
-
 class _Added:
-    """Expert by expert, in the dtype of their outputs."""
+    """The sum over the experts of each token: expert by expert, in the dtype of their outputs."""
 
     def __init__(self, output: Tensor, ids: Tensor) -> None:
         self._output = self._sum = output
 
     def add(self, token: Tensor, slot: Tensor, y: Tensor) -> None:
+        """An expert's output for some tokens, times their weights."""
         if self._sum.dtype != y.dtype:
             self._sum = torch.zeros_like(self._output, dtype=y.dtype)
         self._sum.index_add_(0, token, y)
 
     def finish(self) -> None:
+        """The sum is in `output`."""
         if self._sum is not self._output:
             self._output += self._sum.to(self._output.dtype)
 
 
-class _Slots:
+class _Slots(_Added):
     """Sums as Aria makes them, which adds up all of a token's outputs at once, and rounds once."""
 
     def __init__(self, output: Tensor, ids: Tensor) -> None:
-        self._output = output
+        super().__init__(output, ids)
         self._each = output.new_zeros((*ids.shape, output.shape[1]))
 
     def add(self, token: Tensor, slot: Tensor, y: Tensor) -> None:

@@ -30,10 +30,8 @@ def requantized_experts(
     method: str,
     *,
     parts: int = 1,
-    scale: str = "search",
     slots: Slots | None = None,
     bind: Bind | None = None,
-    threads: int | None = None,
 ) -> Experts:
     """The routed experts of one layer (None: the first) of an opened checkpoint in any weight
     format, whatever theirs is; arguments as for `pack_online`. Biases, activation and a norm of
@@ -63,10 +61,8 @@ def requantized_experts(
         parts=parts,
         activation=activation,
         biases=added,
-        scale=scale,
         slots=slots,
         bind=bind,
-        threads=threads,
     )
     made.norm, made.weight_on_input = norm_of(checkpoint, found), found.activation.weight_on_input
     return made
