@@ -13,6 +13,7 @@ from ktconv.bench import peer_rows
 from ktconv.bench.cases import Request as BenchRequest
 from ktconv.bench.cases import prepare
 from ktconv.bench.measure import Effort
+from ktconv.bench.peers import table
 from ktconv.bench.peers.base import PeerError
 from ktconv.bench.peers.request import Request, Result
 from ktconv.bench.peers.table import Spec
@@ -61,7 +62,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
         yield Result(4, (5e-3,), 8.0, 4.0, 1000, 0.02, 0.1)
 
     monkeypatch.setattr(peer_rows, "PEERS", {peer.name: peer for peer in peers})
-    monkeypatch.setattr(peer_rows, "why_not", peers.__getitem__)
+    monkeypatch.setattr(table, "why_not", peers.__getitem__)
     monkeypatch.setattr(peer_rows, "measure", measure)
     return found
 
@@ -124,7 +125,7 @@ def test_rows_of_peers_follow_those_of_their_shape(asked: list[Request]) -> None
 def test_peers_without_enough_memory_are_left_out(
     asked: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_rows, "fits", lambda *_: False)
+    monkeypatch.setattr(peer_rows, "fit", lambda *_, **__: False)
     heard: list[str] = []
     assert len(bench(request(), heard.append).rows) == 2
     assert not asked and "good q4: left out, too little memory is free" in heard

@@ -21,6 +21,7 @@ from ktconv import native
 from ktconv.bench import command
 from ktconv.bench.cases import Request as LayersRequest
 from ktconv.bench.measure import Effort
+from ktconv.bench.peers import table
 from ktconv.bench.peers.base import PeerError
 from ktconv.bench.peers.table import why_not
 from ktconv.bench.presets import Shape
@@ -195,7 +196,7 @@ def test_peers_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_peer_without_a_spare_core_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """kt-kernel's queue would take the time of one of its threads; torch has none."""
     kt_kernel = PEERS["kt-kernel int8"]
-    monkeypatch.setattr(bout, "why_not", lambda spec: None)
+    monkeypatch.setattr(table, "why_not", lambda spec: None)
     monkeypatch.setattr(bout, "PeerRunner", _refused)
     for cpus, reason in ((1, "1 thread needs 2 CPUs and there are 1; give fewer"), (2, "asked")):
         monkeypatch.setattr(machine, "usable_cpus", lambda cpus=cpus: cpus)

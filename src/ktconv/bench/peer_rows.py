@@ -11,13 +11,11 @@ from ktconv.bench.cases import Session, different_experts, from_cache
 from ktconv.bench.peers.base import PeerError
 from ktconv.bench.peers.launch import measure
 from ktconv.bench.peers.request import Request, Result
-from ktconv.bench.peers.table import PEERS, Spec, why_not
+from ktconv.bench.peers.table import PEERS, Spec, chosen, fit
 from ktconv.bench.presets import Shape
 from ktconv.bench.rows import Case, Errors, Row, Sample, judge
-from ktconv.formats import Format, format_named
-from ktconv.system import machine
+from ktconv.formats import Format
 from ktconv.system.pool import Pool
-from ktconv.system.text import Notify
 from ktconv.system.units import counted
 
 
@@ -31,8 +29,8 @@ def peer_rows(
     highest level, because a peer uses what it finds, whatever level was asked for.
     """
     native.use_isa(native.isa_available()[-1])
-    for spec in chosen(methods, session.notify):
-        if not fits(spec, shape):
+    for spec in chosen(PEERS.values(), [method.key for method in methods], session.notify):
+        if not fit(spec.methods[0], shape, copies=2):  # while the peer builds its weights
             session.notify(f"{spec.name}: left out, too little memory is free")
             continue
         for pool in session.pools.values():
@@ -52,23 +50,6 @@ def _times_ours(row: Row, spec: Spec, ours: Sequence[Row]) -> float | None:
         if same:
             return row.median_us / min(same)
     return None
-
-
-def chosen(methods: Sequence[Format], notify: Notify) -> list[Spec]:
-    """The peers for these methods that can be measured; says why the others cannot."""
-    names = {method.key for method in methods}
-    found = {s: why_not(s) for s in PEERS.values() if names.intersection(s.methods)}
-    for reason in sorted(set(filter(None, found.values()))):
-        notify(f"peers: {reason}")
-    return [spec for spec, reason in found.items() if not reason]
-
-
-def fits(spec: Spec, shape: Shape) -> bool:
-    """Whether memory suffices for the packed weights, twice while the peer builds them."""
-    method = format_named(spec.methods[0])
-    gated = shape.activation.gated
-    each = method.expert_bytes(shape.hidden, shape.intermediate, gated=gated)
-    return 2 * each * shape.experts < machine.available_memory()
 
 
 def _measured(session: Session, spec: Spec, shape: Shape, pool: Pool) -> Iterator[Row]:

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from typing import TypeVar
 
 from msgspec import Struct
 
 from ktconv.bench.peers.base import Peer
+from ktconv.bench.presets import Shape
+from ktconv.formats import format_named
+from ktconv.system import machine
+from ktconv.system.text import Notify
 
 
 class Package(Struct, frozen=True):
-    """A peer and where it comes from."""
+    """A peer, where it comes from, and our methods that it is compared with."""
 
     name: str
     package: str  # on PyPI
     module: str
+    methods: tuple[str, ...]
 
 
 class Spec(Package, frozen=True):
-    """A row of PEERS. `methods` of ours read about as many bytes for the same kind of weights;
-    `unit` is the kind of product that it uses."""
+    """A row of PEERS. `methods` read about as many bytes for the same kind of weights; `unit` is
+    the kind of product that it uses."""
 
-    methods: tuple[str, ...]
     unit: str
     make: Callable[[], Peer]
 
@@ -63,6 +68,24 @@ def _specs() -> Iterable[Spec]:
 
 
 PEERS = {spec.name: spec for spec in _specs()}
+
+
+P = TypeVar("P", bound=Package)
+
+
+def chosen(peers: Iterable[P], methods: Collection[str], notify: Notify) -> list[P]:
+    """The peers for these methods that can be measured; says why the others cannot."""
+    found = {peer: why_not(peer) for peer in peers if not {*methods}.isdisjoint(peer.methods)}
+    for reason in sorted(set(filter(None, found.values()))):
+        notify(f"peers: {reason}")
+    return [peer for peer, reason in found.items() if not reason]
+
+
+def fit(method: str, shape: Shape, copies: int) -> bool:
+    """Whether memory suffices for so many copies of a layer's packed weights."""
+    sizes = shape.hidden, shape.intermediate
+    each = format_named(method).expert_bytes(*sizes, gated=shape.activation.gated)
+    return copies * each * shape.experts < machine.available_memory()
 
 
 def why_not(spec: Package) -> str | None:

@@ -16,19 +16,17 @@ from ktconv.bench.cases import Layer, Session, different_experts
 from ktconv.bench.limits import Limits, settle
 from ktconv.bench.peers.base import PeerError
 from ktconv.bench.peers.launch import PeerProcess
-from ktconv.bench.peers.table import why_not
+from ktconv.bench.peers.table import chosen, fit
 from ktconv.bench.presets import Shape
 from ktconv.bench.sft.inputs import Inputs
 from ktconv.bench.sft.peers.request import Ready, Request
-from ktconv.bench.sft.peers.table import PEERS, Spec
+from ktconv.bench.sft.peers.table import PEERS
 from ktconv.bench.sft.rows import Case, Checked, Row, judge
 from ktconv.bench.sft.steps import Runner, Times, in_turn, turn
-from ktconv.formats import format_named
 from ktconv.runtime import MoELayer
 from ktconv.runtime.layers import Experts
 from ktconv.system import machine
 from ktconv.system.pool import Pool
-from ktconv.system.text import Notify
 from ktconv.system.units import counted
 from ktconv.train.gradients import base_of, bounds, errors, expected, rounding_of
 from ktconv.train.reference import Base, KernelRounding
@@ -158,7 +156,7 @@ def _peers(bout: Bout, stack: ExitStack) -> Iterator[Entrant]:
     request, notify = bout.session.request, bout.session.notify
     if not request.peers:
         return
-    for spec in _chosen({layer.method.key for layer, _ in bout.layers}, notify):
+    for spec in chosen(PEERS.values(), {layer.method.key for layer, _ in bout.layers}, notify):
         if bout.pool.threads + spec.waiting > (cpus := machine.usable_cpus()):
             notify(
                 f"{spec.name}: left out, its queue waits on a CPU of its own, so that "
@@ -168,7 +166,7 @@ def _peers(bout: Bout, stack: ExitStack) -> Iterator[Entrant]:
                 f"there are {cpus}; give fewer --threads"
             )
             continue
-        if not _fits(spec, bout.shape):
+        if not fit(spec.method, bout.shape, _COPIES):
             notify(f"{spec.name}: left out, too little memory is free")
             continue
         asked = Request(
@@ -193,20 +191,6 @@ def _peers(bout: Bout, stack: ExitStack) -> Iterator[Entrant]:
             ready.errors, saved_bytes=ready.saved_bytes, scratch_bytes=ready.scratch_bytes
         )
         yield Entrant(_case(bout, engine, method, "own"), runner, checked)
-
-
-def _chosen(methods: set[str], notify: Notify) -> list[Spec]:
-    """The peers for these methods that can be measured; says why the others cannot."""
-    found = {one: why_not(one) for one in PEERS.values() if methods.intersection(one.methods)}
-    for reason in sorted(set(filter(None, found.values()))):
-        notify(f"peers: {reason}")
-    return [spec for spec, reason in found.items() if not reason]
-
-
-def _fits(spec: Spec, shape: Shape) -> bool:
-    gated, sizes = shape.activation.gated, (shape.hidden, shape.intermediate)
-    each = format_named(spec.method).expert_bytes(*sizes, gated=gated)
-    return _COPIES * each * shape.experts < machine.available_memory()
 
 
 # ---- who takes turns -------------------------------------------------------------------

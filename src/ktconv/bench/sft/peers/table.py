@@ -16,13 +16,12 @@ Make = Callable[[Sequence[GatedMatrices], Call, int], Trained]  # of experts, a 
 
 
 class Spec(Package, frozen=True):
-    """A row of PEERS. `method` of ours has the same weights; it is compared with `methods`.
+    """A row of PEERS. `method` of ours has the same weights.
 
     `waiting`: threads besides those that compute which wait without sleeping, so that they need
     CPUs of their own."""
 
     method: str
-    methods: tuple[str, ...]
     make: Make
     waiting: int = 0
 
@@ -40,10 +39,10 @@ def _kt_kernel(method: str, experts: Sequence[GatedMatrices], call: Call, thread
 
 
 def _specs() -> Iterable[Spec]:
-    yield Spec("torch bf16", "torch", "torch", "bf16", tuple(FORMATS), _torch)
+    yield Spec("torch bf16", "torch", "torch", tuple(FORMATS), "bf16", _torch)
     for method in ("bf16", "int8"):
         make = partial(_kt_kernel, method)
-        yield Spec(f"kt-kernel {method}", "kt-kernel", "kt_kernel", method, (method,), make, 1)
+        yield Spec(f"kt-kernel {method}", "kt-kernel", "kt_kernel", (method,), method, make, 1)
 
 
 PEERS = {spec.name: spec for spec in _specs()}
