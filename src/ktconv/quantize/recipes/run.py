@@ -8,6 +8,7 @@ and wish give the same recipe.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import sqrt
 from pathlib import Path
@@ -99,7 +100,7 @@ class Fitting:
             first = next(iter(self._left_out.values()))
             raise UsageError(f"no method of --methods fits this model: {first}", "name others")
         self._preflight = possible
-        self._units = possible.plan.layers
+        self._units = [unit for unit in possible.plan.layers if unit.experts]
         self._sizes = {
             method: {
                 unit.layer.index: {
@@ -124,7 +125,7 @@ class Fitting:
             given = open_weights(importance, possible.plan.checkpoint, layers).of
         self._measurement = Measurement(
             possible.plan.checkpoint,
-            [unit for unit in self._units if unit.experts],
+            self._units,
             self._methods,
             search=request.options.scale == "search",
             requantize=request.options.requantize,
@@ -154,14 +155,12 @@ class Fitting:
                 for method in self._methods
             ]
             for unit in self._units
-            if unit.experts
             for part in self._parts(unit)
         }
         recipe, nbytes = self._within(items)
         chosen = {
             (unit.layer.index, proj): recipe.of(unit.layer.index, unit.experts[0], proj)
             for unit in self._units
-            if unit.experts
             for proj in unit.layer.projections
         }
         uniform = {
@@ -187,7 +186,7 @@ class Fitting:
         plan = self._preflight.plan
         options = replace(plan.target.options, recipe=recipe.toml)
         target = EncodedTarget(options, plan.checkpoint)
-        selection = {unit.layer.index: unit.experts for unit in self._units}
+        selection = {unit.layer.index: unit.experts for unit in plan.layers}
         return plan_checkpoint(plan.checkpoint, target, selection).output_bytes
 
     def _within(self, items: Mapping[Item, Sequence[Choice[Method]]]) -> tuple[Recipe, int]:
@@ -195,7 +194,9 @@ class Fitting:
         budget = self._budget()
         while True:
             found = choose(items, max(budget, smallest(items)))
-            recipe = self._recipe({item: one.what for item, one in found.items()})
+            recipe = self._recipe(
+                {(layer, proj): one.what for (layer, part), one in found.items() for proj in part}
+            )
             nbytes = self._output_bytes(recipe)
             if self._wish.nbytes is None or nbytes <= self._wish.nbytes:
                 return recipe, nbytes
@@ -228,16 +229,7 @@ class Fitting:
         needed = sum(self._sizes[one][layer][proj] for (layer, proj), one in least.items())
         if needed <= self._budget():
             return
-        smallest_recipe = self._recipe(self._items(least))
-        raise self._too_small(self._output_bytes(smallest_recipe))
-
-    def _items(self, by_cell: Mapping[tuple[int, Projection], Method]) -> dict[Item, Method]:
-        return {
-            (unit.layer.index, part): by_cell[unit.layer.index, part[0]]
-            for unit in self._units
-            if unit.experts
-            for part in self._parts(unit)
-        }
+        raise self._too_small(self._output_bytes(self._recipe(least)))
 
     def _too_small(self, nbytes: int) -> UsageError:
         bits = self._bits(self._smallest())
@@ -258,13 +250,12 @@ class Fitting:
         total = sum(counts[cell[0]] * measured.errors[one][cell] for cell, one in chosen.items())
         return sqrt(total / sum(counts[cell[0]] for cell in chosen))
 
-    def _recipe(self, chosen: Mapping[Item, Method]) -> Recipe:
+    def _recipe(self, chosen: Mapping[tuple[int, Projection], Method]) -> Recipe:
         """Recipe with a rule for each method but the usual one, and for each set of projections."""
-        counts: dict[Method, int] = {}
+        counts = Counter(chosen.values())
         layers: dict[int, dict[Projection, Method]] = {}
-        for (layer, part), method in chosen.items():
-            counts[method] = counts.get(method, 0) + len(part)
-            layers.setdefault(layer, {}).update(dict.fromkeys(part, method))
+        for (layer, proj), method in chosen.items():
+            layers.setdefault(layer, {})[proj] = method
         usual = max(counts, key=lambda one: (counts[one], -self._methods.index(one)))
         shared: dict[tuple[Method, tuple[Projection, ...]], list[int]] = {}
         for layer, methods in layers.items():
