@@ -22,6 +22,7 @@ from ktconv.model.load import (
     way_out,
 )
 from ktconv.model.text import read_text
+from ktconv.source import Checkpoint
 from ktconv.source.gguf.hub_names import HUB_NAMES
 from ktconv.system import machine
 from ktconv.system.text import Notify
@@ -97,6 +98,22 @@ class ModelLevel(ABC):
         with way_out(self.otherwise, MORE_MEMORY):
             self._prepare()
 
+    def _read_text(self, source: Checkpoint) -> None:
+        """The text, and the tokenizer of a model, whose config.json is looked at."""
+        from ktconv.model.evaluate import directory_of
+
+        directory = directory_of(source.path, source.side_directory)
+        check_language_model(directory)
+        self._tokenizer = load_tokenizer(directory, source.path)
+        self._text, self._text_name = read_text(self._request.text)
+
+    def _cut(self, model: Any) -> list[Tensor]:
+        """The windows of the text for a model."""
+        from ktconv.model.evaluate import windows
+
+        length = context_length(model.config, WINDOW)
+        return windows(self._tokenizer, self._text, length, self._request.windows)
+
     @abstractmethod
     def _prepare(self) -> None:
         """Plans the passes."""
@@ -131,16 +148,12 @@ class ModelCheck(ModelLevel):
     # ---- before anything is read ----
 
     def _prepare(self) -> None:
-        from ktconv.model.evaluate import directory_of
         from ktconv.model.streamed.parts import NotCut, PartedModel
         from ktconv.model.streamed.stream import PlannedPass, content_of
         from ktconv.verify.unpruned import Unpruned
 
         source, request = self._output.source, self._request
-        directory = directory_of(source.path, source.side_directory)
-        check_language_model(directory)
-        self._tokenizer = load_tokenizer(directory, source.path)
-        self._text, self._text_name = read_text(request.text)
+        self._read_text(source)
         kind = source.architecture  # of a GGUF model
         if kind is not None and kind not in HUB_NAMES:
             self._not_passed(
@@ -165,13 +178,6 @@ class ModelCheck(ModelLevel):
                 self._unpruned = Unpruned(source.unpruned, self._pass.windows, request)
         except NotCut as error:
             self._not_passed(str(error))
-
-    def _cut(self, model: Any) -> list[Tensor]:
-        """The windows of the text for a model."""
-        from ktconv.model.evaluate import windows
-
-        length = context_length(model.config, WINDOW)
-        return windows(self._tokenizer, self._text, length, self._request.windows)
 
     def _not_passed(self, why: str) -> None:
         """Raises MemoryShortError where the model cannot be loaded either."""

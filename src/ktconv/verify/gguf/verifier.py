@@ -63,19 +63,24 @@ class StackErrors(Struct):
             check_claims(context, name, self.sums)
 
 
-class BlocksCheck(Struct, frozen=True):
-    """The blocks of a matrix against their source."""
+class StackCheck(Struct, frozen=True):
+    """A tensor of all experts of a layer, in the output, or a part of it."""
 
     context: Context
-    tensor: TensorRef  # of all experts, in the output
-    errors: StackErrors
+    tensor: TensorRef
     layer: MoELayer
-    expert: int
     proj: Projection
 
     @property
     def unit(self) -> str:
         return unit_of(self.layer.index)
+
+
+class BlocksCheck(StackCheck, frozen=True):
+    """The blocks of a matrix against their source."""
+
+    expert: int
+    errors: StackErrors
 
     @property
     def nbytes(self) -> int:
@@ -121,17 +126,8 @@ class BlocksCheck(Struct, frozen=True):
         )  # fmt: skip
 
 
-class BiasesCheck(Struct, frozen=True):
+class BiasesCheck(StackCheck, frozen=True):
     """The biases of a projection against their source."""
-
-    context: Context
-    tensor: TensorRef  # of all experts, in the output
-    layer: MoELayer
-    proj: Projection
-
-    @property
-    def unit(self) -> str:
-        return unit_of(self.layer.index)
 
     @property
     def nbytes(self) -> int:
@@ -189,7 +185,7 @@ class GgufVerifier(OutputVerifier):
             count = len(layer.experts)
             errors = StackErrors(count)
             for expert in sorted(rng.sample(range(count), max(1, round(count * share)))):
-                yield BlocksCheck(context, tensor, errors, layer, expert, proj)
+                yield BlocksCheck(context, tensor, layer, proj, expert, errors)
         for (index, proj), tensor in self.output.biases.items():
             yield CopyCheck(context, unit_of(index), tensor, None)
             layer = sources.get(index)

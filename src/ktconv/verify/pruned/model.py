@@ -6,12 +6,11 @@ import math
 
 from msgspec.structs import asdict
 
-from ktconv.model.load import check_language_model, context_length, load_tokenizer, way_out
-from ktconv.model.text import read_text
+from ktconv.model.load import way_out
 from ktconv.source import open_checkpoint
 from ktconv.system.text import Notify
 from ktconv.verify.findings import Facts, Progression
-from ktconv.verify.model import LEVEL, MORE_MEMORY, WINDOW, ModelLevel
+from ktconv.verify.model import LEVEL, MORE_MEMORY, ModelLevel
 
 _WORDS = {
     "max_ppl_increase": ("perplexity_increase", "the perplexity increases by"),
@@ -25,20 +24,15 @@ class PrunedModelCheck(ModelLevel):
     otherwise = "run --level weights, which needs no model code"
 
     def _prepare(self) -> None:
-        from ktconv.model.evaluate import windows
         from ktconv.model.streamed.parts import PartedModel
         from ktconv.model.streamed.stream import PlannedPass, content_of
         from ktconv.verify.unpruned import Unpruned
 
         whole, request = self._output.source.unpruned, self._request
         assert whole is not None
-        directory = whole.side_directory or whole.path
-        check_language_model(directory)
-        tokenizer = load_tokenizer(directory, whole.path)
-        text, self._text_name = read_text(request.text)
+        self._read_text(whole)
         parted = PartedModel(open_checkpoint(self._output.directory))
-        length = context_length(parted.model.config, WINDOW)
-        chosen = windows(tokenizer, text, length, request.windows)
+        chosen = self._cut(parted.model)
         self._unpruned = Unpruned(whole, chosen, request)
         self._pass = PlannedPass(
             "verify pruned",
