@@ -90,19 +90,9 @@ class Experts:
     def with_activation(self, activation: Activation) -> Experts:
         """Experts with these weights, in the same memory, under another activation. ValueError for
         one that needs a gate where there is none, or none where there is one."""
-        return Experts(
-            self.format,
-            self.layer.with_activation(activation),
-            activation,
-            [None if origin < 0 else int(origin) for origin in self.origins],
-            self.streams,
-            self.source,
-            self.release,
-            self.norm,
-            self.weight_on_input,
-            self.held,
-            self.note,
-        )
+        made, layer = object.__new__(Experts), self.layer.with_activation(activation)
+        vars(made).update(vars(self), layer=layer, activation=activation)
+        return made
 
     def __deepcopy__(self, memo: object) -> Experts:
         """Itself: no call changes it, so copies of a model share it."""
