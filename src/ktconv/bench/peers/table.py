@@ -82,7 +82,7 @@ def chosen(peers: Iterable[P], methods: Collection[str], notify: Notify) -> list
 
 
 def fit(method: str, shape: Shape, copies: int) -> bool:
-    """Whether memory suffices for so many copies of a layer's packed weights."""
+    """Whether memory suffices for the copies of a layer's packed weights."""
     sizes = shape.hidden, shape.intermediate
     each = format_named(method).expert_bytes(*sizes, gated=shape.activation.gated)
     return copies * each * shape.experts < machine.available_memory()
