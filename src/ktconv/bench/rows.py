@@ -118,7 +118,7 @@ def shape_facts(shape: Shape) -> dict[str, Any]:
 
 
 def same_facts(case: Struct, row: type[Struct]) -> dict[str, Any]:
-    """What a case and its row have in common, by the names of fields."""
+    """Values that a case and its row have in common, by the names of fields."""
     facts = asdict(case)
     facts["shape"] = shape_facts(facts["shape"])
     return {name: facts[name] for name in row.__struct_fields__ if name in facts}
