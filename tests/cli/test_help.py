@@ -19,6 +19,7 @@ from ktconv.formats.specs import names_in
 PARSED: dict[str, Any] = dict(app.commands)
 PARAMETERS = [(name, one) for name, command in PARSED.items() for one in command.params]
 LONGEST = 60  # lines of --help at 80 columns
+MOST_CHARACTERS = 60  # of the help of an option
 
 
 def shown(*words: str) -> str:
@@ -161,7 +162,7 @@ OPENERS = re.compile(
     ("name", "one"), PARAMETERS, ids=[f"{name} {one.opts[0]}" for name, one in PARAMETERS]
 )
 def test_a_help_text_is_short_and_says_something(name: str, one: Any) -> None:
-    assert 8 <= len(one.help) <= help.MOST_CHARACTERS
+    assert 8 <= len(one.help) <= MOST_CHARACTERS
     words = re.sub(r"^(rtn|gptq): ", "", one.help)
     parts = [part for block in one.detail.split("\n\n") for part in help.items(block)]
     for text in (words, *parts):

@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 
 import click
 
-from ktconv.cli.conflicts import Conflict, refuse_conflicts
+from ktconv.cli.conflicts import Conflict, apart, refuse_conflicts
 from ktconv.cli.exits import NOTHING_WRITTEN, Hints, errors_shown, interruptible
 from ktconv.cli.help import ADVANCED, CASES, OUTPUT
 from ktconv.cli.output import notify, print_text
 from ktconv.cli.parameters import MOST_PARTS, choice, flag, option
-from ktconv.cli.sources import source_named
+from ktconv.cli.sources import USUAL
 from ktconv.errors import UsageError
 
 BenchMode = Literal["infer", "sft"]
@@ -40,32 +40,10 @@ CONFLICTS = (
         "--generate does not belong to --stage pack",
         "leave --stage out",
     ),
-    *(
-        Conflict(
-            f"--generate --model {name}",
-            f"{name} does not belong to --generate",
-            f"leave {name} out",
-        )
-        for name in _NOT_OF_WHOLE
-    ),
-    *(
-        Conflict(
-            f"{name} --mode={mode}", f"{name} does not belong to --mode {mode}", f"leave {name} out"
-        )
-        for mode, names in (
-            ("sft", ("--compare", "--plot", "--stage", "--tolerance")),
-            ("infer", ("--rank",)),
-        )
-        for name in names
-    ),
-    *(
-        Conflict(
-            f"{name} --stage=pack",
-            f"{name} does not belong to --stage pack",
-            f"leave {name} out",
-        )
-        for name in _NOT_OF_PACKING
-    ),
+    *apart(_NOT_OF_WHOLE, "--generate", when="--generate --model"),
+    *apart(("--compare", "--plot", "--stage", "--tolerance"), "--mode sft"),
+    *apart(("--rank",), "--mode infer"),
+    *apart(_NOT_OF_PACKING, "--stage pack"),
     *(
         Conflict(
             f"{name} !--model",
@@ -284,7 +262,7 @@ def bench(
                 require_packages()
                 from ktconv.generate.figures import run_whole
 
-                original = source_named(source)
+                original = USUAL.source_if(source)
                 run_whole(str(model), original, generate, threads, memory, seed, *show)
             return
         request = Request(

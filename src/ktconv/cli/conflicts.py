@@ -66,3 +66,16 @@ def belongs(
         Conflict(f"{option} {when or f'!{to}'}", f"{option} belongs to {to}{why}", hint)
         for option in sorted(options)
     ]
+
+
+def apart(options: Sequence[str], other: str, when: str = "") -> list[Conflict]:
+    """Rows for options that do not go with another, `other`, with its value. `when`: how that is
+    recognised."""
+    return [
+        Conflict(
+            f"{option} {when or other.replace(' ', '=')}",
+            f"{option} does not belong to {other}",
+            f"leave {option} out",
+        )
+        for option in options
+    ]

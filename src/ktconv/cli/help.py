@@ -26,7 +26,6 @@ PANELS = (
 )  # fmt: skip
 
 MOST = 2**31 - 1  # of anything that is counted
-MOST_CHARACTERS = 60  # of the help of an option
 _NAMES = 25  # columns of names; longer ones have a line of their own
 _MOST_VALUES = 20  # characters of values that stand in place of a metavar
 EVERYTHING = "ktconv.help_all"  # in the meta of a context: whether --help-all was given

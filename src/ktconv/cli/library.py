@@ -58,20 +58,8 @@ __all__ = [
     "verify",
 ]
 
-# Options that are no arguments, and why.
-WITHOUT = {
-    "--json": "a function returns that document",
-    "--format": "of bench: a function returns the document of --format json",
-    "--progress": "the program's own log and display are not ktconv's to write to",
-    "--ray": "a cluster runs jobs for a command line that ends with them",
-    "--ray-scratch": "it belongs to --ray",
-    "--from-list": "a program loops over its models; the command starts a process for each",
-    "--at-once": "it belongs to --from-list",
-}
 # Old names of arguments, which are taken too, by function.
 OLD_NAMES = {"quantize-gpu": {"method": "algorithm"}}
-# Commands that are no functions, and why.
-COMMANDS_WITHOUT = {"completion": "it is a script for a shell"}
 
 
 def quantize_cpu(
