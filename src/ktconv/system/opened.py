@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from itertools import groupby
 from pathlib import Path
@@ -69,6 +69,24 @@ class LocalFile(Opened):
 
     def close(self) -> None:
         os.close(self.descriptor)
+
+
+class ServedFile(Opened):
+    """A file of another store, whose state is known; `fill(target, offset)` reads or makes bytes
+    from `offset` on."""
+
+    def __init__(self, path: Path, state: State, fill: Callable[[memoryview, int], None]) -> None:
+        self.path, self._state, self._fill = path, state, fill
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    def read(self, target: memoryview, offset: int) -> None:
+        self._fill(target.cast("B"), offset)
+
+    def close(self) -> None:
+        pass
 
 
 class LocalStore(FileStore):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from msgspec import Struct, field
 
-from ktconv.system.opened import Opened, State
+from ktconv.system.opened import ServedFile, State
 from ktconv.system.stores import FileStore, MadePath
 
 M = TypeVar("M")
@@ -60,27 +60,10 @@ class MadeFiles(FileStore, Generic[M]):
             self._files[path] = Contents(file)
         return path, self._files[path]
 
-    def open(self, path: Path) -> MadeFile:
+    def open(self, path: Path) -> ServedFile:
         own = self._files[path]
-        return MadeFile(path, own.nbytes, partial(self.read, own))
+        return ServedFile(path, State(own.nbytes, None, None), partial(self.read, own))
 
     @abstractmethod
     def read(self, own: Contents[M], target: memoryview, offset: int) -> None:
         """Fill `target` with bytes of a made file."""
-
-
-class MadeFile(Opened):
-    """An open made file of `nbytes`; `fill(target, offset)` makes bytes from `offset` on."""
-
-    def __init__(self, path: Path, nbytes: int, fill: Callable[[memoryview, int], None]) -> None:
-        self.path, self._nbytes, self._fill = path, nbytes, fill
-
-    @property
-    def state(self) -> State:
-        return State(self._nbytes, None, None)
-
-    def read(self, target: memoryview, offset: int) -> None:
-        self._fill(target.cast("B"), offset)
-
-    def close(self) -> None:
-        pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -15,7 +16,7 @@ from ktconv.source.remote.attempts import attempt, fetch
 from ktconv.source.remote.store import RemoteFile, Store, open_store, with_cache
 from ktconv.source.remote.urls import Url, parse_url
 from ktconv.system.files import FileTooShortError, translated
-from ktconv.system.opened import Opened, State
+from ktconv.system.opened import ServedFile, State
 from ktconv.system.pointers import refuse_pointer
 from ktconv.system.regular_files import MissingFileError
 from ktconv.system.stores import RemotePath, RemoteStore, Span, transfer
@@ -94,8 +95,9 @@ class RemoteDirectory(RemoteStore):
     def _names(self, path: RemotePath) -> set[str]:
         return self._folders.get(path.inner, set())
 
-    def open(self, path: Path) -> RemoteOpened:
-        opened = RemoteOpened(self, path, file := self._file(path))
+    def open(self, path: Path) -> ServedFile:
+        file = self._file(path)
+        opened = ServedFile(path, State(file.nbytes, None, file.etag), partial(self.read, file))
         refuse_pointer(path, file.nbytes, lambda count: opened.take(count, 0))
         return opened
 
@@ -167,23 +169,6 @@ class RemoteDirectory(RemoteStore):
                 temporary.replace(path)
             self._fetched.add(file.name)
             self._unconfirmed.add(file.name)
-
-
-class RemoteOpened(Opened):
-    """A remote file that is read through the read-ahead of its directory."""
-
-    def __init__(self, directory: RemoteDirectory, path: Path, file: RemoteFile) -> None:
-        self.path, self._directory, self._file = path, directory, file
-
-    @property
-    def state(self) -> State:
-        return State(self._file.nbytes, None, self._file.etag)
-
-    def read(self, target: memoryview, offset: int) -> None:
-        self._directory.read(self._file, target, offset)
-
-    def close(self) -> None:
-        pass
 
 
 def _checked(store: Store, files: Sequence[RemoteFile]) -> Sequence[RemoteFile]:
