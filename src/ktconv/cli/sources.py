@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_type_hints
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ktconv.cli.help import ADVANCED, SOURCE
 from ktconv.cli.output import notify
@@ -148,19 +149,16 @@ class Reading(Struct, frozen=True):
         if revision is not None:
             if found.revision is not None:
                 raise UsageError(f"{model} names a revision, and --revision another", "give one")
-            found = found._replace(revision=revision)
+            found = replace(found, revision=revision)
         if not is_cached(found) and (download or (headers_only and not _is_offline())):
             if not download:
-                notify(f"note: {found.id} is not in the local cache; headers are read from the hub")
-            return _opened(found.url, cache_dir, output)
+                notify(
+                    f"note: {found.place} is not in the local cache; headers are read from the hub"
+                )
+            return _opened(found.whole, cache_dir, output)
         _refuse_cache(cache_dir, model)
-        name = found.id + (f"@{found.revision}" if found.revision else "")
-        return name + (f":{found.file}" if found.file else "")
-
-
-def source_named(model: str | None) -> ModelSource | None:
-    """The source of an option without options about it; None without it."""
-    return USUAL.source_if(model)
+        name = found.place + (f"@{found.revision}" if found.revision else "")
+        return name + (f":{found.wanted}" if found.wanted else "")
 
 
 USUAL = Reading()  # no option is given
@@ -204,10 +202,7 @@ def _with_revision(model: str, revision: str | None) -> str:
             f"--revision does not go with {url.shown}",
             "give it with a model of the hub that names no revision of its own",
         )
-    from msgspec.structs import replace
-
-    file = f":{url.wanted}" if url.wanted else ""
-    return replace(url, revision=revision).shown + file
+    return replace(url, revision=revision).whole
 
 
 def _opened(url: str, cache_dir: Path | None, output: Path | None) -> str:

@@ -6,14 +6,12 @@ import contextlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
-from urllib.parse import quote
 
 from ktconv.errors import CheckpointError
 from ktconv.source.adapter.beside import refuse_adapter
 from ktconv.source.gguf.parts import is_gguf, model_files
-from ktconv.source.hub_cache import download_command
 from ktconv.source.index import INDEX_SUFFIX
+from ktconv.source.remote.urls import Url, parse_url
 from ktconv.source.shards import file_names
 from ktconv.system.regular_files import broken_link
 from ktconv.system.text import first_few
@@ -25,29 +23,10 @@ _HUB_ID = re.compile(
 _IMATRIX = (".imatrix", ".dat")
 
 
-class HubModel(NamedTuple):
-    """A MODEL argument that names a repository of the hub."""
-
-    id: str  # org/name
-    revision: str | None
-    file: str | None  # of several GGUF models there: one
-
-    @property
-    def url(self) -> str:
-        revision = f"@{quote(self.revision, safe='')}" if self.revision else ""
-        return f"hf://{self.id}{revision}" + (f":{self.file}" if self.file else "")
-
-    @property
-    def download(self) -> str:
-        """The command that brings it into the local cache."""
-        patterns = (f"*{self.file}*", "*.json") if self.file else ()
-        return download_command(self.id, self.revision, patterns=patterns)
-
-
-def hub_model(model: str) -> HubModel | None:
+def hub_model(model: str) -> Url | None:
     """Hub model of a MODEL argument that is no path; None for one that cannot be on the hub."""
     match = _HUB_ID.fullmatch(model)
-    return match and HubModel(match["id"], match["revision"], match["file"])
+    return match and Url("hf", match["id"], match["revision"], wanted=match["file"])
 
 
 def locate_model(model: str | Path, cache: Path | None = None) -> Path:
@@ -68,7 +47,7 @@ def locate_model(model: str | Path, cache: Path | None = None) -> Path:
     if path.exists():
         return _file(path)
     if isinstance(model, str) and (found := hub_model(model)):
-        return _in_directory(_locate_in_cache(found), model, found.file)
+        return _in_directory(_locate_in_cache(found), model, found.wanted)
     if link := broken_link(path):
         raise link
     raise CheckpointError(
@@ -79,7 +58,6 @@ def locate_model(model: str | Path, cache: Path | None = None) -> Path:
 
 def _remote(model: str, cache: Path | None) -> Path:
     from ktconv.source.remote.mirror import open_remote
-    from ktconv.source.remote.urls import parse_url
 
     return _in_directory(open_remote(model, cache), model, parse_url(model).wanted)
 
@@ -163,7 +141,7 @@ def _chosen(found: Mapping[str, Path], directory: Path, model: str, wanted: str)
 # ---- the hub's cache -------------------------------------------------------------------
 
 
-def is_cached(model: HubModel) -> bool:
+def is_cached(model: Url) -> bool:
     """Whether the local cache has this revision."""
     try:
         _locate_in_cache(model)
@@ -172,8 +150,8 @@ def is_cached(model: HubModel) -> bool:
     return True
 
 
-def _locate_in_cache(model: HubModel) -> Path:
-    named = model.id + (f"@{model.revision}" if model.revision else "")
+def _locate_in_cache(model: Url) -> Path:
+    named = model.place + (f"@{model.revision}" if model.revision else "")
     try:
         from huggingface_hub import snapshot_download  # imports slowly; only needed here
     except ImportError:
@@ -183,10 +161,10 @@ def _locate_in_cache(model: HubModel) -> Path:
             f"pip install huggingface_hub, then: {model.download}",
         ) from None
     try:
-        return Path(snapshot_download(model.id, revision=model.revision, local_files_only=True))
+        return Path(snapshot_download(model.place, revision=model.revision, local_files_only=True))
     except (OSError, ValueError):  # not cached, cached in part, or not a valid id
         raise CheckpointError(
             f"{named} is neither a directory nor a model in the local Hugging Face cache",
             f"Check the path, or download it first: {model.download}; or read it from the hub "
-            f"while it is used: {model.url}",
+            f"while it is used: {model.whole}",
         ) from None

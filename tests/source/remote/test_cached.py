@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from helpers.cli import done, ktconv, ktconv_done, refused, write_model
@@ -11,7 +13,7 @@ from helpers.stores import FolderStore, close_stores
 from source.remote.conftest import Served
 
 from ktconv.source.remote import attempts
-from ktconv.source.remote.cached import CachedStore
+from ktconv.source.remote.cached import ByteCache
 
 pytestmark = [pytest.mark.slow, pytest.mark.network]
 
@@ -25,15 +27,20 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def opened(folder: Path, cache: Path) -> tuple[CachedStore, FolderStore]:
+class Cached(NamedTuple):
+    cache: ByteCache
+    store: FolderStore
+
+
+def opened(folder: Path, cache: Path) -> tuple[Cached, FolderStore]:
     inner = FolderStore(folder)
-    store = CachedStore(inner, cache)
-    store.files()
-    return store, inner
+    return Cached(ByteCache(inner.url, cache), inner), inner
 
 
-def read(store: CachedStore, start: int, stop: int) -> bytes:
-    return bytes(attempts.fetch(store, "a", start, stop))
+def read(cached: Cached, start: int, stop: int) -> bytes:
+    [file] = cached.store.files()
+    fetch = partial(attempts.fetch, cached.store)
+    return bytes(cached.cache.read(file, start, stop, fetch))
 
 
 def test_only_what_is_not_there_is_read(folder: Path, tmp_path: Path) -> None:

@@ -96,17 +96,7 @@ def _tell(store: Store, state: Any) -> None:
 
 
 def fetch(store: Store, name: str, start: int, stop: int) -> bytes | bytearray:
-    """Exactly these bytes of a file; what is here already is not asked for."""
-    for first, last in store.missing(name, start, stop):
-        found = _fetched(store, name, first, last)  # and kept
-        if (first, last) == (start, stop):
-            return found
-    data = bytearray(stop - start)
-    store.fill(name, memoryview(data), start)
-    return data
-
-
-def _fetched(store: Store, name: str, start: int, stop: int) -> bytes | bytearray:
+    """Exactly these bytes of a file."""
 
     def once() -> bytes | bytearray:
         transfer.add(requests=1)

@@ -12,13 +12,13 @@ import hashlib
 import os
 import threading
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct, field
 
-from ktconv.errors import KtconvError, UsageError
-from ktconv.source.remote.store import RemoteFile, Store
+from ktconv.errors import UsageError
+from ktconv.source.remote.ahead import Fetch
+from ktconv.source.remote.store import RemoteFile
 from ktconv.source.remote.urls import Url
 from ktconv.system.files import opened_fd, read_exactly, translated, write_all
 
@@ -34,43 +34,31 @@ class _Kept(Struct):
     checked: set[tuple[int, int]] = field(default_factory=set)
 
 
-class CachedStore(Store):
-    """A store whose bytes are kept in `directory`. UsageError where that is no directory."""
+class ByteCache:
+    """Bytes of the files at `url`, kept in `directory`. UsageError where that is no directory."""
 
-    def __init__(self, store: Store, directory: Path) -> None:
-        self.url, self._store, self._directory = store.url, store, directory
-        self._files: dict[str, RemoteFile] = {}
-        self._kept: dict[str, _Kept] = {}
+    def __init__(self, url: Url, directory: Path) -> None:
+        self._url, self._directory = url, directory
+        self._kept: dict[RemoteFile, _Kept] = {}
         self._lock = threading.Lock()
         if directory.exists() and not directory.is_dir():
             raise UsageError(f"--cache-dir {directory} is no directory", "name another one")
         with translated("write", directory):
             directory.mkdir(parents=True, exist_ok=True)
 
-    @property
-    def pinned(self) -> Url:
-        return self._store.pinned
-
-    def files(self) -> Sequence[RemoteFile]:
-        found = self._store.files()
-        self._files = {file.name: file for file in found}
-        return found
-
-    def state(self, names: Iterable[str]) -> Mapping[str, RemoteFile]:
-        return self._store.state(names)
-
-    def transient(self, error: BaseException) -> bool:
-        return self._store.transient(error)
-
-    def explain(self, error: BaseException) -> KtconvError | None:
-        return self._store.explain(error)
-
-    # ---- bytes ----
-
-    def read(self, name: str, start: int, stop: int) -> bytes | bytearray:
-        data = self._store.read(name, start, stop)
-        if len(data) == stop - start and (kept := self._of(name)) is not None:
-            self._keep(kept, start, data)
+    def read(self, file: RemoteFile, start: int, stop: int, fetch: Fetch) -> bytes | bytearray:
+        """Bytes from `start` to before `stop`; what is not here is fetched, and kept."""
+        kept = self._of(file)
+        if kept is None or start == stop:
+            return fetch(file.name, start, stop)
+        for first, last in self._gaps(kept, start, stop):
+            found = fetch(file.name, first, last)
+            self._keep(kept, first, found)
+            if (first, last) == (start, stop):
+                return found
+        data = bytearray(stop - start)
+        with translated("read", self._directory), opened_fd(kept.data, os.O_RDONLY) as fd:
+            read_exactly(fd, memoryview(data), start)
         return data
 
     def _keep(self, kept: _Kept, start: int, data: bytes | bytearray) -> None:
@@ -84,12 +72,10 @@ class CachedStore(Store):
             kept.ranges.append(found)
             kept.checked.add(found[:2])
 
-    def missing(self, name: str, start: int, stop: int) -> Sequence[tuple[int, int]]:
-        kept = self._of(name)
-        return [(start, stop)] if kept is None else self._gaps(kept, start, stop)
-
-    def kept(self, name: str, start: int, stop: int) -> int:
-        if (kept := self._of(name)) is None:
+    def kept(self, file: RemoteFile, start: int, stop: int) -> int:
+        """Number of bytes of [start, stop) that are here, as far as is known without reading
+        them."""
+        if (kept := self._of(file)) is None:
             return 0
         gaps = self._gaps(kept, start, stop, trusted=True)
         return stop - start - sum(last - first for first, last in gaps)
@@ -110,11 +96,6 @@ class CachedStore(Store):
             at = max(at, last)
         return [*gaps, (at, stop)] if at < stop else gaps
 
-    def fill(self, name: str, target: memoryview, start: int) -> None:
-        if (kept := self._of(name)) is not None:
-            with translated("read", self._directory), opened_fd(kept.data, os.O_RDONLY) as fd:
-                read_exactly(fd, target, start)
-
     def _intact(self, kept: _Kept, start: int, stop: int, crc: int) -> bool:
         """Whether a range is what its line says; asked once in a process."""
         if (start, stop) in kept.checked:
@@ -131,18 +112,17 @@ class CachedStore(Store):
             kept.checked.add((start, stop))
         return True
 
-    def _of(self, name: str) -> _Kept | None:
+    def _of(self, file: RemoteFile) -> _Kept | None:
         """Cached ranges of a file; None where its server says nothing that identifies it."""
-        file = self._files[name]
         if not file.etag:
             return None
         with self._lock:
-            if name not in self._kept:
-                self._kept[name] = self._opened(file)
-            return self._kept[name]
+            if file not in self._kept:
+                self._kept[file] = self._opened(file)
+            return self._kept[file]
 
     def _opened(self, file: RemoteFile) -> _Kept:
-        identity = "\0".join((self.url.scheme, self.url.place, file.name, file.etag))
+        identity = "\0".join((self._url.scheme, self._url.place, file.name, file.etag))
         key = hashlib.sha256(f"{identity}\0{file.nbytes}".encode()).hexdigest()[:32]
         folder = self._directory / key[:2]
         with translated("write", folder):

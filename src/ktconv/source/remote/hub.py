@@ -23,7 +23,6 @@ from ktconv.errors import (
     SourceChangedError,
     UsageError,
 )
-from ktconv.source.hub_cache import download_command
 from ktconv.source.remote.network_errors import (
     AGAIN,
     LATER,
@@ -185,11 +184,6 @@ class HubStore(Store):
             return status_of(error) in LATER
         return is_of_network(error) or isinstance(error, ConnectionError | TimeoutError)
 
-    @property
-    def _download(self) -> str:
-        folder = (f"{self.url.folder}/*",) if self.url.folder else ()
-        return download_command(self.url.place, self.url.revision, patterns=folder)
-
     def explain(self, error: BaseException) -> KtconvError | None:
         from huggingface_hub import errors, get_token
 
@@ -211,7 +205,7 @@ class HubStore(Store):
             return UsageError(
                 f"{shown} is on the hub, and HF_HUB_OFFLINE forbids to ask there",
                 f"unset HF_HUB_OFFLINE, or give {name} if it is in the local cache, where this "
-                f"puts it: {self._download}",
+                f"puts it: {self.url.download}",
             )
         if isinstance(error, errors.GatedRepoError):
             logged = "" if get_token() else ", and there is no token"
@@ -237,7 +231,7 @@ class HubStore(Store):
         if isinstance(error, errors.HFValidationError):
             return UsageError(f"{name} cannot be a repository of the hub", "give hf://org/name")
         if isinstance(error, WholeFileError):
-            return ResourceError(str(error), f"download the model first: {self._download}")
+            return ResourceError(str(error), f"download the model first: {self.url.download}")
         said = first_line(cause(error), get_token())
         status = status_of(error)
         if status in REFUSED:

@@ -9,11 +9,14 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from msgspec.structs import replace
+
 from ktconv.errors import CheckpointError, SourceChangedError
 from ktconv.source.remote import scratch
 from ktconv.source.remote.ahead import AHEAD_BYTES, ReadAhead
 from ktconv.source.remote.attempts import attempt, fetch
-from ktconv.source.remote.store import RemoteFile, Store, open_store, with_cache
+from ktconv.source.remote.cached import ByteCache
+from ktconv.source.remote.store import RemoteFile, Store, open_store
 from ktconv.source.remote.urls import Url, parse_url
 from ktconv.system.files import FileTooShortError, translated
 from ktconv.system.opened import ServedFile, State
@@ -46,8 +49,8 @@ class RemoteDirectory(RemoteStore):
 
     def __init__(self, url: Url, cache_dir: Path | None, directory: Path) -> None:
         self._key, self._directory = (url, cache_dir), directory
-        store = open_store(url)
-        self.store = store if cache_dir is None else with_cache(store, cache_dir)
+        self.store = open_store(url)
+        self._cache = None if cache_dir is None else ByteCache(url, cache_dir)
         listed = _checked(self.store, attempt(self.store, self.store.files))
         self._files = {file.name: file for file in listed}
         self._folders: dict[str, set[str]] = {"": set()}
@@ -57,7 +60,7 @@ class RemoteDirectory(RemoteStore):
                 self._folders.setdefault(folder, set()).add(part.name)
         self.url, self.name = self.store.pinned, url.name  # pinned is known by now
         self.shown = self.url.shown
-        self._ahead = ReadAhead(lambda name, start, stop: fetch(self.store, name, start, stop))
+        self._ahead = ReadAhead(self._fetch)
         self._lock = threading.Lock()
         self._unconfirmed: set[str] = set()
         self._fetched: set[str] = set()
@@ -83,6 +86,13 @@ class RemoteDirectory(RemoteStore):
         if found is None:
             raise MissingFileError(f"{path} does not exist", "Check the URL.")
         return found
+
+    def _fetch(self, name: str, start: int, stop: int) -> bytes | bytearray:
+        """Exactly these bytes of a file."""
+        ask = partial(fetch, self.store)
+        if self._cache is None:
+            return ask(name, start, stop)
+        return self._cache.read(self._files[name], start, stop, ask)
 
     # ---- RemoteStore ----
 
@@ -119,10 +129,10 @@ class RemoteDirectory(RemoteStore):
         self._ahead.want(wanted)
 
     def kept(self, spans: Iterable[Span]) -> int:
-        return sum(
-            self.store.kept(self._file(one.file).name, one.offset, one.offset + one.nbytes)
-            for one in spans
-        )
+        if self._cache is None:
+            return 0
+        places = ((self._file(one.file), one.offset, one.nbytes) for one in spans)
+        return sum(self._cache.kept(file, start, start + size) for file, start, size in places)
 
     def confirm(self) -> None:
         with self._lock:
@@ -161,7 +171,7 @@ class RemoteDirectory(RemoteStore):
         with self._lock:
             if file.name in self._fetched:
                 return
-            data = fetch(self.store, file.name, 0, file.nbytes)
+            data = self._fetch(file.name, 0, file.nbytes)
             temporary = path.parent / f".{path.name}.part"
             with translated("write", path):
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,8 +218,7 @@ def open_remote(model: str, cache_dir: Path | None = None) -> RemotePath:
 def pinned(model: str) -> str:
     """The URL of exactly the state that `open_remote` opened."""
     url = parse_url(model)
-    found = _opened(url, None).url
-    return found.shown + (f":{url.wanted}" if url.wanted else "")
+    return replace(_opened(url, None).url, wanted=url.wanted).whole
 
 
 def _opened(url: Url, cache_dir: Path | None) -> RemoteDirectory:

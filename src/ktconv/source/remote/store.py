@@ -6,7 +6,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 
 from msgspec import Struct
 
@@ -73,19 +72,6 @@ class Store(ABC):
     def read(self, name: str, start: int, stop: int) -> bytes | bytearray:
         """The bytes from `start` to before `stop`, with one request."""
 
-    def missing(self, name: str, start: int, stop: int) -> Sequence[tuple[int, int]]:
-        """Ranges of [start, stop) that must be read; `fill` has the others."""
-        return [(start, stop)]
-
-    def kept(self, name: str, start: int, stop: int) -> int:
-        """Number of bytes of [start, stop) that are here, as far as is known without reading
-        them."""
-        return 0
-
-    def fill(self, name: str, target: memoryview, start: int) -> None:
-        """Bytes from `start` on, which are here already."""
-        raise NotImplementedError
-
     @abstractmethod
     def state(self, names: Iterable[str]) -> Mapping[str, RemoteFile]:
         """These files as they are now, asked again; those that are gone are missing."""
@@ -110,12 +96,6 @@ def open_store(url: Url) -> Store:
     module, name = _STORES[url.scheme]
     store: Store = getattr(import_module(module), name)(url)
     return store
-
-
-def with_cache(store: Store, directory: Path) -> Store:
-    """`store`, keeping what is read in `directory`."""
-    cached: Store = import_module("ktconv.source.remote.cached").CachedStore(store, directory)
-    return cached
 
 
 # Their modules import packages that are not always installed.

@@ -15,6 +15,7 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from msgspec import Struct
 
 from ktconv.errors import UsageError
+from ktconv.source.hub_cache import download_command
 
 SCHEMES = ("hf", "s3", "gs", "gcs", "https", "http")
 
@@ -48,6 +49,18 @@ class Url(Struct, frozen=True):
         revision = f"@{_in_url(self.revision)}" if self.revision else ""
         folder = f"/{self.folder}" if self.folder else ""
         return f"{self.scheme}://{self._shown_place}{revision}{folder}"
+
+    @property
+    def whole(self) -> str:
+        """`shown`, with the file that is wanted."""
+        return self.shown + (f":{self.wanted}" if self.wanted else "")
+
+    @property
+    def download(self) -> str:
+        """The command that brings what is meant of a repository of the hub into its cache."""
+        patterns: tuple[str, ...] = (f"{self.folder}/*",) if self.folder else ()
+        patterns = (f"*{self.wanted}*", "*.json") if self.wanted else patterns
+        return download_command(self.place, self.revision, patterns=patterns)
 
     @property
     def _shown_place(self) -> str:
