@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -216,8 +216,8 @@ def interpret_config(
     keys, sections, row = table.FAMILIES.keys, content.sections, content.family
     text = sections[0]
     check_values(sections)
-    num_layers = _first_size(sections, keys("layers", row)) or _counted(text)
-    num_mtp = _mtp_layers(sections)
+    num_layers = next(_sizes(sections, keys("layers", row)), None) or _counted(text)
+    num_mtp = next((one.value for one in _sizes(sections, keys("MTP layers")) if one.value), 0)
     quantization = _quantization(sections)
     size_keys = _expert_size_keys(sections)
     config = ModelConfig(
@@ -287,7 +287,7 @@ def _one_size(
 def _widths(sections: Sequence[Mapping[str, Any]]) -> Sequence[Setting]:
     """Widths of latent experts, and of the model: an MTP layer's experts need not be latent too."""
     keys = table.FAMILIES.keys
-    found = [_not_zero(_one_size(sections, (key,))) for key in keys("width of experts")]
+    found = [one for one in _sizes(sections, keys("width of experts")) if one.value]
     return list(filter(None, (*found, _one_size(sections, keys("hidden size")))))
 
 
@@ -305,10 +305,9 @@ def _not_zero(setting: Setting | None) -> Setting | None:
     return setting if setting is not None and setting.value else None
 
 
-def _first_size(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Setting | None:
-    """The size under the first key that is present; these keys need not agree."""
-    sizes = (_one_size(sections, (key,)) for key in keys)
-    return next((size for size in sizes if size is not None), None)
+def _sizes(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Iterator[Setting]:
+    """The size under each of these keys, which need not agree."""
+    return filter(None, (_one_size(sections, (key,)) for key in keys))
 
 
 def _counted(text: Mapping[str, Any]) -> Setting | None:
@@ -341,11 +340,6 @@ def _null_top_k(sections: Sequence[Mapping[str, Any]]) -> str | None:
     given = [(key, one[key]) for one in sections for key in table.FAMILIES.keys("top_k")
              if key in one]  # fmt: skip
     return given[0][0] if given and all(value is None for _, value in given) else None
-
-
-def _mtp_layers(sections: Sequence[Mapping[str, Any]]) -> int:
-    sizes = (_not_zero(_one_size(sections, (key,))) for key in table.FAMILIES.keys("MTP layers"))
-    return next((size.value for size in sizes if size is not None), 0)
 
 
 def _expert_size_keys(sections: Sequence[Mapping[str, Any]]) -> Sequence[str]:

@@ -38,10 +38,6 @@ def numa_nodes() -> int:
     return max(1, len({cpu.node for cpu in topology()}))
 
 
-def _node_list(kind: str, system: Path = SYSTEM) -> set[int]:
-    return numbers_in(system / "node" / kind)
-
-
 def numbers_in(path: Path) -> set[int]:
     """The numbers in a file of the kernel, like 0-1,3; none where it cannot be read."""
     try:
@@ -102,14 +98,15 @@ def topology(
     """
     allowed = _affinity() if usable is None else set(usable)
     online = numbers_in(system / "cpu/online")
-    with_memory = _node_list("has_normal_memory", system) or _node_list("has_memory", system)
+    nodes = system / "node"
+    with_memory = numbers_in(nodes / "has_normal_memory") or numbers_in(nodes / "has_memory")
     if memory is None:
         memory = allowed_memory() if system == SYSTEM else ()
     with_memory = with_memory & set(memory) or with_memory
     node_of = {
         cpu: node
-        for node in _node_list("online", system)
-        for cpu in numbers_in(system / f"node/node{node}/cpulist")
+        for node in numbers_in(nodes / "online")
+        for cpu in numbers_in(nodes / f"node{node}/cpulist")
     }
     nearest = {node: _nearest(node, with_memory, system) for node in set(node_of.values())}
     first = min(with_memory, default=0)
@@ -126,7 +123,7 @@ def _nearest(node: int, with_memory: set[int], system: Path) -> int:
     if node in with_memory or not with_memory:
         return node
     away = [int(word) for word in text_of(system / f"node/node{node}/distance").split()]
-    distance = dict(zip(sorted(_node_list("online", system)), away, strict=False))
+    distance = dict(zip(sorted(numbers_in(system / "node/online")), away, strict=False))
     return min(with_memory, key=lambda other: (distance.get(other, 0), other))
 
 
