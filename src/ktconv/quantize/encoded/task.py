@@ -442,9 +442,7 @@ def _largest(task: EncodeTask, known: dict[tuple[int, Projection], float]) -> fl
 def largest_of(reader: SourceReader, matrix: ExpertMatrix) -> float:
     """The largest magnitude of a matrix. CheckpointError for a NaN or an infinity."""
     source, most = MatrixReader(reader, matrix), 0.0
-    rows = min(chunk_rows(matrix), matrix.rows)
-    buffer, bounce = (np.empty(n, np.uint8) for n in (buffer_bytes(matrix, rows), BOUNCE_BYTES))
-    for chunk, view in source.views(buffer, bounce):
+    for chunk, view in source.views():
         with source.only_finite(chunk.start):
             most = max(most, native.largest(view))
     return most

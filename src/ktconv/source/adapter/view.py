@@ -35,9 +35,9 @@ from ktconv.source.encodings.base import Parts
 from ktconv.source.encodings.unquantized import UNQUANTIZED
 from ktconv.source.others import OtherWeights, primary
 from ktconv.source.reading.encoded_sums import EncodedSums, encoded_sums
-from ktconv.source.reading.matrices import MatrixReader, buffer_bytes, chunk_rows
+from ktconv.source.reading.matrices import MatrixReader
 from ktconv.source.reading.merged import MergedFiles
-from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
+from ktconv.source.reading.reader import SourceReader
 from ktconv.source.safetensors_file import Header
 from ktconv.source.types import Checkpoint, ExpertMatrix, MoELayer, SourceFile, TensorRef
 from ktconv.system.arrays import Array
@@ -334,9 +334,7 @@ class _Modules:
         """Whether a matrix has these numbers, in the dtype of either of the two."""
         checkpoint = self._checkpoint
         reader = MatrixReader(SourceReader(checkpoint.files, checkpoint.sources), matrix)
-        size = buffer_bytes(matrix, min(chunk_rows(matrix), matrix.rows))
-        buffer, bounce = (np.empty(count, np.uint8) for count in (size, BOUNCE_BYTES))
-        for chunk, own in reader.decoded(buffer, bounce):
+        for chunk, own in reader.decoded():
             given = values[chunk.start : chunk.stop]
             close = np.abs(given - own) <= 2.0**-8 * np.abs(own)  # rounded to bf16, or not
             if not close.all():

@@ -52,7 +52,7 @@ class PrunedView:
         self.base, self.pruning = checkpoint, pruning
         self._layers = {layer.index: layer for layer in checkpoint.layers}
         self._routers = Routers(checkpoint)
-        self.files = SlicedFiles.of(checkpoint)
+        self.files = SlicedFiles(checkpoint)
         self._check()
         self.groups = self._groups()
 

@@ -325,10 +325,8 @@ class MatrixReader(Struct, frozen=True):
         plain, unit = MatrixReader(self.reader, self.matrix), self.matrix.element
         first = row // unit.unit_rows * unit.unit_rows
         chunk = range(first, first + unit.unit_rows)
-        data = np.empty(buffer_bytes(self.matrix, len(chunk)), np.uint8)
-        with plain.open() as fd:
-            plain.read(fd, chunk, data, np.empty(BOUNCE_BYTES, np.uint8))
-        view = plain.view(chunk, plain.load_scales(), data, 0, self.matrix.cols)
+        data, scales = plain.read_alone(chunk)
+        view = plain.view(chunk, scales, data, 0, self.matrix.cols)
         return float(native.decode(view)[row - first, col])
 
     def _is_finite(self, at: int, col: int) -> bool:
@@ -431,17 +429,19 @@ class MatrixReader(Struct, frozen=True):
     def decoded(
         self, buffer: U8 | None = None, bounce: U8 | None = None
     ) -> Iterator[tuple[range, F32]]:
-        """All rows as float32, a chunk at a time. `buffer` is large enough for any of them; without
-        it and `bounce` there are buffers for this matrix alone."""
+        """All rows as float32, a chunk at a time; see `views`."""
+        for chunk, view in self.views(buffer, bounce):
+            yield chunk, native.decode(view)
+
+    def views(
+        self, buffer: U8 | None = None, bounce: U8 | None = None
+    ) -> Iterator[tuple[range, native.Matrix]]:
+        """Chunks as views for the C library; a view is good until the next one. `buffer` is large
+        enough for any chunk; without it and `bounce` there are buffers for this matrix alone."""
         if buffer is None or bounce is None:
             rows = min(chunk_rows(self.matrix), self.matrix.rows)
             buffer = np.empty(buffer_bytes(self.matrix, rows), np.uint8)
             bounce = np.empty(BOUNCE_BYTES, np.uint8)
-        for chunk, view in self.views(buffer, bounce):
-            yield chunk, native.decode(view)
-
-    def views(self, buffer: U8, bounce: U8) -> Iterator[tuple[range, native.Matrix]]:
-        """Chunks as views for the C library; a view is good until the next one."""
         with self.open() as fd:
             scales = self.load_scales()
             for chunk in chunks(self.matrix, self.matrix.rows):

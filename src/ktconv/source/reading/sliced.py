@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 
 import numpy as np
 from msgspec import Struct
@@ -16,7 +15,7 @@ from msgspec.structs import replace
 
 from ktconv.source.reading.made import Contents, MadeFiles
 from ktconv.source.reading.reader import SourceReader
-from ktconv.source.types import Checkpoint, SourceFile, TensorRef
+from ktconv.source.types import Checkpoint, TensorRef
 from ktconv.system.opened import Opened, advise
 from ktconv.system.stores import Span
 
@@ -55,13 +54,9 @@ class SlicedFiles(MadeFiles[_Cut]):
 
     memory = 0
 
-    def __init__(self, files: Sequence[Path], sources: Sequence[SourceFile]) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__("fewer experts")
-        self._reader = SourceReader(files, sources)
-
-    @staticmethod
-    def of(checkpoint: Checkpoint) -> SlicedFiles:
-        return SlicedFiles(checkpoint.files, checkpoint.sources)
+        self._reader = SourceReader(checkpoint.files, checkpoint.sources)
 
     def add(
         self, tensor: TensorRef, axis: int, count: int, kept: Sequence[int], name: str = ""

@@ -12,8 +12,8 @@ from msgspec import Struct
 from ktconv import native
 from ktconv.quantize.encoded.stored import stored_matrix
 from ktconv.source import ExpertMatrix
-from ktconv.source.reading.matrices import MatrixReader, buffer_bytes, chunk_rows
-from ktconv.source.reading.reader import BOUNCE_BYTES, SourceReader
+from ktconv.source.reading.matrices import MatrixReader, chunk_rows
+from ktconv.source.reading.reader import SourceReader
 from ktconv.system.arrays import U8
 from ktconv.targets.encoded.kept import is_kept
 from ktconv.targets.encoded.scheme import CHANNEL, SCHEMES, Scheme
@@ -120,8 +120,7 @@ def _count(
     scales = read_tensor(scaled, 0, len(rows) * scaled.nbytes // matrix.rows).view(np.uint16)
     half_scales = scheme.is_half(half)
     source = MatrixReader(reader, matrix, round_to_bf16=not (rule.kept or half_scales))
-    buffers = (np.empty(n, np.uint8) for n in (buffer_bytes(matrix, len(rows)), BOUNCE_BYTES))
-    _, view = next(iter(source.views(*buffers)))
+    _, view = next(source.views())
     tally.of_codes += len(rows) * matrix.cols
     tally.of_scales += scales.size
     if rule.kept:
