@@ -26,7 +26,7 @@ from ktconv.repack.tree import Tree, TreeLayer
 from ktconv.source import Checkpoint, MoELayer, TensorRef
 from ktconv.source.activations import of_records
 from ktconv.source.config import CONFIG_NAME
-from ktconv.source.mapped import recorded_map
+from ktconv.source.mapped import Mapped
 from ktconv.source.model_source import ModelSource
 from ktconv.source.reading.buffers import Buffers, BufferSizes
 from ktconv.source.reading.reader import SourceReader
@@ -194,7 +194,7 @@ def plan_alone(
         side_directory=directory,
         tower=tower,
         adapters=(manifest and manifest.adapters) or (),
-        mapped=recorded_map(manifest.naming) if manifest else None,
+        mapped=Mapped(manifest.naming, {}, {}) if manifest and manifest.naming else None,
         pruning=manifest.pruning if manifest else None,
     )
     check_side_files(manifest, directory)

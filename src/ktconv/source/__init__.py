@@ -38,8 +38,6 @@ from ktconv.source.mapped import Mapped, check_encodings, split_mapped
 from ktconv.source.mapped import notes_of as notes_of_map
 from ktconv.source.model_source import ModelSource as ModelSource
 from ktconv.source.naming_map import NamingMap
-from ktconv.source.naming_map import map_of_record as map_of_record
-from ktconv.source.naming_map import read_map as read_map
 from ktconv.source.safetensors_file import Header, read_header
 from ktconv.source.settings import ModelSettings
 from ktconv.source.shards import (
@@ -102,7 +100,8 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
         read = ModelSettings(config, file.content if chosen else None)
         settings = interpret_config(config, file.described)
         packing = None
-        if side_directory and any(rest.endswith("qweight") for rest in _first_names(split)):
+        some = split.stacks[0].tensors if split.stacks else ()
+        if side_directory and any(rest.endswith("qweight") for rest in some):
             settings, packing = with_quantize_config(settings, file, side_directory, config)
         if not split.stacks:
             raise no_experts(split.others, settings)
@@ -152,11 +151,6 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
     for view in source.views():
         opened = view(opened)
     return opened
-
-
-def _first_names(split: Split) -> Iterable[str]:
-    """The last parts of the names of a layer's stacked tensors."""
-    return split.stacks[0].tensors if split.stacks else ()
 
 
 def _of_metadata(text: str, header: Header) -> str:

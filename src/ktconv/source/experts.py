@@ -19,7 +19,7 @@ from ktconv.source.encodings import Candidate, candidates, stored_matrix
 from ktconv.source.encodings.base import BIAS, Encoding, Parts
 from ktconv.source.encodings.refusals import check_described, check_rotation
 from ktconv.source.encodings.shapes import biases
-from ktconv.source.fused import first_output, fused_experts, is_stacked_name, order_of
+from ktconv.source.fused import first_output, fused_experts, is_stacked_name, order_of, twice
 from ktconv.source.naming_map import Order
 from ktconv.source.stacks import MAP_HINT, Stack
 from ktconv.source.types import BlockGrid, ExpertMatrix, MoELayer, TensorRef
@@ -107,7 +107,7 @@ def _numbered(stack: Stack, index: int, counts: Counts) -> _Contents:
         tensors = list(expert["up"].values())
         words.add(word := _gate_up_word(keys[tensors[0].name]))
         for stray in (one for one in tensors if f".{word}." not in keys[one.name]):
-            raise _twice(tensors[0], stray)
+            raise twice(tensors[0], stray)
     first = next(iter(joined.values()))["up"]
     order = order_of(stack, words.pop(), first, config)
     together = {what: _half_views(inner, hidden, order, what) for what in PROJECTIONS[:2]}
@@ -153,7 +153,7 @@ def _group_by_expert(stack: Stack) -> _Found:
                 expert[which] = {part: tensor}
                 continue
             if part in parts:
-                raise _twice(parts[part], tensor)
+                raise twice(parts[part], tensor)
             parts[part] = tensor
             continue
         name, _, part = tail.partition(".")
@@ -189,18 +189,11 @@ def _group_by_expert(stack: Stack) -> _Found:
             and name not in projections
             and expert.setdefault("gate", parts) is not parts
         ):
-            raise _twice(next(iter(expert["gate"].values())), tensor)
+            raise twice(next(iter(expert["gate"].values())), tensor)
         if part in parts:
-            raise _twice(parts[part], tensor)
+            raise twice(parts[part], tensor)
         parts[part] = tensor
     return found
-
-
-def _twice(one: TensorRef, other: TensorRef) -> CheckpointError:
-    return CheckpointError(
-        f"{one.name} and {other.name} are the same weight under two names",
-        "Remove one of them from the checkpoint.",
-    )
 
 
 def _check_complete(stack: Stack, found: _Found, index: int, counts: Counts) -> None:

@@ -151,10 +151,7 @@ def _found_parts(
         part = _part_name(match[2], match[3])
         owner = found.setdefault(match[1], {})
         if part in owner:
-            raise CheckpointError(
-                f"{owner[part].name} and {tensor.name} are the same weight under two names",
-                "Remove one of them from the checkpoint.",
-            )
+            raise twice(owner[part], tensor)
         owner[part] = tensor
 
     def fits(way: Mapping[Projection, str]) -> tuple[int, bool]:
@@ -179,6 +176,14 @@ def _found_parts(
         )
     rows = {name: _rows_of_bytes(found[name]) for name in way.values()}
     return way, {what: rows[name] for what, name in way.items()}
+
+
+def twice(one: TensorRef, other: TensorRef) -> CheckpointError:
+    """The error for two tensors of the same weight."""
+    return CheckpointError(
+        f"{one.name} and {other.name} are the same weight under two names",
+        "Remove one of them from the checkpoint.",
+    )
 
 
 def is_stacked_name(rest: str) -> bool:

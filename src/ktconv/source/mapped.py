@@ -92,11 +92,6 @@ def _common(texts: Iterable[str]) -> str:
     return first[:same]
 
 
-def recorded_map(naming: NamingMap | None) -> Mapped | None:
-    """A map whose checkpoint is not there."""
-    return None if naming is None else Mapped(naming, {}, {})
-
-
 class _Match(Struct, frozen=True):
     table: ExpertNames
     key: str

@@ -9,7 +9,6 @@ from typing import Any
 
 from ktconv.families import table
 from ktconv.families.activations import expert_activation, post_norm_epsilon, shared_activation
-from ktconv.families.config import USUAL_TOP_K as USUAL_TOP_K
 from ktconv.families.config import Config, top_k_of
 from ktconv.families.family import ExpertActivation, Family, RouterSpec
 from ktconv.families.routers import FoundRouter, find_router, router_of

@@ -12,9 +12,6 @@ from torch import Tensor
 from ktconv.errors import CheckpointError
 from ktconv.families.family import Projection
 from ktconv.source.adapter import files
-from ktconv.source.adapter.files import CONFIG as CONFIG
-from ktconv.source.adapter.files import FUSED as FUSED
-from ktconv.source.adapter.files import WEIGHTS as WEIGHTS
 from ktconv.source.adapter.names import SIDES
 from ktconv.source.adapter.parameters import ExpertParameter
 from ktconv.source.types import TensorRef

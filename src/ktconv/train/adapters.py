@@ -22,11 +22,12 @@ from ktconv.model.adapters import layer_names
 from ktconv.model.fitting import settings_of
 from ktconv.model.module import PackedExperts
 from ktconv.model.sites import Site, find_experts
+from ktconv.source.adapter.beside import CONFIG, WEIGHTS
 from ktconv.source.adapter.names import SIDES, LayerNames
 from ktconv.source.adapter.parameters import Layout
 from ktconv.system.files import make_directory, write_described
 from ktconv.train import peft_part
-from ktconv.train.adapter_files import CONFIG, WEIGHTS, Adapter, Matrices, Pair, stacked
+from ktconv.train.adapter_files import Adapter, Matrices, Pair, stacked
 from ktconv.train.lora import LoRAExperts
 from ktconv.writer.shards import Tensor as Planned
 from ktconv.writer.shards import plan_shard

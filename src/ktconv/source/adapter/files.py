@@ -14,9 +14,7 @@ import numpy as np
 from ktconv.errors import CheckpointError
 from ktconv.families.family import Projection
 from ktconv.formats.decode import bf16_to_f32
-from ktconv.source.adapter.beside import CONFIG as CONFIG
-from ktconv.source.adapter.beside import FUSED as FUSED
-from ktconv.source.adapter.beside import WEIGHTS as WEIGHTS
+from ktconv.source.adapter.beside import CONFIG, FUSED, WEIGHTS
 from ktconv.source.adapter.config import DAMAGED, SAVED_TO, AdapterConfig
 from ktconv.source.adapter.names import (
     EMBEDDING_ENDS,
