@@ -15,6 +15,7 @@ from ktconv.cli.process import INTERRUPTED, open_streams, quit_on_signals
 _OBJECTS = 50_000  # between two searches for cycles; imports make some 100 000 that stay
 _PLENTY = 4 << 30  # bytes of address space with which all imports succeed
 _OTHER_IMPORTS = 96 << 20  # bytes of it, generously
+_SECONDS = 20  # of CPU, of which NumPy's import takes a fraction of one
 _NO_ROOM = ("failed to map segment", "cannot allocate memory")  # of the dynamic linker
 
 
@@ -57,7 +58,8 @@ def main() -> None:
 
 def _numpy_fits() -> bool:
     """Whether NumPy can be imported: OpenBLAS, which comes with it, ends a process with exit code 1
-    where it gets no memory. Tried in a process of its own, where the address space is limited."""
+    where it gets no memory, or asks for it for ever. Tried in a process of its own, where the
+    address space is limited."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY or limit >= _PLENTY:
         return True
@@ -65,6 +67,7 @@ def _numpy_fits() -> bool:
     if child == 0:
         code = 1
         try:
+            resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, 1)
             os.dup2(nowhere, 2)
