@@ -1,5 +1,5 @@
 # make demo    set up, convert the example checkpoint, prove the result
-# make test    set up, run all tests (in two processes; plain `pytest` uses one)
+# make test    set up, run all tests (in three processes, some of which wait; plain `pytest` uses one)
 # make check   set up without torch, lint, run the fast tests: under a minute
 # make test-fast  the fast tests alone
 # make asan    the C library alone, with AddressSanitizer and UndefinedBehaviorSanitizer
@@ -36,7 +36,7 @@ demo: $(VENV)/.core
 	$(BIN)/ktconv verify build/demo --source docs/example/tiny-moe
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=30
+	$(BIN)/python -m pytest -n 3 --dist worksteal --durations=30
 
 # Every room has some; none is about PyTorch or waits for processes that are killed.
 FAST := $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not torch"

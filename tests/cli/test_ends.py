@@ -500,7 +500,7 @@ def test_too_little_memory(
 @pytest.mark.parametrize("kilobytes", [30_000, 60_000, 100_000, 130_000, 150_000, 180_000, 220_000])
 def test_too_little_address_space_to_start(kilobytes: int, model: Path, tmp_path: Path) -> None:
     """OpenBLAS ends a process by itself then, with exit code 1: a check failed. Or, with the newest
-    NumPy for Python 3.10, it asks for memory for ever."""
+    NumPy for Python 3.10, it never stops asking for memory."""
     words = [sys.executable, "-m", "ktconv", "quantize-cpu", str(model), str(tmp_path / "out")]
     limit = kilobytes * 1024
     done = subprocess.run(

@@ -58,7 +58,7 @@ def main() -> None:
 
 def _numpy_fits() -> bool:
     """Whether NumPy can be imported: OpenBLAS, which comes with it, ends a process with exit code 1
-    where it gets no memory, or asks for it for ever. Tried in a process of its own, where the
+    where it gets no memory, or never stops asking. Tried in a process of its own, where the
     address space is limited."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY or limit >= _PLENTY:
