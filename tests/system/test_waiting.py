@@ -61,6 +61,20 @@ def test_answers_and_errors_come_through() -> None:
             pool.submit(waiting.answer, fails, "a server").result()
 
 
+def test_listeners_may_end_in_another_order_than_they_began() -> None:
+    heard: list[tuple[str, Wait]] = []
+    first = waiting.told_to(lambda found: heard.append(("first", found)))
+    second = waiting.told_to(lambda found: heard.append(("second", found)))
+    wait = Wait("a server", "answer", 1.0)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    waiting.tell(wait)
+    second.__exit__(None, None, None)
+    waiting.tell(wait)
+    assert heard == [("second", wait)]
+
+
 def test_the_same_wait_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])

@@ -44,32 +44,35 @@ Listener = Callable[[Wait], None]
 
 
 class _Shown:
-    """The listener that shows waits, and what it has shown."""
+    """Listeners, of which the last shows waits, and what it has shown."""
 
     lock = threading.Lock()
-    listener: Listener | None = None
+    listeners: ClassVar[list[Listener]] = []
     until: ClassVar[dict[str, float]] = {}  # by subject: when it may be said again
 
 
 @contextmanager
 def told_to(listener: Listener) -> Iterator[None]:
-    """Report the waits of this process to `listener`, which any thread may call."""
-    before, _Shown.listener = _Shown.listener, listener
+    """Report the waits of this process to `listener`, which any thread may call. Calls of several
+    threads may end in another order than they began."""
+    with _Shown.lock:
+        _Shown.listeners.append(listener)
     try:
         yield
     finally:
-        _Shown.listener = before
-        _Shown.until.clear()
+        with _Shown.lock:
+            _Shown.listeners.remove(listener)
+            _Shown.until.clear()
 
 
 def tell(found: Wait) -> None:
     """Tell of a wait that begins, unless the same is waited for already."""
     with _Shown.lock:
         now = time.monotonic()
-        if _Shown.listener is None or now < _Shown.until.get(found.subject, 0.0):
+        if not _Shown.listeners or now < _Shown.until.get(found.subject, 0.0):
             return
         _Shown.until[found.subject] = now + (found.seconds or AGAIN_SECONDS)
-        _Shown.listener(found)
+        _Shown.listeners[-1](found)
 
 
 # ---- interrupts ------------------------------------------------------------------------
