@@ -27,8 +27,8 @@ def cpu_of(code: int, stdout: str, stderr: str) -> dict[str, Any]:
 
 @cache
 def cpu(commands: Commands, **changes: str) -> dict[str, Any]:
-    """As a process finds it that begins with changed environment variables: the library reads them
-    when it is first asked for a level."""
+    """Features of the CPU, as a process with changed environment variables reports them: the
+    library reads these when it is first asked for a level."""
     done = commands.run(["doctor", "--json"], variables=changes)
     return cpu_of(done.returncode, done.stdout, done.stderr)
 

@@ -221,7 +221,7 @@ def test_rank_stabilized_lora_beside_experts(tmp_path: Path) -> None:
 
 
 def rank_of_two(rank: int, port: str, kind: str, out: Path) -> None:
-    """What one of two processes does: trains, and saves the best model and its own answers."""
+    """Train as one of two processes, and save the best model and the process's own answers."""
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ |= {key: str(value) for key, value in places.items()}
     os.environ["MASTER_ADDR"] = "127.0.0.1"
