@@ -3,9 +3,9 @@
     python benchmarks/between_calls.py OUTPUT --source MODEL
 
 Decoder layers on kernels that follow one another take one call a token. Printed are medians over
-tokens: time in these calls; Python of the layers, which is the rest of the time from the beginning
-of the first to the end of the last, and that of each behind the second, when code is in the caches
-again; and what a token takes outside of the layers.
+tokens: time in these calls; Python of the layers, which is the rest of the time from the end of the
+rotary embedding, behind which the model goes over its layers, to the beginning of the norm behind
+them; and what a token takes outside of the layers.
 """
 
 from __future__ import annotations
@@ -57,16 +57,15 @@ def main() -> None:
     opened = OpenedModel(given.output, ModelSource(given.source))
     with opened.loaded(print) as one:
         dense.lib = watched = Watched(dense.lib)
-        layers = one.model.get_decoder().layers
-        began, second, ended = list[int](), list[int](), list[int]()
+        decoder = one.model.get_decoder()
+        began, ended = list[int](), list[int]()
 
         def begin(*_: Any) -> None:
-            began.append(perf_counter_ns())
             watched.spent.append([])
+            began.append(perf_counter_ns())
 
-        layers[0].register_forward_pre_hook(begin)
-        layers[1].register_forward_hook(lambda *_: second.append(perf_counter_ns()))
-        layers[-1].register_forward_hook(lambda *_: ended.append(perf_counter_ns()))
+        decoder.rotary_emb.register_forward_hook(begin)
+        decoder.norm.register_forward_pre_hook(lambda *_: ended.append(perf_counter_ns()))
         ids = [1 + number % 1000 for number in range(given.prompt)]
         _, timing = generate(
             one.model, ids, given.tokens, Sampling(), frozenset(), lambda _: True, one.step_threads
@@ -76,11 +75,10 @@ def main() -> None:
     spent = watched.spent[-count:]
     python = [span - sum(calls) for span, calls in zip(spans, spent, strict=True)]
     outside = [1e9 * step - span for step, span in zip(timing.steps_s, spans, strict=True)]
-    print(f"{len(layers)} layers, {count} tokens after {given.prompt}, calls: {len(spent[-1])}")
+    layers = len(decoder.layers)
+    print(f"{layers} layers, {count} tokens after {given.prompt}, calls: {len(spent[-1])}")
     print(f"us in the calls of a token: {median(map(sum, spent)) / 1e3:.0f}")
-    print(f"us of Python a layer: {median(python) / 1e3 / len(layers):.1f}")
-    behind = [end - one for one, end in zip(second, ended, strict=True)][-count:]
-    print(f"us of each behind the second: {median(behind) / 1e3 / (len(layers) - 2):.1f}")
+    print(f"us of Python a layer: {median(python) / 1e3 / layers:.1f}")
     print(f"us of a token outside the layers: {median(outside) / 1e3:.0f}")
 
 

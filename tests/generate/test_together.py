@@ -1,5 +1,5 @@
 """Decoder layers that one call computes for a token: the bits of their parts, whatever lies between
-the layers, and how many calls that takes."""
+the layers, how many calls that takes, and how many layers the model calls for it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.family_list import SAVED
+from helpers.family_models import build
 from helpers.paths import EXAMPLE
 
 from ktconv import native
@@ -30,16 +32,38 @@ def made(directory: Path, **settings: Any) -> Iterator[Any]:
     """The example with random weights and more layers, its experts on the kernels."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from ktconv.model import replace_experts
-
     config = json.loads((EXAMPLE / "config.json").read_text())
     config |= {"num_hidden_layers": LAYERS, "layer_types": None, **settings}
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**config)).bfloat16().eval()
+    with on_experts(model, directory):
+        yield model
+
+
+@contextmanager
+def on_experts(model: Any, directory: Path) -> Iterator[None]:
+    from ktconv.model import replace_experts
+
     model.save_pretrained(directory)
     with replace_experts(model, directory, threads=2) as replaced:
         model.test_pool = replaced.pool
-        yield model
+        yield
+
+
+@contextmanager
+def counted(layers: Any) -> Iterator[list[Any]]:
+    """Modules among `layers`, as they are called."""
+    found = list[Any]()
+    kind = type(layers[0])
+    own = kind.__call__
+
+    def call(self: Any, *given: Any, **named: Any) -> Any:
+        found.append(self)
+        return own(self, *given, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "__call__", call)
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -50,38 +74,57 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 class Ran:
     """Outputs of a model on the kernels, token by token behind a prompt: logits [TOKENS, V], what
-    each layer gives, and the number of calls for each token. `whole`: with memory for
-    keys, which whole layers need. `change` is called with the cache before the tokens."""
+    each layer gives, and the numbers of calls and of layers that were called for each token.
+    `whole`: with memory for keys, which whole layers need. `change` is called with the cache
+    before the token `at`. `heard`: hooks of layers note what those give."""
 
-    def __init__(self, model: Any, whole: bool, change: Change | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        whole: bool,
+        change: Change | None = None,
+        *,
+        at: int = 0,
+        heard: bool = True,
+        **named: Any,
+    ) -> None:
         from ktconv.generate.outside import on_kernels
         from ktconv.generate.outside.cache import with_room
 
         told: list[float] = []
         self.calls: list[int] = []
+        self.visits: list[int] = []
         self.hidden: list[Any] = []
         logits, states = [], list[Any]()
+        layers = model.get_decoder().layers
         generator = torch.Generator().manual_seed(5)
         vocabulary = model.get_input_embeddings().weight.shape[0]
-        ids = torch.randint(vocabulary, (1, PROMPT + TOKENS), generator=generator)
+        ids = torch.randint(vocabulary - 1, (1, PROMPT + TOKENS), generator=generator)
         with ExitStack() as stack:
-            for layer in model.model.layers:
+            for layer in layers if heard else ():
                 handle = layer.register_forward_hook(lambda _, given, y: states.append(y.clone()))
                 stack.callback(handle.remove)
             stack.enter_context(on_kernels(model, model.test_pool, told.append))
             stack.enter_context(torch.inference_mode())
+            visited = stack.enter_context(counted(layers))
             self.cache = model(input_ids=ids[:, :PROMPT], use_cache=True).past_key_values
             if whole:
                 with_room(self.cache, PROMPT + 2)
-            if change is not None:
-                change(self.cache)
-            for at in range(PROMPT, PROMPT + TOKENS):
+            for token in range(TOKENS):
+                if change is not None and token == at:
+                    change(self.cache)
                 before = len(told)
                 states.clear()
-                given = {"past_key_values": self.cache, "use_cache": True}
-                logits.append(model(input_ids=ids[:, at : at + 1], **given).logits[0, -1])
+                visited.clear()
+                given = {"past_key_values": self.cache, "use_cache": True, **named}
+                out = model(input_ids=ids[:, PROMPT + token :][:, :1], **given)
+                logits.append(out.logits[0, -1])
                 self.calls.append(len(told) - before)
-                self.hidden.append(torch.stack(states))
+                self.visits.append(len(visited))
+                if heard:
+                    self.hidden.append(torch.stack(states))
+                elif out.hidden_states is not None:
+                    self.hidden.append(torch.stack(out.hidden_states))
         self.logits = torch.stack(logits)
 
     def __eq__(self, other: object) -> bool:
@@ -89,7 +132,8 @@ class Ran:
         kept = zip(self.cache.layers, other.cache.layers, strict=True)
         return (
             torch.equal(self.logits, other.logits)
-            and torch.equal(torch.stack(self.hidden), torch.stack(other.hidden))
+            and len(self.hidden) == len(other.hidden)
+            and all(torch.equal(*both) for both in zip(self.hidden, other.hidden, strict=True))
             and all(torch.equal(a.keys, b.keys) for a, b in kept)
             and self.cache.get_seq_length() == PROMPT + TOKENS
         )
@@ -100,12 +144,101 @@ def test_a_token_takes_one_call(model: Any) -> None:
     whole, parts = Ran(model, True), Ran(model, False)
     assert whole == parts
     assert whole.calls == [1] * TOKENS and parts.calls == [0] * TOKENS
+    assert whole.visits == [LAYERS] * TOKENS
+
+
+def test_layers_are_called_once_with_the_memory_of_a_cache(model: Any) -> None:
+    """From the second token on the first answers for all; the third needs more memory."""
+    whole, parts = Ran(model, True, heard=False), Ran(model, False, heard=False)
+    assert whole == parts
+    assert whole.calls == [1] * TOKENS and whole.visits == [LAYERS, 1, LAYERS, 1]
+    assert parts.visits == [LAYERS] * TOKENS
+
+
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "mellum", "qwen3_vl_moe, resaved"])
+def test_loops_of_families_go_over_layers_alike(name: str, tmp_path: Path) -> None:
+    model = build(SAVED[name]).bfloat16().eval()
+    with on_experts(model, tmp_path):
+        whole = Ran(model, True, heard=False)
+        assert whole == Ran(model, False, heard=False)
+    assert whole.calls == [1] * TOKENS and whole.visits == [2, 1, 2, 1]
+
+
+def test_the_models_list_is_what_it_was(model: Any) -> None:
+    """Its layers, names and slices while kernels compute them, and itself afterwards."""
+    from ktconv.generate.outside import on_kernels
+
+    decoder = model.model
+    before, names, layers = decoder.layers, list(model.state_dict()), [*decoder.layers]
+    with on_kernels(model, model.test_pool):
+        inside = decoder.layers
+        assert inside is not before and [*inside] == layers and len(inside) == LAYERS
+        assert [*inside[:2]] == layers[:2] and inside[-1] is layers[-1]
+        assert [*inside[:LAYERS]] == layers and inside.training == before.training
+        assert list(model.state_dict()) == names
+    assert decoder.layers is before
+
+
+def test_hidden_states_of_all_layers(tmp_path: Path) -> None:
+    """Transformers notes what layers get by hooks of its own, which stay in a model."""
+    with made(tmp_path) as model:
+        heard = Ran(model, True)
+        noted = Ran(model, True, heard=False, output_hidden_states=True)
+    assert torch.equal(noted.logits, heard.logits) and noted.visits == [LAYERS] * TOKENS
+    for theirs, ours in zip(noted.hidden, heard.hidden, strict=True):
+        assert len(theirs) == LAYERS + 1 and torch.equal(theirs[1:LAYERS], ours[: LAYERS - 1])
+
+
+def other_kind(cache: Any, number: int) -> None:
+    """A layer of transformers' in place of one that grows in place."""
+    from transformers.cache_utils import DynamicLayer
+
+    other, one = DynamicLayer(), cache.layers[number]
+    other.update(one.keys.clone(), one.values.clone())
+    cache.layers[number] = other
+
+
+@pytest.mark.parametrize(
+    "kind", ["hook before", "hook behind", "forward", "LoRA", "memory", "cache"]
+)
+def test_a_change_between_tokens_is_met(model: Any, kind: str) -> None:
+    """Changes of a layer that is not called any more; of its keys, which lie elsewhere then."""
+    layer = model.model.layers[3]
+    experts = layer.mlp.experts
+
+    def change(cache: Any) -> None:
+        if kind == "hook before":
+            stack.callback(layer.register_forward_pre_hook(larger).remove)
+        elif kind == "hook behind":
+            stack.callback(layer.register_forward_hook(lambda _, x, y: 1.5 * y).remove)
+        elif kind == "forward":
+            own = layer.forward  # the kernels', which take it away when they end
+            layer.forward = lambda *x, **named: 1.5 * own(*x, **named)
+        elif kind == "LoRA":
+            experts.lora = lambda x, ids, weights: 0.5 * x
+            stack.callback(setattr, experts, "lora", None)
+        else:
+            cache.layers[3].keys.mul_(1.5)
+            if kind == "cache":
+                other_kind(cache, 3)
+            elif whole:
+                cache.layers[3].reserve(PROMPT + 2)
+
+    found = []
+    for whole in (True, False):
+        with ExitStack() as stack:
+            found.append(Ran(model, whole, change, at=1, heard=False))
+    assert found[0] == found[1]
+    assert found[0].visits[:2] == [LAYERS] * 2
 
 
 def test_a_dense_layer_parts_them(tmp_path: Path) -> None:
     with made(tmp_path, mlp_only_layers=[2]) as model:
         whole = Ran(model, True)
         assert whole == Ran(model, False) and whole.calls == [2] * TOKENS
+        short = Ran(model, True, heard=False)
+        assert short == Ran(model, False, heard=False) and short.calls == [2] * TOKENS
+        assert short.visits == [LAYERS, LAYERS - 1, LAYERS, LAYERS - 1]
 
 
 def test_a_model_that_asks_for_router_logits(tmp_path: Path) -> None:
@@ -117,14 +250,7 @@ def test_a_model_that_asks_for_router_logits(tmp_path: Path) -> None:
 
 
 def test_a_cache_of_another_kind_parts_them(model: Any) -> None:
-    from transformers.cache_utils import DynamicLayer
-
-    def change(cache: Any) -> None:
-        other = DynamicLayer()
-        other.update(*(one.clone() for one in (cache.layers[2].keys, cache.layers[2].values)))
-        cache.layers[2] = other
-
-    whole = Ran(model, True, change)
+    whole = Ran(model, True, lambda cache: other_kind(cache, 2))
     assert whole == Ran(model, False) and whole.calls == [2] * TOKENS
 
 

@@ -19,7 +19,7 @@ from ktconv.generate.outside.attention import Attending
 from ktconv.generate.outside.cache import GrowingLayer, growing
 from ktconv.generate.outside.linears import is_bf16, replaced_forward
 from ktconv.generate.outside.routers import KnownRouter
-from ktconv.generate.outside.together import Member, Together
+from ktconv.generate.outside.together import Member, Together, Visited
 from ktconv.generate.outside.trial import answer_of
 from ktconv.model.module import PackedExperts
 from ktconv.runtime import workspace
@@ -52,7 +52,7 @@ def layers_on(model: Any, pool: Pool, known: Known, watch: Watch | None) -> Iter
                 stack.enter_context(replaced_forward(module, made))
                 found.append(made)
         for run in _runs(found):
-            _join(run, pool, watch)
+            stack.enter_context(_joined(model, run, pool, watch))
         yield len(found)
 
 
@@ -69,11 +69,21 @@ def _runs(found: Sequence[_Forward]) -> list[list[_Forward]]:
     return runs
 
 
-def _join(run: Sequence[_Forward], pool: Pool, watch: Watch | None) -> None:
+@contextmanager
+def _joined(model: Any, run: Sequence[_Forward], pool: Pool, watch: Watch | None) -> Iterator[None]:
+    """Layers of a run know one another, and so does the list of the model that ends with them."""
     members = [one.member for one in run if one.member is not None]
     together = Together(members, pool, watch)
     for place, one in enumerate(run):
         one.place = together, place
+    last = [one.module for one in members]
+    with ExitStack() as stack:
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is nn.ModuleList and [*child][-len(last) :] == last:
+                    setattr(parent, name, Visited(child, together))
+                    stack.callback(setattr, parent, name, child)
+        yield
 
 
 _CHILDREN = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -95,7 +105,7 @@ def _layer_of(module: Any, pool: Pool, known: Known) -> _Forward | None:
         return None
     routed = _routed_of(module.mlp, pool, known)
     if routed is not None:
-        forward.member = Member(number, block, routed, module.mlp.experts)
+        forward.member = Member(module, forward, number, block, routed, module.mlp.experts)
     return forward
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from msgspec import Struct
-from torch import Tensor
+from torch import Tensor, nn
 
 from ktconv import native
 from ktconv.generate.outside.cache import GrowingLayer, growing
@@ -18,12 +18,56 @@ from ktconv.system.pool import Pool
 
 
 class Member(Struct, frozen=True):
-    """A decoder layer of these: its number in caches, its kernels and the module of its experts."""
+    """A decoder layer of these: its module and what that has as its forward, its number in caches,
+    its kernels and the module of its experts."""
 
+    module: Any
+    forward: Any
     number: int
     attention: native.AttentionLayer
     routed: native.RoutedLayer
     experts: PackedExperts
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether a call of the module is one of these kernels, and nothing more."""
+        one = self.module
+        hooks = one._forward_pre_hooks or one._forward_hooks
+        return not hooks and one.forward is self.forward and not self.experts.is_adapted
+
+
+class Visit(Struct):
+    """A pass over layers; `ended` when those still to come need no call."""
+
+    ended: bool = False
+
+
+class Visited(nn.ModuleList):
+    """A model's layers, of which `together` has the last: a pass over them ends early where a layer
+    has answered for all behind it."""
+
+    def __init__(self, layers: nn.ModuleList, together: Together) -> None:
+        super().__init__(layers)
+        self.training, self._together = layers.training, together
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        together = self._together
+        visit = together.visit = Visit()
+        try:
+            for layer in self._modules.values():
+                assert layer is not None
+                yield layer
+                if visit.ended:
+                    return
+        finally:
+            if together.visit is visit:
+                together.visit = None
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, slice):
+            return super().__getitem__(index)
+        whole = index.indices(len(self)) == (0, len(self), 1)
+        return self if whole else nn.ModuleList(list(self._modules.values())[index])
 
 
 class _Run(Struct, frozen=True):
@@ -41,18 +85,28 @@ class _Run(Struct, frozen=True):
         same = place == self.first and cache is self.cache and kept.memory is self.memory[0]
         return same and kept.count < self.room
 
+    def is_kept(self, place: int, number: int, cache: Any, tokens: int) -> bool:
+        """Whether a cache has these `tokens` of a layer in the same memory."""
+        index = place - self.first
+        kept = self.kept[index]
+        same = cache is self.cache and cache.layers[number] is kept
+        return same and kept.memory is self.memory[index] and kept.count == tokens
+
 
 class Together:
     """Layers by their places, from 0 on. The one that gets a token first computes it in those
     behind it as well, assuming that each gets the output of the one before, and the same rotation
-    and cache. One that is called otherwise computes itself, and is not computed ahead again. One
-    thread at a time."""
+    and cache. One that is called otherwise computes itself, and is not computed ahead again. Once
+    all have been called so with a cache, a pass over them, with it, calls the first alone, which
+    then gives the output of the last. One thread at a time."""
 
     def __init__(self, members: Sequence[Member], pool: Pool, watch: Any) -> None:
         self._members, self._pool, self._watch = members, pool, watch
         self._kernels = native.DecoderLayers([(one.attention, one.routed) for one in members])
         self._apart = set[int]()  # places that are not computed ahead
         self._run: _Run | None = None
+        self._seen: _Run | None = None  # one whose layers were all called as was assumed
+        self.visit: Visit | None = None  # that goes on
         self._scratch_size = 0  # for it
         self._next = 0  # the place whose output is there and not handed over; 0: none
         self._tokens = 0  # that were there before
@@ -72,14 +126,8 @@ class Together:
         self._next = 0
         if place != ahead or not ahead or run is None:
             return None
-        kept, member = run.kept[place - run.first], self._members[place]
-        if (
-            cache is not run.cache
-            or cache.layers[member.number] is not kept
-            or kept.memory is not run.memory[place - run.first]
-            or kept.count != self._tokens
-            or member.experts.is_adapted
-        ):
+        member = self._members[place]
+        if member.experts.is_adapted or not run.is_kept(place, member.number, cache, self._tokens):
             self._run = None
             return None
         if (
@@ -106,24 +154,44 @@ class Together:
         run = self._run
         if run is None or not run.goes_on(place, cache, kept):
             run = self._run = self._planned(place, kept, cache)
-        count, row = len(run.kept), self._row
-        rows = x.new_empty((count, *x.shape))
-        self._outputs, self._at = rows.unbind(0), rows.data_ptr()
-        tokens, cosine, sine = kept.count, rotation[0].data_ptr(), rotation[1].data_ptr()
+        visit, tokens = self.visit, kept.count
+        if visit is not None and run is self._seen and self._skips(run, tokens):
+            y = self._compute(run, x, tokens, rotation)[-1]
+            for one in run.kept:
+                one.count = tokens + 1
+            visit.ended, self.visit = True, None
+            return y
+        self._outputs = self._compute(run, x, tokens, rotation).unbind(0)
+        size = len(run.kept) * self._row
+        copies = native.bytes_at(self._places[place], size)
+        copies[:] = native.bytes_at(self._at, size)
+        self._tokens, self._rotation = tokens, rotation
+        return self._hand(run, place)
+
+    def _skips(self, run: _Run, tokens: int) -> bool:
+        """Whether nothing is needed of the layers of a run but the last one's output."""
+        return all(
+            member.is_bare and run.is_kept(place, member.number, run.cache, tokens)
+            for place, member in enumerate(self._members[run.first :], run.first)
+        )
+
+    def _compute(
+        self, run: _Run, x: Tensor, tokens: int, rotation: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Outputs [layers, 1, 1, hidden] of a run."""
+        rows = x.new_empty((len(run.kept), *x.shape))
+        self._at, cosine, sine = rows.data_ptr(), rotation[0].data_ptr(), rotation[1].data_ptr()
         given = x.data_ptr(), cosine, sine
         sizes = tokens, run.room, *self._places[-2:]
         steps = [native.decoder_step(*given, *one, *sizes) for one in run.places]
         memory = workspace.take(self._pool, self._scratch_size)
         try:
-            seconds = self._kernels.run(self._pool, place, steps, self._at, memory)
+            seconds = self._kernels.run(self._pool, run.first, steps, self._at, memory)
         finally:
             workspace.give(self._pool, memory)
         if self._watch is not None:
             self._watch(seconds)
-        copies = native.bytes_at(self._places[place], count * row)
-        copies[:] = native.bytes_at(self._at, count * row)
-        self._tokens, self._rotation = tokens, rotation
-        return self._hand(run, place)
+        return rows
 
     def _is_output(self, x: Tensor, place: int, first: int) -> bool:
         """Whether x is what a layer gave, as it was then."""
@@ -138,6 +206,8 @@ class Together:
         index = place - run.first
         run.kept[index].count += 1
         self._next = place + 1 if index + 1 < len(run.kept) else 0
+        if place + 1 == len(self._members):
+            self._seen = run
         return self._outputs[index]
 
     def _planned(self, place: int, first: GrowingLayer, cache: Any) -> _Run:
