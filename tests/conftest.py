@@ -114,20 +114,17 @@ def missing(error: BaseException | None) -> str | None:
     return None
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_make_collect_report(collector: pytest.Collector) -> pytest.CollectReport | None:
-    if not isinstance(collector, pytest.Module):
-        return None
-    try:
-        collector.obj  # noqa: B018  (imports the file)
-    except collector.CollectError as error:
-        name = missing(error)
-        if name is not None:
-            why = str(collector.path), 0, f"Skipped: {name} is not installed"
-            return pytest.CollectReport(collector.nodeid, "skipped", why, [])
-    except BaseException:
-        pass  # told by the collection itself
-    return None
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    call: pytest.CallInfo[Any] | None = vars(report).get("call")  # pytest's, of a file that fails
+    name = missing(call.excinfo.value) if report.failed and call and call.excinfo else None
+    if name is not None:
+        skipped = str(collector.path), 0, f"Skipped: {name} is not installed"
+        return pytest.CollectReport(report.nodeid, "skipped", skipped, [])
+    return report
 
 
 @pytest.hookimpl(wrapper=True)

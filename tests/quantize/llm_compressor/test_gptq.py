@@ -33,18 +33,19 @@ from ktconv.quantize.llm_compressor.gptq.coverage import Counter
 from ktconv.quantize.llm_compressor.run import prepare, quantize_gpu
 from ktconv.targets.encoded.target import Calibration, Options
 
-pytestmark = [pytest.mark.slow, pytest.mark.torch]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.torch,
+    # Not imported: ktconv quiets it before.
+    pytest.mark.skipif(find_spec("llmcompressor") is None, reason="llmcompressor is not installed"),
+    pytest.mark.skipif(not MODELS.is_dir(), reason="the trained models are not here"),
+]
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 PARTS = ("weight_packed", "weight_scale", "weight_shape")
 LONG = 512  # tokens of a sample where quality counts: few samples, as each passes every expert
 EXPERTS = 6  # of 16 in models that are cut; a token has 4
 EVALUATED = 5  # windows of 512 tokens from the start of a model's text; calibration has the rest
-
-if find_spec("llmcompressor") is None:  # not imported: ktconv quiets it before
-    pytest.skip("llmcompressor is not installed", allow_module_level=True)
-if not MODELS.is_dir():
-    pytest.skip("the trained models are not here", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
