@@ -36,18 +36,18 @@ def model() -> Iterator[Any]:
 def steps(model: Any, prompt: int, count: int, room: int | None) -> Any:
     """Logits [count, V] of random tokens after a random prompt; `room`: for how many tokens there
     is memory, None: a cache of transformers."""
-    from ktconv.generate.outside.cache import with_room
+    from ktconv.generate.outside.cache import CACHE, with_room
 
     generator = torch.Generator().manual_seed(5)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocabulary, (1, prompt + count), generator=generator)
     found = []
     with torch.inference_mode():
-        cache = model(input_ids=ids[:, :prompt], use_cache=True).past_key_values
+        cache = getattr(model(input_ids=ids[:, :prompt], use_cache=True), CACHE)
         if room is not None:
             with_room(cache, room)
         for at in range(prompt, prompt + count):
-            out = model(input_ids=ids[:, at : at + 1], past_key_values=cache, use_cache=True)
+            out = model(input_ids=ids[:, at : at + 1], use_cache=True, **{CACHE: cache})
             found.append(out.logits[0, -1].float())
         assert cache.get_seq_length() == prompt + count
     return torch.stack(found)

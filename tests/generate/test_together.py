@@ -16,7 +16,11 @@ from helpers.paths import EXAMPLE
 
 from ktconv import native
 
-pytestmark = [pytest.mark.slow, pytest.mark.torch]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("error::FutureWarning"),  # of words that transformers takes back
+]
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
@@ -72,6 +76,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield found
 
 
+def cache_of(model: Any, ids: Any) -> Any:
+    from ktconv.generate.outside.cache import CACHE
+
+    return getattr(model(input_ids=ids, use_cache=True), CACHE)
+
+
 class Ran:
     """Outputs of a model on the kernels, token by token behind a prompt: logits [TOKENS, V], what
     each layer gives, and the numbers of calls and of layers that were called for each token.
@@ -89,7 +99,7 @@ class Ran:
         **named: Any,
     ) -> None:
         from ktconv.generate.outside import on_kernels
-        from ktconv.generate.outside.cache import with_room
+        from ktconv.generate.outside.cache import CACHE, with_room
 
         told: list[float] = []
         self.calls: list[int] = []
@@ -107,7 +117,7 @@ class Ran:
             stack.enter_context(on_kernels(model, model.test_pool, told.append))
             stack.enter_context(torch.inference_mode())
             visited = stack.enter_context(counted(layers))
-            self.cache = model(input_ids=ids[:, :PROMPT], use_cache=True).past_key_values
+            self.cache = cache_of(model, ids[:, :PROMPT])
             if whole:
                 with_room(self.cache, PROMPT + 2)
             for token in range(TOKENS):
@@ -116,7 +126,7 @@ class Ran:
                 before = len(told)
                 states.clear()
                 visited.clear()
-                given = {"past_key_values": self.cache, "use_cache": True, **named}
+                given = {CACHE: self.cache, "use_cache": True, **named}
                 out = model(input_ids=ids[:, PROMPT + token :][:, :1], **given)
                 logits.append(out.logits[0, -1])
                 self.calls.append(len(told) - before)
@@ -293,7 +303,7 @@ def test_experts_that_become_more_are_asked_themselves(model: Any) -> None:
 def test_a_token_that_is_left_halfway(model: Any) -> None:
     """Layers that were not asked keep no keys of it, and the next token is computed anew."""
     from ktconv.generate.outside import on_kernels
-    from ktconv.generate.outside.cache import with_room
+    from ktconv.generate.outside.cache import CACHE, with_room
 
     def stop(*_: Any) -> None:
         raise InterruptedError
@@ -301,22 +311,19 @@ def test_a_token_that_is_left_halfway(model: Any) -> None:
     told: list[float] = []
     ids = torch.tensor([[3, 4, 5]])
     with on_kernels(model, model.test_pool, told.append), torch.inference_mode():
-        cache = model(input_ids=ids, use_cache=True).past_key_values
+        cache = cache_of(model, ids)
         with_room(cache, 9)
         handle = model.model.layers[2].register_forward_pre_hook(stop)
         try:
             with pytest.raises(InterruptedError):
-                model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+                model(input_ids=ids[:, :1], use_cache=True, **{CACHE: cache})
         finally:
             handle.remove()
         assert [one.count for one in cache.layers] == [4, 4, 3, 3, 3]
-        other = model(input_ids=ids, use_cache=True).past_key_values
+        other = cache_of(model, ids)
         with_room(other, 9)
-        found = model(input_ids=ids[:, :1], past_key_values=other, use_cache=True).logits
+        found = model(input_ids=ids[:, :1], use_cache=True, **{CACHE: other}).logits
         assert len(told) == 2
-        expected = model(
-            input_ids=ids[:, :1],
-            past_key_values=model(input_ids=ids, use_cache=True).past_key_values,
-            use_cache=True,
-        ).logits
+        given = {CACHE: cache_of(model, ids)}
+        expected = model(input_ids=ids[:, :1], use_cache=True, **given).logits
         assert torch.equal(found, expected)

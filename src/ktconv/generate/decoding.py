@@ -13,7 +13,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from ktconv.errors import CheckpointError
-from ktconv.generate.outside.cache import with_room
+from ktconv.generate.outside.cache import CACHE, with_room
 from ktconv.generate.request import Sampling
 from ktconv.system.threads import torch_threads
 
@@ -97,7 +97,7 @@ def generate(
                 return found, timing
             began = perf_counter()
             ids = torch.tensor([[found[-1]]])
-            logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1]
+            logits = model(input_ids=ids, use_cache=True, **{CACHE: cache}).logits[0, -1]
 
 
 def _read(model: Any, prompt: Sequence[int]) -> tuple[Tensor, Any]:
@@ -105,8 +105,8 @@ def _read(model: Any, prompt: Sequence[int]) -> tuple[Tensor, Any]:
     cache, logits = None, None
     for first in range(0, len(prompt), _CHUNK):
         ids = torch.tensor([list(prompt[first : first + _CHUNK])])
-        out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, logits = out.past_key_values, out.logits[0, -1]
+        out = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+        cache, logits = getattr(out, CACHE), out.logits[0, -1]
     assert logits is not None
     return logits, cache
 

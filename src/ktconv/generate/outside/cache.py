@@ -7,6 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+# The word by which models and their layers take a cache, and models give it. Transformers 5.24
+# made it a new one: models still know the old one and warn, layers are called with the new one.
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]

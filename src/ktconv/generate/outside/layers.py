@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ktconv import native
 from ktconv.generate.outside.attention import Attending
-from ktconv.generate.outside.cache import GrowingLayer, growing
+from ktconv.generate.outside.cache import CACHE, GrowingLayer, growing
 from ktconv.generate.outside.linears import is_bf16, replaced_forward
 from ktconv.generate.outside.routers import KnownRouter
 from ktconv.generate.outside.together import Member, Together, Visited
@@ -167,17 +167,12 @@ class _Forward:
         alike = self.hidden == other.hidden and self.cols == other.cols
         return alike and other.member is not None and self.number == other.number + 1
 
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any = None,
-        position_ids: Any = None,
-        past_key_values: Any = None,
-        use_cache: Any = False,
-        position_embeddings: Any = None,
-        **more: Any,
-    ) -> Any:
-        given = hidden_states, attention_mask, past_key_values, position_embeddings
+    def __call__(self, hidden_states: Tensor, *more: Any, **named: Any) -> Any:
+        if more:
+            return self.own(hidden_states, *more, **named)
+        cache: Any = named.get(CACHE)
+        rotation: Any = named.get("position_embeddings")
+        given = hidden_states, named.get("attention_mask"), cache, rotation
         if self.place is not None:
             together, place = self.place
             y = together.handed(place, *given)
@@ -185,21 +180,11 @@ class _Forward:
                 return y
         kept = self._kept(*given)
         if kept is None:
-            return self.own(
-                hidden_states,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                use_cache=use_cache,
-                position_embeddings=position_embeddings,
-                **more,
-            )
+            return self.own(hidden_states, **named)
         if self.place is not None and self.member is not None and self.member.experts.is_plain:
             together, place = self.place
-            return together.computed(
-                place, hidden_states, kept, past_key_values, position_embeddings
-            )
-        return self._computed(hidden_states, kept, position_embeddings)
+            return together.computed(place, hidden_states, kept, cache, rotation)
+        return self._computed(hidden_states, kept, rotation)
 
     def _kept(self, x: Tensor, mask: Any, cache: Any, rotation: Any) -> GrowingLayer | None:
         """Keys and values of the layer; None where its own code is to compute."""
@@ -269,12 +254,12 @@ def _answers_alike(forward: _Forward, attending: Attending) -> bool:
     }
     attending.scales = []
     try:
-        theirs = answer_of(forward.own, x, past_key_values=caches[0], **given)
+        theirs = answer_of(forward.own, x, **{CACHE: caches[0]}, **given)
     finally:
         scales, attending.scales = attending.scales, None
     if len(scales) != 1 or not isinstance(theirs, Tensor):
         return False  # attention that is more than the kernels have
-    ours = answer_of(forward, x, past_key_values=caches[1], **given)
+    ours = answer_of(forward, x, **{CACHE: caches[1]}, **given)
     if not isinstance(ours, Tensor):
         return False  # a block of experts that gives more than its output
     both = zip(caches[0].one.memory, caches[1].one.memory, strict=True)
