@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from helpers.family_models import reading_text
 from helpers.paths import EXAMPLE
 from ktconv.model import load_model
 from ktconv.train import Prepared
@@ -46,7 +47,7 @@ def logits(model: Any) -> Tensor:
 
 
 def _called(model: Any) -> Tensor:
-    found: Tensor = model(input_ids=IDS, use_cache=False).logits
+    found: Tensor = reading_text(model)(input_ids=IDS, use_cache=False).logits
     return found
 
 

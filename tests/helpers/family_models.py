@@ -103,7 +103,7 @@ _TEXT: dict[str, Any] = {
     "shared_intermediate_size": INNER, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
     "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_heads": 2,
     "linear_head_dim": 32, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 128, "unpadded_vocab_size": VOCAB,
 }  # fmt: skip
 _VISION: dict[str, Any] = {
     "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
@@ -168,6 +168,11 @@ def build(model: Model) -> Any:
             elif "norm" in name and tensor.requires_grad:
                 tensor.copy_(1 + torch.randn(tensor.shape) / 8)
     return built
+
+
+def reading_text(model: Any) -> Any:
+    """The part of a model that reads a text. Transformers 5.24 wants images of Llama 4's whole."""
+    return model.language_model if type(model).__name__.startswith("Llama4ForCond") else model
 
 
 # A character is a token.

@@ -49,7 +49,11 @@ def prepared_model(kind: str) -> tuple[Any, Any]:
     if kind == "before":
         model = peft.get_peft_model(model, peft.LoraConfig(**CONFIG))
     if kind == "added":
-        model.add_adapter(peft.LoraConfig(**CONFIG))
+        try:
+            model.add_adapter(peft.LoraConfig(**CONFIG))
+        except ValueError as error:
+            assert "version of PEFT" in str(error)  # transformers 5.24 wants one to come
+            pytest.skip(str(error))
     prepared = prepare(model, rank=4, alpha=8)
     if kind == "after":
         model = peft.get_peft_model(model, peft.LoraConfig(**CONFIG))
