@@ -240,6 +240,27 @@ def test_directories_survive_with_their_parents(tmp_path: Path, steps: Names) ->
     assert len(steps) == 3
 
 
+def test_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in a directory that may not be entered: Python 3.14 would say that nothing is."""
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    assert files.is_there(tmp_path) and files.is_there(tmp_path / "file")
+    for name in ("none", "file/below", "loop", "a\0b"):
+        assert not files.is_there(tmp_path / name), name
+    with pytest.raises(ResourceError, match=r"^cannot read .*: .*name.*long"):
+        files.is_there(tmp_path / ("x" * 300))
+    ask = os.stat
+
+    def refused(path: Any, *given: Any, **named: Any) -> Any:
+        if str(path).endswith("locked/model"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return ask(path, *given, **named)
+
+    monkeypatch.setattr(os, "stat", refused)
+    with pytest.raises(ResourceError, match=r"^cannot read .*locked/model: permission denied"):
+        files.is_there(tmp_path / "locked/model")
+
+
 @pytest.mark.parametrize("kind", [PermissionError, FileNotFoundError])
 def test_parents_that_cannot_be_read_are_entered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[OSError]

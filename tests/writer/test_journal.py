@@ -257,7 +257,7 @@ def test_a_directory_in_which_nobody_may_look(
     def refused(path: Path, **_: object) -> NoReturn:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr(Path, "stat", refused)
+    monkeypatch.setattr(os, "stat", refused)
     with pytest.raises(
         ResourceError, match=r"cannot read .*run\.json: permission denied"
     ) as raised:

@@ -254,7 +254,9 @@ def bench(
                 command.run_packing(method, shapes, isa, effort, seed, *show)
             return
         if model is not None and not Path(model).is_dir():
-            raise UsageError(f"--model {model} is not a directory")
+            from ktconv.source.remote.urls import no_directory
+
+            raise UsageError(f"--model {no_directory(Path(model))}")
         if generate:
             from ktconv.model import require_packages
 

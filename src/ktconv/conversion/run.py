@@ -47,7 +47,7 @@ from ktconv.source.remote.urls import url_of_path
 from ktconv.source.side_files import RECORDS, flaws
 from ktconv.source.source_card import source_card
 from ktconv.system import machine
-from ktconv.system.files import remove, remove_empty, sync, translated, write_durably
+from ktconv.system.files import is_there, remove, remove_empty, sync, translated, write_durably
 from ktconv.system.opened import store_of
 from ktconv.system.stores import is_remote
 from ktconv.system.text import first_few
@@ -320,7 +320,7 @@ class Conversion(ABC):
     def run(self) -> Report:
         started = time.monotonic()
         self.state.refuse_foreign_files()
-        existed, fresh = self.output.exists(), not self.journal.directory.exists()
+        existed, fresh = is_there(self.output), not is_there(self.journal.directory)
         try:
             return self._run(started)
         except BaseException:
@@ -354,7 +354,7 @@ class Conversion(ABC):
 
     def _is_finished(self) -> bool:
         """Whether the whole conversion is there. Seen without a lock: the disk may be read-only."""
-        if self.request.overwrite or self.journal.directory.exists():
+        if self.request.overwrite or is_there(self.journal.directory):
             return False
         manifest = read_manifest(self.output)
         if manifest is None:

@@ -26,6 +26,7 @@ from ktconv.runtime.layers.load import moe_layers
 from ktconv.runtime.layers.native_load import open_stored
 from ktconv.runtime.sources import holder
 from ktconv.source import Checkpoint
+from ktconv.source.remote.urls import no_directory
 from ktconv.system.pool import Pool
 from ktconv.targets.packed.weights import may_hold_packed
 
@@ -137,7 +138,7 @@ def replace_experts(
     """
     directory = Path(output)
     if not directory.is_dir():
-        raise UsageError(f"{directory} is not a directory")
+        raise UsageError(no_directory(directory))
     sites, settings = find_experts(model), settings_of(model)
     for site in sites.values():
         check_place(site)

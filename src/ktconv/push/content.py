@@ -18,7 +18,7 @@ from ktconv.source.gguf.file import read_gguf_header
 from ktconv.source.reading.buffers import BufferSizes
 from ktconv.source.reading.reader import SourceReader
 from ktconv.source.side_files import CARD, flaws
-from ktconv.system.files import io_error
+from ktconv.system.files import io_error, is_there
 from ktconv.system.machine import usable_cpus
 from ktconv.system.pointers import refuse_pointer_at
 from ktconv.system.regular_files import opened_small
@@ -76,7 +76,7 @@ def content_of(output: Path, progression: Progression) -> Content:
 
 def _manifest(output: Path) -> Manifest:
     if not output.is_dir():
-        what = "is a file, not an output of ktconv" if output.exists() else "does not exist"
+        what = "is a file, not an output of ktconv" if is_there(output) else "does not exist"
         raise OutputError(f"{output} {what}", "give the directory of a conversion")
     if os.path.lexists(output / STATE_DIRECTORY):
         raise OutputError(

@@ -13,6 +13,7 @@ from ktconv.source.gguf.parts import is_gguf, model_files
 from ktconv.source.index import INDEX_SUFFIX
 from ktconv.source.remote.urls import Url, parse_url
 from ktconv.source.shards import file_names
+from ktconv.system.files import is_there
 from ktconv.system.regular_files import broken_link
 from ktconv.system.text import first_few
 
@@ -44,7 +45,7 @@ def locate_model(model: str | Path, cache: Path | None = None) -> Path:
     path = model if isinstance(model, Path) else Path(model)
     if path.is_dir():
         return _in_directory(path, str(model))
-    if path.exists():
+    if is_there(path):
         return _file(path)
     if isinstance(model, str) and (found := hub_model(model)):
         return _in_directory(_locate_in_cache(found), model, found.wanted)

@@ -33,7 +33,7 @@ from ktconv.stats.importance import not_finite
 from ktconv.stats.origin import Origin, Sizes
 from ktconv.stats.stored import StatisticsFile
 from ktconv.system.arrays import F32, I64, Array
-from ktconv.system.files import make_directory
+from ktconv.system.files import is_there, make_directory
 from ktconv.writer.shards import Tensor as Planned
 from ktconv.writer.shards import plan_shard
 from ktconv.writer.staging import ShardStaging
@@ -127,7 +127,7 @@ def open_hessians(directory: str | Path) -> Hessians:
 def _files(directory: Path) -> dict[int, Path]:
     """The files of layers, by their number. UsageError if it is no directory."""
     if not directory.is_dir():
-        what = "is not a directory" if directory.exists() else "does not exist"
+        what = "is not a directory" if is_there(directory) else "does not exist"
         raise UsageError(f"{directory} {what}", f"give the DIR of ktconv stats MODEL {OPTION}")
     found = ((_NAME.fullmatch(path.name), path) for path in directory.iterdir())
     return {int(match[1]): path for match, path in found if match}

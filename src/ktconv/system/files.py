@@ -220,6 +220,19 @@ def new_file(path: Path) -> BinaryIO:
         return path.open("xb")
 
 
+def is_there(path: Path) -> bool:
+    """Whether something is at `path`. ResourceError where that cannot be told, as in a directory
+    that may not be entered: `exists`, `is_dir` and `is_file` of Python 3.14 say False of that."""
+    try:
+        return path.exists() or bool(path.stat())
+    except ValueError:  # no name that a file can have
+        return False
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return False
+        raise io_error("read", path, error) from error
+
+
 def check_writable(path: Path, option: str) -> None:
     """UsageError or ResourceError if no file can be written at `path`."""
     if path.is_dir() or not path.absolute().parent.is_dir():

@@ -30,7 +30,7 @@ from typing import Any, ClassVar, TypeGuard
 
 from ktconv.errors import InUseError, OutputError
 from ktconv.system import checksums
-from ktconv.system.files import io_error, make_directory, sync_names, translated, write_durably
+from ktconv.system.files import io_error, is_there, make_directory, sync_names, write_durably
 from ktconv.system.regular_files import MissingFileError, read_small
 from ktconv.system.text import Notify, silent
 
@@ -69,8 +69,7 @@ class Journal:
     def has_run(self) -> bool:
         """Whether run.json is there: a conversion that is not finished. ResourceError for a
         directory in which this user may not look."""
-        with translated("read", self.run_file):
-            return self.run_file.exists()
+        return is_there(self.run_file)
 
     def read_run(self) -> Record | None:
         """The record in run.json. OutputError if it is damaged: units cannot be interpreted

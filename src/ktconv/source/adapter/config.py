@@ -9,6 +9,7 @@ from typing import Any
 from ktconv.errors import CheckpointError, UsageError
 from ktconv.source.adapter.beside import CONFIG, FUSED
 from ktconv.source.strict_json import parse_object
+from ktconv.system.files import is_there
 from ktconv.system.numbers import real
 from ktconv.system.patterns import PatternError, Patterns
 from ktconv.system.regular_files import MAX_CONFIG_BYTES, MissingFileError, read_small
@@ -141,7 +142,7 @@ class AdapterConfig:
 
 def _data(directory: Path) -> bytes | None:
     if not directory.is_dir():
-        what = "is not a directory" if directory.exists() else "does not exist"
+        what = "is not a directory" if is_there(directory) else "does not exist"
         raise CheckpointError(f"{directory} {what}", SAVED_TO)
     try:
         return read_small(directory, CONFIG, MAX_CONFIG_BYTES)

@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from ktconv.errors import UsageError
 from ktconv.source.hub_cache import download_command
+from ktconv.system.files import is_there
 
 SCHEMES = ("hf", "s3", "gs", "gcs", "https", "http")
 
@@ -94,9 +95,11 @@ def url_of_path(path: Path) -> str | None:
 
 
 def no_directory(path: Path) -> str:
-    """Message about a path that is not a directory, or is a URL where one belongs."""
+    """Message about a path that is not a directory, or is a URL where one belongs. ResourceError
+    where that cannot be told."""
     if url := url_of_path(path):
         return f"{url} is a URL, not a directory on this machine"
+    is_there(path)  # an error in a directory that may not be entered, of which is_dir says False
     return f"{path} is not a directory"
 
 

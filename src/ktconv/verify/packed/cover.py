@@ -15,6 +15,7 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.families import table
 from ktconv.formats import is_backward
 from ktconv.source import TensorRef
+from ktconv.source.remote.urls import no_directory
 from ktconv.source.stacks import Stack, split_tensors
 from ktconv.system.units import listed
 from ktconv.targets.packed.weights import PackedWeights, open_packed
@@ -48,9 +49,7 @@ def check_cover(output: PackedOutput, other: Path, findings: Findings) -> dict[s
     CheckpointError where `other` cannot be read.
     """
     if not other.is_dir():
-        raise UsageError(
-            f"--with {other} is not a directory", "give an output of ktconv quantize-gpu"
-        )
+        raise UsageError(f"--with {no_directory(other)}", "give an output of ktconv quantize-gpu")
     layers = _layers(output)
     manifest = read_manifest(other)
     if Journal(other).has_run():
