@@ -206,9 +206,14 @@ def usual_module(module: str) -> str | None:
     return ".".join([found[2], *("mlp" if word in blocks else word for word in words)])
 
 
-def renamed_modules(module: str, rows: Iterable[Family]) -> set[str]:
-    """Transformers' names of a checkpoint's module, by the rows of its family."""
-    found = {module}
+def renamed_modules(module: str, rows: Iterable[Family]) -> dict[str, bool]:
+    """Transformers' names of a checkpoint's module, by the rows of its family; whether such a
+    module is one of several that it consists of."""
+    found = {module: False}
     for pattern, names in dict.fromkeys(change for row in rows for change in row.modules):
-        found |= {re.sub(pattern, to, one) for one in found for to in names.split("|")}
+        several = "|" in names
+        for one, part in list(found.items()):
+            for to in names.split("|"):
+                renamed = re.sub(pattern, to, one)
+                found.setdefault(renamed, part or several)
     return found

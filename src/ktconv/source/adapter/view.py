@@ -172,7 +172,10 @@ class _View:
         for (module, embedded), tensor in modules.items():
             name, matrix = self._modules.matrix(module, adapter, tensor)
             shape = matrix.rows, matrix.cols
-            (a, b), scale = adapter.other(module, shape, embedded)
+            try:
+                (a, b), scale = adapter.other(module, shape, embedded)
+            except CheckpointError as error:
+                raise self._modules.refusal(module, tensor, name) or error from None
             part = OtherPart(adapter, a, b, weight * scale, embedded)
             parts = self._others.setdefault(name, [])
             if any(one.adapter is adapter for one in parts):
@@ -261,9 +264,12 @@ class _Modules:
         rows = [] if family is None else [family]
         self._by_name: dict[str, list[tuple[str, Parts]]] = {}
         self._alike: dict[str, list[str]] = {}
+        self._parts: set[str] = set()  # of the names, those of one part of a matrix
         for module, parts in self._weights.modules():
-            for name in renamed_modules(module, rows):
+            for name, is_part in renamed_modules(module, rows).items():
                 self._by_name.setdefault(name, []).append((module, parts))
+                if is_part:
+                    self._parts.add(name)
             alike = usual_module(module) or module.rpartition(".")[2]
             self._alike.setdefault(alike, []).append(module)
         self._tied = bool(checkpoint.config.content.get("tie_word_embeddings"))
@@ -308,6 +314,16 @@ class _Modules:
                 "give the model in bf16, or an adapter without this module",
             )
         return weight.name, one.matrix
+
+    def refusal(self, module: str, tensor: TensorRef, name: str) -> CheckpointError | None:
+        """Why LoRA of another shape than a matrix is not added; None if it is not of a part."""
+        if module not in self._parts:
+            return None
+        return CheckpointError(
+            f"{tensor.name} in {tensor.file} is of one of the modules that transformers makes of "
+            f"{name}",
+            _PEFT,
+        )
 
     def check_copy(self, adapter: Adapter, tensor: TensorRef) -> None:
         """CheckpointError unless this is the model's own weight: PEFT saves embeddings and heads
