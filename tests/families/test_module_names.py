@@ -20,7 +20,10 @@ def linear_modules(name: str, directory: Path) -> set[str]:
     import transformers
 
     found: set[str] = set()
-    for kind in (getattr(transformers, SAVED[name].saved_by), transformers.AutoModelForCausalLM):
+    kinds = {getattr(transformers, SAVED[name].saved_by), transformers.AutoModelForCausalLM}
+    for kind in kinds:
+        if issubclass(kind, transformers.PreTrainedConfig):
+            continue
         config = transformers.AutoConfig.from_pretrained(directory)
         with torch.device("meta"):
             try:

@@ -90,6 +90,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"topk_method": "group_limited_greedy", **GROUPS},
     ),
     "deepseek_ocr2": ("DeepseekOcr2TextTopkRouter", "DeepseekOcr2TextConfig", {}),
+    "unlimited_ocr": (
+        "UnlimitedOcrTextTopkRouter",
+        "UnlimitedOcrTextConfig",
+        {"num_attention_heads": 4},
+    ),
     "deepseek_v3": ("DeepseekV3TopkRouter", "DeepseekV3Config", GROUPS),
     "deepseek_v3:default": ("DeepseekV3TopkRouter", "DeepseekV3Config", {}),
     "deepseek_v3:plain": ("DeepseekV3TopkRouter", "DeepseekV3Config", {"norm_topk_prob": False}),
@@ -122,6 +127,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "hunyuan_v1_moe": ("HunYuanMoEV1Gate", "HunYuanMoEV1Config", {}),
     "hy_v3": ("HYV3TopKRouter", "HYV3Config", {}),
     "hy_v4": ("HYV4TopkRouter", "HYV4Config", GROUPS),
+    "hy_v4_vl": ("HYV4VLTopkRouter", "HYV4VLTextConfig", GROUPS),
     "bailing_hybrid": ("BailingHybridTopkRouter", "BailingHybridConfig", {}),
     "bailing_hybrid:plain": ("BailingHybridTopkRouter", "BailingHybridConfig", SCALED),
     "step3p7": ("Step3p7TopKRouter", "Step3p7TextConfig", {"moe_router_scaling_factor": 3.0}),
@@ -135,10 +141,13 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "flint:plain": ("FlintTopKRouter", "FlintConfig", {"norm_topk_prob": False}),
     "inkling": ("InklingTopkRouter", "InklingTextConfig", {"n_shared_experts": 3}),
     "inkling2": ("Inkling2TopKRouter", "Inkling2TextConfig", {"route_scale": 2.0}),
+    "inkling2_loop": ("Inkling2LoopTopKRouter", "Inkling2LoopTextConfig", {"route_scale": 2.0}),
     "kolibri1": ("Kolibri1TopKRouter", "Kolibri1Config", {}),
     "kolibri1:norm": ("Kolibri1TopKRouter", "Kolibri1Config", {"norm_topk_prob": True}),
     "laguna": ("LagunaTopKRouter", "LagunaConfig", {"moe_routed_scaling_factor": 2.5}),
     "laguna:softcap": ("LagunaTopKRouter", "LagunaConfig", {"moe_router_logit_softcapping": 0.7}),
+    "lara_mini": ("LaraMiniTopKRouter", "LaraMiniConfig", {}),
+    "lara_mini:plain": ("LaraMiniTopKRouter", "LaraMiniConfig", {"norm_topk_prob": False}),
     "mistral4": ("Mistral4TopkRouter", "Mistral4Config", GROUPS),
     "mistral4:plain": ("Mistral4TopkRouter", "Mistral4Config", SCALED),
     "mistral_large4": ("MistralLarge4TextTopkRouter", "MistralLarge4TextConfig", GROUPS),
@@ -153,7 +162,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**MUSE, "output_multiplier": 2.0},
     ),
     "nemotron_h": ("NemotronHTopkRouter", "NemotronHConfig", {"routed_scaling_factor": 5.0}),
+    "sarvam_mla": ("DeepseekV3TopkRouter", "SarvamMLAConfig", GROUPS),
+    "sarvam_moe": ("Glm4MoeTopkRouter", "SarvamMoEConfig", {}),
 }
+# Whose models are of another family's class.
+CLASSES_OF = {"sarvam_mla": "deepseek_v3", "sarvam_moe": "glm4_moe"}
 # Whose layer multiplies what its experts add up to: by a number, or by what config.json says.
 OUTSIDE = {
     "minimax_m3_vl": "routed_scaling_factor",
@@ -200,7 +213,7 @@ def transformers_router(case: str, top_k: int) -> tuple[Any, dict[str, Any]]:
     for key in COUNTS if family != "dbrx" else ():
         if hasattr(config, key):
             setattr(config, key, top_k if "top" in key or key in COUNTS[-3:] else EXPERTS)
-    package = family.removesuffix("_talker")
+    package = CLASSES_OF.get(family, family.removesuffix("_talker"))
     module = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
     arguments = (HIDDEN, EXPERTS, top_k) if family == "jetmoe" else (config,)
     if not hasattr(module, router_name):

@@ -70,6 +70,12 @@ SAVED: dict[str, Model] = {
                              "vision_config": {"sam_config": {
                                  "output_channels": 32, "mlp_dim": 32, "global_attn_indexes": [0],
                                  "downsample_channels": [32, 32]}}}),
+    "unlimited_ocr": _by("UnlimitedOcrForConditionalGeneration", "unlimited_ocr_text",
+                         router="V2", config={
+                             "text_config": {"mlp_layer_types": ["dense", "sparse"]},
+                             "vision_config": {"sam_config": {
+                                 "output_channels": 32, "mlp_dim": 32, "global_attn_indexes": [0],
+                                 "downsample_channels": [32, 32]}}}),
     "deepseek_v3": _by("DeepseekV3ForCausalLM", "deepseek_v3", mtp="model.layers.2.",
                        config={"head_dim": 16}),
     "deepseek_v32": _by("DeepseekV32ForCausalLM", "deepseek_v32", mtp="model.layers.2."),
@@ -111,6 +117,10 @@ SAVED: dict[str, Model] = {
     "hy_v3": _by("HYV3ForCausalLM", "hy_v3", router="G0", mtp="model.layers.2."),
     "hy_v4": _by("HYV4ForCausalLM", "hy_v4", layout="F1", activation="clamp",
                  mtp="model.mtp_layers.0."),
+    "hy_v4_vl": _by("HYV4VLForConditionalGeneration", "hy_v4_vl_text", layout="F1",
+                    activation="clamp", config={"text_config": {"rope_parameters": {
+                        "rope_type": "default", "rope_theta": 10000.0,
+                        "mrope_section": [2, 2, 4]}}}),
     "step3p7": _by("Step3p7ForConditionalGeneration", "step3p5",
                    "model.layers.{}.moe", SECOND, "F6", router="G0",
                    activation="stepclamp", config={"text_config": {
@@ -182,9 +192,23 @@ SAVED: dict[str, Model] = {
     "flint": _by("FlintForCausalLM", "flint", router="sigmoid", config={"mlp_only_layers": [0]}),
     "inkling2": _by("Inkling2ForConditionalGeneration", "inkling2_text",
                     "model.llm.layers.{}.mlp.experts", BOTH, "F5", activation="softcap",
-                    router="sigmoid + bias", config={"vision_config": {
-                        "text_hidden_size": HIDDEN, "projection_hidden_dim": 32}}),
+                    router="sigmoid + bias", config={
+                        "text_config": {"unpadded_vocab_size": VOCAB}, "vision_config": {
+                            "text_hidden_size": HIDDEN, "projection_hidden_dim": 32}}),
+    "inkling2_loop": _by("Inkling2LoopForConditionalGeneration", "inkling2_loop_text",
+                         "model.llm.layers.{}.mlp.experts", BOTH, "F5", activation="softcap",
+                         router="sigmoid + bias", config={
+                             "text_config": {
+                                 "unpadded_vocab_size": VOCAB, "n_layers_per_attn_res_block": 1,
+                                 "loop_layer_index_start": 1, "loop_layer_index_end": 2,
+                                 "loop_num_passes": 2, "loop_gate_rank": 8},
+                             "vision_config": {
+                                 "text_hidden_size": HIDDEN, "projection_hidden_dim": 32}}),
     "kolibri1": _by("Kolibri1ForCausalLM", "kolibri1", QWEN, BOTH, router="KO"),
+    "lara_mini": _by("LaraMiniForCausalLM", "lara_mini", QWEN, BOTH, "F1", router="S1",
+                     config={"layer_types": ["linear_attention", "full_attention"]}),
+    "sarvam_mla": _by("SarvamMLAConfig", "sarvam_mla", config={"head_dim": 16}),
+    "sarvam_moe": _by("SarvamMoEConfig", "sarvam_moe"),
     "mistral_large4": _by("MistralLarge4ForConditionalGeneration", "mistral_large4_text",
                           "layers.{}.experts", SECOND, "W", router="M4",
                           mtp="mtp_dspark.0."),

@@ -49,7 +49,9 @@ class Model:
     biases: bool = False  # of experts
     post_norm: bool = False  # an RMS norm of each expert's output
     router_apart: bool = False  # it has another input than the experts, or is not computed
-    saved_by: str = ""  # class of transformers; without one the checkpoint is made here
+    # class of a model in transformers, or of the config of one without a class of its own; if it is
+    # empty, the checkpoint is made here
+    saved_by: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     of: Encode | None = None  # encodes a matrix; bf16
     beside: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # in each layer
@@ -125,7 +127,8 @@ def tiny_config(model: Model) -> Any:
     """The config of a model that transformers writes."""
     import transformers
 
-    kind = getattr(transformers, model.saved_by).config_class
+    saved_by = getattr(transformers, model.saved_by)
+    kind = getattr(saved_by, "config_class", saved_by)
     return kind(**_tiny(kind(), _TEXT, model.config))
 
 
@@ -157,7 +160,10 @@ def build(model: Model) -> Any:
     import transformers
 
     torch.manual_seed(sum(model.saved_by.encode()))
-    built = getattr(transformers, model.saved_by)(tiny_config(model))
+    config, kind = tiny_config(model), getattr(transformers, model.saved_by)
+    if issubclass(kind, transformers.PreTrainedConfig):
+        kind = transformers.AutoModelForCausalLM.from_config
+    built = kind(config)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Casting complex values")  # of Llama 4's frequencies
         built.to(torch.bfloat16)

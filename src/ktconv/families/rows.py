@@ -62,6 +62,14 @@ _GPT_OSS: dict[str, Any] = {
     "activation": _OAI,
 }  # fmt: skip
 
+_HY4: dict[str, Any] = {
+    "fused_only": True, "mtp": "mtp_layers",
+    # as transformers saves them, which renames what in attention is a linear_gate
+    "shared_matrices": Matrices("linear_gate", "up_proj", "down_proj"),
+    "activation": _CLAMPED, "shared_limit": False,
+    "routing": _noaux(routed_scaling_factor=2.827),
+}  # fmt: skip
+
 # As DeepSeek-V2 has it. Implementations do not agree on what it is to renormalise. DeepSeek-VL2 has
 # layers of V2 and the router of V3.
 _GREEDY = Router(
@@ -141,6 +149,71 @@ _OF_STEP = (
      ".self_attn.out_proj|.self_attn.q_proj|.self_attn.k_proj|.self_attn.v_proj"),
     (r"\.mlp\.c_fc$", ".mlp.fc1"),
     (r"\.mlp\.c_proj$", ".mlp.fc2"),
+)  # fmt: skip
+_OF_BAILING = (
+    (r"\.attention\.", ".self_attn."),
+    (r"\.self_attn\.dense$", ".self_attn.o_proj"),
+    (r"\.self_attn\.f_proj$", ".self_attn.forget_gate.f_proj"),
+)
+_OF_SARVAM = (
+    (r"\.attention\.", ".self_attn."),
+    (r"\.self_attn\.dense$", ".self_attn.o_proj"),
+    (r"\.query_key_value$", ".q_proj|.k_proj|.v_proj"),
+)
+_OF_UNLIMITED_OCR = (
+    (r"^model\.layers\.", "model.language_model.layers."),
+    (r"^model\.projector\.layers$", "model.multi_modal_projector"),
+    (r"^model\.sam_model\.blocks\.", "model.vision_tower.sam_encoder.layers."),
+    (r"^model\.vision_model\.transformer\.", "model.vision_tower.vision_encoder.encoder."),
+    (r"\.qkv_proj$", ".q_proj|.k_proj|.v_proj"),
+)
+_OF_LARGE4 = (
+    (r"^vision_encoder\.", "model.vision_tower."),
+    (r"^layers\.", "model.language_model.layers."),
+    (r"^patch_merger\.", "model.multi_modal_projector.patch_merger."),
+    (r"^vision_language_adapter\.w_in$", "model.multi_modal_projector.linear_1"),
+    (r"^vision_language_adapter\.w_out$", "model.multi_modal_projector.linear_2"),
+    (r"(\.language_model\..*)\.attention\.", r"\1.self_attn."),
+    (r"(\.(?:self_attn|attention))\.w([qkvo])$", r"\1.\2_proj"),
+    (r"\.wkv_a_with_mqa$", ".kv_a_proj_with_mqa"),
+    (r"\.wkv_b$", ".kv_b_proj"),
+    (r"(\.feed_forward|\.shared_experts)\.w1$", r"\1.gate_proj"),
+    (r"(\.feed_forward|\.shared_experts)\.w2$", r"\1.down_proj"),
+    (r"(\.feed_forward|\.shared_experts)\.w3$", r"\1.up_proj"),
+    (r"(\.language_model\..*)\.feed_forward\.", r"\1.mlp."),
+    (r"\.(gate|shared_experts\..*)$", r".mlp.\1"),
+)
+_LINEAR_GATE = ((r"\.linear_gate$", ".gate_proj"),)
+_OF_HY4_VL = (
+    *_LINEAR_GATE,
+    (r"^model\.layers\.", "model.language_model.layers."),
+    (r"^vit\.perceive\.proj\.0$", "model.vision_tower.patch_merger.proj_conv"),
+    (r"^vit\.perceive\.proj\.2$", "model.vision_tower.patch_merger.proj_out"),
+    (r"^vit\.(.*)\.dense_h_to_4h$", r"vit.\1.fc1"),
+    (r"^vit\.(.*)\.dense_4h_to_h$", r"vit.\1.fc2"),
+    (r"^vit\.", "model.vision_tower."),
+)
+_OF_INKLING2 = (
+    (r"^model\.llm\.", "model.language_model."),
+    (r"\.attn\.w([qkv])_[a-z]+$", r".self_attn.\1_proj.linear"),
+    (r"\.attn\.wo_ud$", ".self_attn.o_proj.linear"),
+    (r"\.attn\.wr_du$", ".self_attn.relative_position_bias.linear"),
+    (r"\.attn\.gate_attn$", ".self_attn.o_proj.gate_proj"),
+    (r"\.attn\.attn_sink_proj$", ".self_attn.sink_proj"),
+    (r"^model\.visual\.backbone\.", "model.vision_tower."),
+    (r"^model\.visual\.proj_in$", "model.vision_tower.merger.linear_1"),
+    (r"^model\.visual\.proj_out$", "model.vision_tower.merger.linear_2"),
+    (r"\.mlp\.c_fc$", ".mlp.fc1"),
+    (r"\.mlp\.c_proj$", ".mlp.fc2"),
+    (r"\.controllers\.attn\.", ".q_message_gate."),
+    (r"\.controllers\.([kv]|mlp)\.", r".\1_message_gate."),
+    (r"\.down_weight$", ".down_proj"),
+    (r"\.gain_weight$", ".message_gate_proj"),
+    (r"\.forget_weight$", ".forget_gate_proj"),
+)
+_OF_LARA = (
+    (r"\.linear_attn\.in_proj$",
+     ".linear_attn.in_proj_qkv|.linear_attn.in_proj_z|.linear_attn.in_proj_b|.linear_attn.in_proj_a"),
 )  # fmt: skip
 _OF_AXK2 = (
     (r"\.W_down$", ".mlp.fc1"),
@@ -241,6 +314,9 @@ ROWS = (
     Family(("deepseek_v2",),
            routing=_GREEDY,
            released=(Released("deepseek_v2", "DeepSeek-V2, -Lite", shared=True),)),
+    Family(("unlimited_ocr",), fused_only=True, modules=_OF_UNLIMITED_OCR,
+           routing=_GREEDY,
+           released=(Released("unlimited_ocr", "Unlimited-OCR", shared=True),)),
     # deepseek_vl_v2 is what releases say, of DeepSeek-OCR and DeepSeek-VL2 too; their text sections
     # need not have a model_type
     Family(("deepseek_ocr2", "deepseek_vl_v2"), modules=_OF_OCR2,
@@ -325,17 +401,15 @@ ROWS = (
            routing=_router(replace(_CORRECTED, routed_scaling_factor=2.826), "scale"),
            keys={"scale": ("router_scaling_factor",)},
            released=(Released("hy_v3", "Hy3", shared=True),)),
-    Family(("hy_v4",), fused_only=True, mtp="mtp_layers",
-           # as transformers saves them, which renames what in attention is a linear_gate
-           shared_matrices=Matrices("linear_gate", "up_proj", "down_proj"),
-           modules=((r"\.linear_gate$", ".gate_proj"),),
-           activation=_CLAMPED, shared_limit=False,
-           routing=_noaux(routed_scaling_factor=2.827),
+    Family(("hy_v4",), **_HY4, modules=_LINEAR_GATE,
            released=(
                Released("hy_v4", "Hy4-preview", "F1", shared=True),
                Released("hy_v4", "the same in MXFP8, MXFP4", "F12", "fp8-block mxfp4",
                         shared=True, mxfp8=True))),
+    Family(("hy_v4_vl",), **_HY4, modules=_OF_HY4_VL,
+           released=(Released("hy_v4_vl", "Hy4", "F1", shared=True),)),
     Family(("bailing_moe_v2", "bailing_hybrid"), fused_only=True, correction="gate.expert_bias",
+           modules=_OF_BAILING,
            routing=_noaux(n_group=8, topk_group=4, routed_scaling_factor=2.5),
            released=(
                Released("bailing_moe_v2", "Ling, Ring (2.x, 1T)", "N", "bf16 fp8-channel",
@@ -448,13 +522,15 @@ ROWS = (
                "shared experts", "scale"),
            keys={"scale": ("route_scale",)},
            released=(Released("inkling_mm_model", "Inkling", "F5", prefix="model.llm."),)),
-    Family(("inkling2",), fused_only=True, **_INKLING,
+    Family(("inkling2", "inkling2_loop"), fused_only=True, **_INKLING, modules=_OF_INKLING2,
            activation=ExpertActivation(gate_cap=4.0, up_cap=25.0),
            routing=_router(replace(_CORRECTED, routed_scaling_factor=8.0), "scoring", "scale"),
            keys={"scale": ("route_scale",)},
            released=(
                Released("inkling2", "Inkling-2-Small", "F5", "fp8-block", prefix="model.llm.",
-                        mxfp8=True),)),
+                        mxfp8=True),
+               Released("inkling2_loop", "Inkling-2-Mini", "F5", "fp8-block",
+                        prefix="model.llm.", mxfp8=True))),
     Family(("jamba",), block="feed_forward", router="router",
            routing=_router(_PLAIN),
            released=(Released("jamba", "Jamba-1.5, Jamba-2"),)),
@@ -472,6 +548,9 @@ ROWS = (
                _SHARES, frozenset(("scale", "logit softcap")), never=("weight on input",)),
            keys={"scale": ("moe_routed_scaling_factor",)},
            released=(Released("laguna", "Laguna", shared=True),)),
+    Family(("lara_mini",), fused_only=True, shared="shared_expert", modules=_OF_LARA,
+           routing=_router(_SOFTMAX, "renormalise"),
+           released=(Released("lara_mini", "Lara-4-Mini", "F1", shared=True),)),
     Family(("lfm2_moe",), block="feed_forward", matrices=NUMBERED_W, norm="ffn_norm",
            correction="expert_bias",
            routing=_router(
@@ -494,7 +573,7 @@ ROWS = (
                         shared=True),)),
     Family(("mistral_large4",), fused_only=True, block="", matrices=NUMBERED_W,
            shared_matrices=NUMBERED_W,
-           mtp="mtp_dspark", norm="ffn_norm",
+           mtp="mtp_dspark", norm="ffn_norm", modules=_OF_LARGE4,
            routing=_router(replace(_SOFTMAX, masked=0.0), "groups", "scale"),
            released=(
                Released("mistral_large4", "Mistral-Large-4", "W", "fp8-tensor", prefix="",
@@ -532,6 +611,12 @@ ROWS = (
            released=(
                Released("olmoe", "OLMoE"),
                Released("flex_olmo", "FlexOlmo"))),
+    Family(("sarvam_moe", "sarvam_mla"), fused_only=True, correction="gate.expert_bias",
+           modules=_OF_SARVAM,
+           routing=_noaux(routed_scaling_factor=2.5),
+           released=(
+               Released("sarvam_moe", "Sarvam-30B", shared=True),
+               Released("sarvam_mla", "Sarvam-105B", shared=True))),
     Family(("zaya",), fused_only=True,
            routing="adds up states of the routers of all layers before it",
            released=(Released("zaya", "Zaya1", "F1"),)),

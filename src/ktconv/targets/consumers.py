@@ -97,10 +97,10 @@ _ALL = _words(
     "granitemoe granitemoehybrid lfm2_moe llama4 nemotron_h olmoe"
 )
 # None of the three has one; of MiniMax-Text-01 and dots.llm1 vLLM removed it after 0.23.
-_NONE = _words("solar_open axk2 inkling2 jetmoe minimax dots1")
+_NONE = _words("solar_open axk2 inkling2 inkling2_loop hy_v4_vl lara_mini jetmoe minimax dots1")
 _BOTH = _words(  # SGLang and vLLM have one, sglang-kt has not
     "qwen4_exp kimi_k3 hy_v3 hy_v4 cohere2_moe dots3_note gemma4 diffusion_gemma granitemoeshared "
-    "granitemoe_swa inkling_mm_model laguna beam muse_spark"
+    "granitemoe_swa inkling_mm_model laguna beam muse_spark sarvam_moe sarvam_mla unlimited_ocr"
 )
 # In SGLang and sglang-kt a function computes their experts from plain weights: KTransformers cannot
 # take them over, and quantized experts cannot be loaded.
@@ -125,7 +125,7 @@ SGLANG = Engine(
     stops=_words("function gate_cap up_cap"),
     unread=_words("post_norm"),
     own_config=_words("deepseek_v4"),
-    by_function=_BY_FUNCTION,
+    by_function=_BY_FUNCTION | _words("unlimited_ocr"),
 )
 VLLM = Engine(
     "vLLM",

@@ -28,7 +28,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.torch]
 
 WITHOUT_LANGUAGE_MODEL = "openai_privacy_filter"
 NOT_RUN_BEFORE_5_23 = "deepseek_v4, resaved"
-FAMILIES = [name for name in SAVED if name not in (WITHOUT_LANGUAGE_MODEL, NOT_RUN_BEFORE_5_23)]
+IN_LOOPS = "inkling2_loop"
+NOT_STREAMED = (WITHOUT_LANGUAGE_MODEL, NOT_RUN_BEFORE_5_23, IN_LOOPS)
+FAMILIES = [name for name in SAVED if name not in NOT_STREAMED]
 
 
 def same_logits(
@@ -64,6 +66,12 @@ def test_a_family_that_transformers_runs_since_5_23(torch: Any, tmp_path: Path) 
         same_logits(torch, source, tmp_path / "states")
         return
     with pytest.raises(CheckpointError, match="model cannot be run by transformers: "):
+        Passed(source, tmp_path / "states").run(windows())
+
+
+def test_a_family_that_goes_through_layers_again(torch: Any, tmp_path: Path) -> None:
+    source = written(IN_LOOPS, tmp_path)
+    with pytest.raises(CheckpointError, match="its layers do not follow each other: 1, not 2"):
         Passed(source, tmp_path / "states").run(windows())
 
 

@@ -49,7 +49,7 @@ def plain_modules(tensors: Iterable[Stored]) -> set[str]:
     return {
         tensor.name.removesuffix(_WEIGHT)
         for tensor in tensors
-        if tensor.name.endswith(_WEIGHT)
+        if tensor.name.endswith((_WEIGHT, "_weight"))  # the latter are renamed, or are no modules
         and len(tensor.shape) > 1
         and class_of(tensor.name) != _NO_LINEAR
     }
