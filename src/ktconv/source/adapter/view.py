@@ -316,7 +316,7 @@ class _Modules:
         return weight.name, one.matrix
 
     def refusal(self, module: str, tensor: TensorRef, name: str) -> CheckpointError | None:
-        """Why LoRA of another shape than a matrix is not added; None if it is not of a part."""
+        """The error for LoRA of another shape than a matrix; None if it is not of a part of it."""
         if module not in self._parts:
             return None
         return CheckpointError(
