@@ -222,6 +222,7 @@ def test_what_kernels_call_it() -> None:
 # Of rows whose experts are not plain; all others are.
 DEFAULTS: dict[str, ExpertActivation] = {
     "deepseek_v4": CLAMP10,
+    "deepseek_v41": CLAMP10,
     "diffusion_gemma": ExpertActivation("gelu_tanh"),
     "gemma4": ExpertActivation("gelu_tanh"),
     "glm5_next": CLAMP10,

@@ -385,9 +385,14 @@ def kolibri(z: Array, b: Array) -> Choice:
     return ids, list(sigmoid(z)[ids])
 
 
-def nomic(z: Array, b: Array) -> Choice:
+def softmax(z: Array, renormalised: bool) -> Choice:
     p = np.exp(z) / sum(np.exp(z))
-    return best(p, 4), sorted(p, reverse=True)[:4]
+    ids = best(p, 4)
+    return ids, list(p[ids] / (sum(p[ids]) if renormalised else 1))
+
+
+def nomic(z: Array, b: Array) -> Choice:
+    return softmax(z, renormalised=False)
 
 
 def muse(z: Array, b: Array) -> Choice:
@@ -405,6 +410,19 @@ FORMULAS: dict[str, tuple[dict[str, Any], Callable[[Array, Array], Choice]]] = {
     "kimi_k2": ({"n_group": 1, "topk_group": 1}, lambda z, b: deepseek(z, b, 1, 1, 2.5)),
     "kimi_k25": (GROUPS, lambda z, b: deepseek(z, b, 4, 2, 2.5)),
     "kimi_k3": ({"routed_scaling_factor": 2.0}, lambda z, b: deepseek(z, b, 1, 1, 2.0)),
+    "deepseek": ({}, lambda z, b: softmax(z, renormalised=False)),
+    "deepseek_v41": (
+        {"scoring_func": "sigmoid", "num_hash_layers": 0},
+        lambda z, b: deepseek(z, b, 1, 1, 1.5),
+    ),
+    "bailing_moe": ({}, lambda z, b: softmax(z, renormalised=True)),
+    "k2_horizon": ({"router_scaling_factor": 2.0}, lambda z, b: deepseek(z, b, 1, 1, 2.0)),
+    "xllm": (
+        {"router_score_func": "softmax", "moe_gate_bias": False},
+        lambda z, b: softmax(z, renormalised=True),
+    ),
+    "step3": ({"norm_expert_weight": True}, lambda z, b: softmax(z, renormalised=True)),
+    "step3_vl": ({"norm_expert_weight": False}, lambda z, b: softmax(z, renormalised=False)),
     "bailing_moe_v2": (
         {"num_expert_group": 4, "topk_group": 2},
         lambda z, b: deepseek(z, b, 4, 2, 2.5),
@@ -425,6 +443,7 @@ FORMULAS: dict[str, tuple[dict[str, Any], Callable[[Array, Array], Choice]]] = {
         lambda z, b: deepseek(z, b, 4, 2, 2.0),
     ),
     "dots3_note": ({}, lambda z, b: deepseek(z, b, 1, 1, 1.0)),
+    "step5": ({}, lambda z, b: deepseek(z, b, 1, 1, 1.0)),
     "step3p5": ({"moe_router_scaling_factor": 3}, lambda z, b: deepseek(z, b, 1, 1, 3.0)),
     "inkling2": ({}, lambda z, b: deepseek(z, b, 1, 1, 8.0)),
     "inkling_mm_model": ({"n_shared_experts": 0}, lambda z, b: deepseek(z, b, 1, 1, 8.0)),
@@ -463,7 +482,7 @@ def test_every_family_is_compared() -> None:
     routed = {kind for row in rows for kind in row.types if isinstance(row.routing, Router)}
     assert compared == routed
     reasons = {kind: row.routing for row in rows for kind in row.types if kind not in routed}
-    assert reasons.keys() == {"zaya", "dots3_note_vision_encoder"}
+    assert reasons.keys() == {"zaya", "dots3_note_vision_encoder", "interns1_pro"}
     assert all(isinstance(reason, str) for reason in reasons.values())
 
 

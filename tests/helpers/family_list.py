@@ -311,6 +311,11 @@ _VISION_TOWER: Shapes = {
 }
 
 
+_SHARE_EXPERT: Shapes = {  # of Step's, beside the block of the others
+    f"share_expert.{name}": shape for name, shape in _dense("").items()
+}
+
+
 def _of_fp32(rng: Rng, rows: int, cols: int) -> Stored:
     values = rng.standard_normal((rows, cols), np.float32) / np.float32(8)
     return {"weight": values}, values
@@ -427,6 +432,12 @@ MADE: dict[str, Model] = {
         more=_dense("model.layers.0.mlp."), config=_deepseek(
             "deepseek_v3", n_group=2, num_nextn_predict_layers=1, quantization_config=_FP8),
         **_BLOCKS),
+    "DeepSeek-MoE-16B": _made(
+        "deepseek", QWEN, router="S1", beside=_beside(correction=""),
+        more=_dense("model.layers.0.mlp."),
+        config=_config("deepseek", n_routed_experts=EXPERTS, n_shared_experts=1,
+                       first_k_dense_replace=1, moe_layer_freq=1, norm_topk_prob=False,
+                       scoring_func="softmax")),
     "DeepSeek-V4-Flash": _made(
         "deepseek_v4", "layers.{}.ffn.experts", BOTH, "W", router="D4", activation="clamp",
         mtp="mtp.0.", beside=_beside("ffn.", "gate.bias", names=WIDE, norm="ffn_norm"),
@@ -498,6 +509,19 @@ MADE: dict[str, Model] = {
                              "quant_method": "mxfp8", "weight_block_size": [1, 32]}),
         of=partial(of_fp8_powers, block=(1, 32), name="weight_scale", store=lambda codes: codes),
         encoding="fp8-block"),
+    "K2-Horizon": _made(
+        "k2_horizon", QWEN, router="G0", beside=_beside(correction="gate.bias"),
+        more={**_dense("model.layers.0.mlp."), **{
+            f"model.layers.1.self_attn.v_experts.{one}.weight": (64, HIDDEN)
+            for one in range(EXPERTS)}, "model.layers.1.self_attn.v_router.weight": (4, HIDDEN)},
+        config=_config("k2_horizon", num_experts=EXPERTS, num_shared_experts=1,
+                       mlp_only_layers=[0], norm_topk_prob=True, router_score_func="sigmoid",
+                       router_scaling_factor=2.5, moe_gate_bias=True)),
+    "Ling-lite": _made(
+        "bailing_moe", QWEN, router="S1", beside=_beside(correction=""),
+        more=_dense("model.layers.0.mlp."),
+        config=_config("bailing_moe", num_experts=EXPERTS, num_shared_experts=1,
+                       first_k_dense_replace=1, norm_topk_prob=True)),
     "Ling-2.0": _made(
         "bailing_moe_v2", QWEN, router="G", beside=_beside(correction="gate.expert_bias"),
         more=_dense("model.layers.0.mlp."),
@@ -532,12 +556,17 @@ MADE: dict[str, Model] = {
              _of("mxfp4, Ling")),
         )
     },
+    "Step3": _made(
+        "step3_text", "model.layers.{}.moe", layout="F6", router="S1",
+        beside={**_beside("moe.", "", ""), **_SHARE_EXPERT},
+        more={**_dense("model.layers.0.mlp."), **_VISION_TOWER},
+        config={"model_type": "step3_vl", "text_config": _config(
+            "step3_text", moe_layers_enum="1", moe_num_experts=EXPERTS, moe_top_k=TOP_K,
+            norm_expert_weight=False, share_expert_dim=INNER)}),
     **{
         f"Step-3.5 {name}": _made(
             "step3p5", "model.layers.{}.moe", (1, 2), "F6", router="G0", activation="stepclamp",
-            beside={**_beside("moe.", "router_bias", ""), **{
-                f"share_expert.{one}.weight": shape for one, shape in zip(
-                    GATED, ((INNER, HIDDEN),) * 2 + ((HIDDEN, INNER),), strict=True)}},
+            beside={**_beside("moe.", "router_bias", ""), **_SHARE_EXPERT},
             mtp="model.layers.3.", more=_dense("model.layers.0.mlp."),
             config={**_config(
                 "step3p5", num_hidden_layers=3, num_nextn_predict_layers=1, moe_layers_enum="1,2",

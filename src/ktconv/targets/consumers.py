@@ -94,17 +94,18 @@ _ALL = _words(
     "minimax_m3_vl phimoe kimi_linear deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 kimi_k25 "
     "deepseek_v4 glm4_moe glm4v_moe glm4_moe_lite glm_moe_dsa glm5_next gpt_oss ernie4_5_moe "
     "ernie4_5_vl_moe hunyuan_v1_moe bailing_moe_v2 step3p5 mimo_v2_flash longcat_flash exaone_moe "
-    "granitemoe granitemoehybrid lfm2_moe llama4 nemotron_h olmoe"
+    "granitemoe granitemoehybrid lfm2_moe llama4 nemotron_h olmoe bailing_moe step3_vl interns1_pro"
 )
 # None of the three has one; of MiniMax-Text-01 and dots.llm1 vLLM removed it after 0.23.
 _NONE = _words("solar_open axk2 inkling2 inkling2_loop hy_v4_vl lara_mini jetmoe minimax dots1")
 _BOTH = _words(  # SGLang and vLLM have one, sglang-kt has not
     "qwen4_exp kimi_k3 hy_v3 hy_v4 cohere2_moe dots3_note gemma4 diffusion_gemma granitemoeshared "
-    "granitemoe_swa inkling_mm_model laguna beam muse_spark sarvam_moe sarvam_mla unlimited_ocr"
+    "granitemoe_swa inkling_mm_model laguna beam muse_spark sarvam_moe sarvam_mla unlimited_ocr "
+    "k2_horizon"
 )
 # In SGLang and sglang-kt a function computes their experts from plain weights: KTransformers cannot
 # take them over, and quantized experts cannot be loaded.
-_BY_FUNCTION = _words("afmoe dbrx deepseek_ocr2")
+_BY_FUNCTION = _words("afmoe dbrx deepseek deepseek_ocr2")
 _OF_SGLANG = _words("zaya mellum")
 _OF_VLLM = _words("openai_privacy_filter aria axk1 jamba nomic_bert flint")
 _GENERAL = _words("flex_olmo mellum kolibri1")
