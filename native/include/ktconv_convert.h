@@ -31,7 +31,7 @@ typedef enum kt_dtype {
   KT_U6 = 11,     /* three words: 16 columns */
   KT_U7 = 12,     /* seven words: 32 columns */
   KT_U8 = 13,     /* a word: 4 columns, 0..255 */
-  /* Blocks of ggml, as GGUF files have them: 32, 64 (NVFP4) or 256 columns of a row with their own
+  /* Blocks of ggml, as GGUF files have them: 32, 64, 128 or 256 columns of a row with their own
      scales; docs/encodings.md has the bits. A value is a code times the scale of its part of the
      block, less an offset where there is one, each operation rounded to binary32; which NaN comes
      of NaN is not defined. */
@@ -51,8 +51,10 @@ typedef enum kt_dtype {
   KT_NVFP4 = 27,
   KT_TQ1_0 = 28,
   KT_TQ2_0 = 29,
-  KT_I4 = 30,      /* a byte: 2 columns, the even one in the low nibble; -8..7, two's complement */
-  KT_F4_E0M3 = 31, /* such a byte; sign, then the magnitude in quarters, 0..1.75 */
+  KT_Q1_0 = 30,
+  KT_Q2_0 = 31,
+  KT_I4 = 32,      /* a byte: 2 columns, the even one in the low nibble; -8..7, two's complement */
+  KT_F4_E0M3 = 33, /* such a byte; sign, then the magnitude in quarters, 0..1.75 */
   KT_DTYPE_COUNT
 } kt_dtype;
 

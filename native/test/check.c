@@ -559,7 +559,7 @@ static void check_packed_decode(int dtype, int transposed, placement where) {
   enum { ROWS = 16, COLS = 64 };
   kt_stored_unit unit;
   expect_status("unit", kt_dtype_unit(dtype, &unit), KT_OK);
-  const int ggml = dtype >= KT_Q4_0 && dtype <= KT_TQ2_0;
+  const int ggml = dtype >= KT_Q4_0 && dtype <= KT_Q2_0;
   const int64_t cut = ggml ? unit.cols - 32 : 0, rows = ROWS / unit.rows;
   const int64_t cols = (cut + COLS + unit.cols - 1) / unit.cols;
   snprintf(current, sizeof current, "packed dtype %d transposed %d place %d", dtype, transposed,

@@ -57,7 +57,7 @@ typedef struct source {
   int wild; /* any bytes */
 } source;
 
-static inline int is_ggml(int dtype) { return dtype >= KT_Q4_0 && dtype <= KT_TQ2_0; }
+static inline int is_ggml(int dtype) { return dtype >= KT_Q4_0 && dtype <= KT_Q2_0; }
 
 static inline int needs_scales(int dtype) {
   return dtype >= KT_F8_E4M3 && dtype != KT_BF16 && !is_ggml(dtype);

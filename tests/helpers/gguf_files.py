@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helpers.families import HIDDEN, Weights, random_weights
+from helpers.ggml import number_of, values_of
 
 F32 = NDArray[np.float32]
 ARCHITECTURE = "qwen3moe"
@@ -24,11 +25,7 @@ class Blocks(NamedTuple):
 
     @property
     def values(self) -> F32:
-        import gguf
-
-        return np.asarray(
-            gguf.quants.dequantize(self.data, gguf.GGMLQuantizationType[self.kind]), np.float32
-        )
+        return values_of(self.kind, self.data)
 
 
 def metadata(layers: int = 1, **changes: Any) -> dict[str, Any]:
@@ -93,8 +90,7 @@ def write_gguf(
         writer.add_token_list(words)
     for name, values in tensors.items():
         if isinstance(values, Blocks):
-            number = gguf.GGMLQuantizationType[values.kind]
-            writer.add_tensor(name, values.data, raw_dtype=number)
+            writer.add_tensor(name, values.data, raw_dtype=number_of(values.kind))
             continue
         kind = next((kind for part, kind in (types or {}).items() if part in name), None)
         if kind is None:

@@ -127,7 +127,8 @@ INLINE void u4_awq_values(const uint8_t *from, int64_t row, int64_t cols, float 
                   each(KT_Q6_K, q6_k, 210, 1, 256) each(KT_IQ4_NL, iq4_nl, 18, 1, 32)              \
                       each(KT_IQ4_XS, iq4_xs, 136, 1, 256) each(KT_MXFP4, mxfp4, 17, 1, 32)        \
                           each(KT_NVFP4, nvfp4, 36, 1, 64) each(KT_TQ1_0, tq1_0, 54, 1, 256)       \
-                              each(KT_TQ2_0, tq2_0, 66, 1, 256)
+                              each(KT_TQ2_0, tq2_0, 66, 1, 256) each(KT_Q1_0, q1_0, 18, 1, 128)    \
+                                  each(KT_Q2_0, q2_0, 18, 1, 64)
 
 typedef struct audit_unit {
   int32_t bytes, rows, cols;

@@ -228,4 +228,18 @@ INLINE void tq2_0_columns(const uint8_t *b, int first, float *out) {
   for (int l = 0; l < 32; l++) out[l] = d * (float)((qs[l] >> shift & 3) - 1);
 }
 
+INLINE void q1_0_columns(const uint8_t *b, int first, float *out) {
+  const float d = half_in(b, 0);
+  const uint8_t *const qs = b + 2 + first / 8;
+  KT_LOOP
+  for (int l = 0; l < 32; l++) out[l] = qs[l / 8] >> l % 8 & 1 ? d : -d;
+}
+
+INLINE void q2_0_columns(const uint8_t *b, int first, float *out) {
+  const float d = half_in(b, 0);
+  const uint8_t *const qs = b + 2 + first / 4;
+  KT_LOOP
+  for (int l = 0; l < 32; l++) out[l] = d * (float)((qs[l / 4] >> l % 4 * 2 & 3) - 1);
+}
+
 #endif

@@ -19,17 +19,18 @@
 
 /* One row per dtype, with the scalar decoder at least. */
 static kt_decode_rows_fn *const decoders[KT_DTYPE_COUNT][KT_LEVELS] = {
-    [KT_BF16] = CELLS(bf16),    [KT_F16] = CELLS(f16),       [KT_F32] = CELLS(f32),
-    [KT_F8_E4M3] = CELLS(e4m3), [KT_F4_E2M1] = PACKED(e2m1), [KT_U4_AWQ] = CELLS(u4_awq),
-    [KT_I8] = PACKED(i8),       [KT_U2] = PACKED(u2),        [KT_U3] = PACKED(u3),
-    [KT_U4] = PACKED(u4),       [KT_U5] = PACKED(u5),        [KT_U6] = PACKED(u6),
-    [KT_U7] = PACKED(u7),       [KT_U8] = PACKED(u8),        [KT_Q4_0] = CELLS(ggml),
-    [KT_Q4_1] = CELLS(ggml),    [KT_Q5_0] = CELLS(ggml),     [KT_Q5_1] = CELLS(ggml),
-    [KT_Q8_0] = CELLS(ggml),    [KT_Q2_K] = CELLS(ggml),     [KT_Q3_K] = CELLS(ggml),
-    [KT_Q4_K] = CELLS(ggml),    [KT_Q5_K] = CELLS(ggml),     [KT_Q6_K] = CELLS(ggml),
-    [KT_IQ4_NL] = CELLS(ggml),  [KT_IQ4_XS] = CELLS(ggml),   [KT_MXFP4] = CELLS(ggml),
-    [KT_NVFP4] = CELLS(ggml),   [KT_TQ1_0] = CELLS(ggml),    [KT_TQ2_0] = CELLS(ggml),
-    [KT_I4] = PACKED(i4),       [KT_F4_E0M3] = PACKED(e0m3),
+    [KT_BF16] = CELLS(bf16),     [KT_F16] = CELLS(f16),       [KT_F32] = CELLS(f32),
+    [KT_F8_E4M3] = CELLS(e4m3),  [KT_F4_E2M1] = PACKED(e2m1), [KT_U4_AWQ] = CELLS(u4_awq),
+    [KT_I8] = PACKED(i8),        [KT_U2] = PACKED(u2),        [KT_U3] = PACKED(u3),
+    [KT_U4] = PACKED(u4),        [KT_U5] = PACKED(u5),        [KT_U6] = PACKED(u6),
+    [KT_U7] = PACKED(u7),        [KT_U8] = PACKED(u8),        [KT_Q4_0] = CELLS(ggml),
+    [KT_Q4_1] = CELLS(ggml),     [KT_Q5_0] = CELLS(ggml),     [KT_Q5_1] = CELLS(ggml),
+    [KT_Q8_0] = CELLS(ggml),     [KT_Q2_K] = CELLS(ggml),     [KT_Q3_K] = CELLS(ggml),
+    [KT_Q4_K] = CELLS(ggml),     [KT_Q5_K] = CELLS(ggml),     [KT_Q6_K] = CELLS(ggml),
+    [KT_IQ4_NL] = CELLS(ggml),   [KT_IQ4_XS] = CELLS(ggml),   [KT_MXFP4] = CELLS(ggml),
+    [KT_NVFP4] = CELLS(ggml),    [KT_TQ1_0] = CELLS(ggml),    [KT_TQ2_0] = CELLS(ggml),
+    [KT_Q1_0] = CELLS(ggml),     [KT_Q2_0] = CELLS(ggml),     [KT_I4] = PACKED(i4),
+    [KT_F4_E0M3] = PACKED(e0m3),
 };
 
 void kt_decode_cell_scalar(const kt_matrix *m, int64_t row, int64_t count, float *out,

@@ -191,6 +191,18 @@ KT_INLINE void unpack_tq2_0(const uint8_t *at, block *b) {
   pairs_of_bits(at, 1, b->code);
 }
 
+KT_INLINE void unpack_q1_0(const uint8_t *at, block *b) {
+  b->scale[0] = ggml_half(at);
+  for (int i = 0; i < 16; i++)
+    for (int n = 0; n < 8; n++) b->code[8 * i + n] = (int8_t)(2 * (at[2 + i] >> n & 1) - 1);
+}
+
+KT_INLINE void unpack_q2_0(const uint8_t *at, block *b) {
+  b->scale[0] = ggml_half(at);
+  for (int i = 0; i < 16; i++)
+    for (int n = 0; n < 4; n++) b->code[4 * i + n] = (int8_t)((at[2 + i] >> 2 * n & 3) - 1);
+}
+
 /* ---- Rows ------------------------------------------------------------------------ */
 
 /* Of each type: its dtype, name here, bytes and columns of a block, columns of a run, and whether
@@ -206,7 +218,9 @@ KT_INLINE void unpack_tq2_0(const uint8_t *at, block *b) {
                               each(KT_MXFP4, mxfp4, 17, 32, 32, 0)                                 \
                                   each(KT_NVFP4, nvfp4, 36, 64, 16, 0)                             \
                                       each(KT_TQ1_0, tq1_0, 54, 256, 256, 0)                       \
-                                          each(KT_TQ2_0, tq2_0, 66, 256, 256, 0)
+                                          each(KT_TQ2_0, tq2_0, 66, 256, 256, 0)                   \
+                                              each(KT_Q1_0, q1_0, 18, 128, 128, 0)                 \
+                                                  each(KT_Q2_0, q2_0, 18, 64, 64, 0)
 
 KT_INLINE void block_values(const block *b, const int cols, const int run, const int offsets,
                             float *restrict out) {

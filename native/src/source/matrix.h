@@ -18,7 +18,7 @@ typedef struct kt_dtype_traits {
 } kt_dtype_traits;
 
 /* Whether its units are blocks of ggml. */
-static inline int kt_is_ggml(int dtype) { return dtype >= KT_Q4_0 && dtype <= KT_TQ2_0; }
+static inline int kt_is_ggml(int dtype) { return dtype >= KT_Q4_0 && dtype <= KT_Q2_0; }
 
 /* NULL for a number that is no dtype. */
 const kt_dtype_traits *kt_dtype_find(int dtype);

@@ -54,7 +54,7 @@ _GGML = [
     for kind in TYPES.values()
     if kind.elements > 1
 ]
-# Blocks of ggml: so many bytes for 32, 64 or 256 columns with their own scales. Tensors have the
+# Blocks of ggml: so many bytes for 32 to 256 columns with their own scales. Tensors have the
 # shape of their elements.
 BLOCKS = {one.name: one for one in _GGML if not one.by_package}
 # Blocks whose numbers are in tables, which only the package gguf has.

@@ -94,12 +94,11 @@ def test_as_the_package_reads_it(tmp_path: Path) -> None:
 def test_types_are_those_of_the_package() -> None:
     known = {int(kind): (kind.name, *gguf.GGML_QUANT_SIZES[kind])
              for kind in gguf.GGMLQuantizationType}  # fmt: skip
+    known.setdefault(42, ("Q2_0", 64, 18))  # of later releases
     for number, kind in TYPES.items():
         assert known[number] == (kind.name, kind.elements, kind.nbytes)
-    # Of those that no tensor of a model has: sums for products, and a type without users.
-    assert {known[number][0] for number in known.keys() - TYPES.keys()} == {
-        "Q8_1", "Q8_K", "Q1_0",
-    }  # fmt: skip
+    # Of those that no tensor of a model has: sums for products.
+    assert {known[number][0] for number in known.keys() - TYPES.keys()} == {"Q8_1", "Q8_K"}
 
 
 @pytest.mark.parametrize("version", [2, 3])

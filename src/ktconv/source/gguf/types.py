@@ -49,6 +49,8 @@ TYPES: Mapping[int, GgmlType] = {
         35: ("TQ2_0", 256, 66),
         39: ("MXFP4", 32, 17),
         40: ("NVFP4", 64, 36),
+        41: ("Q1_0", 128, 18),
+        42: ("Q2_0", 64, 18),
     }.items()
 }
 # Numbers that no file should have any more: ggml repacks such weights when it loads them.

@@ -86,16 +86,32 @@ def awq(words: Array) -> F32:
     return split.reshape(*words.shape[:-1], -1).astype(np.float32)
 
 
-# Blocks of ggml's types are read by the package gguf: nothing in it is of our own decoders.
+# Blocks of ggml's types are read by the package gguf, but for two that it has no decoder for:
+# nothing in either is of our own decoders.
 GGML_TYPES = (
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_M",
     "IQ1_S", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ3_S", "IQ3_XXS", "IQ4_NL", "IQ4_XS", "MXFP4",
-    "NVFP4", "TQ1_0", "TQ2_0",
+    "NVFP4", "TQ1_0", "TQ2_0", "Q1_0", "Q2_0",
 )  # fmt: skip
+
+
+_OWN_BITS = {"Q1_0": 1, "Q2_0": 2}  # of a number; 16 bytes of these follow a scale
+
+
+def _own_numbers(blocks: U8, bits: int) -> F32:
+    """Bits 0 and 1 are -1 and 1, pairs of bits -1, 0, 1 and 2; the first in the lowest bits."""
+    single = np.unpackbits(np.ascontiguousarray(blocks[..., 2:]), axis=-1, bitorder="little")
+    scale = np.ascontiguousarray(blocks[..., :2]).view("<f2").astype(np.float32)
+    if bits == 1:
+        return np.where(single != 0, scale, -scale)
+    return scale * (single[..., 0::2] + 2.0 * single[..., 1::2] - 1).astype(np.float32)
 
 
 def block_size(name: str) -> tuple[int, int]:
     """Numbers of a block of this type, and its bytes."""
+    if name in _OWN_BITS:
+        return 128 // _OWN_BITS[name], 18
+
     import gguf
 
     count, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
@@ -104,6 +120,9 @@ def block_size(name: str) -> tuple[int, int]:
 
 def block_numbers(name: str, blocks: U8) -> F32:
     """Blocks [..., bytes of a block] of this type to float32 [..., numbers of a block]."""
+    if name in _OWN_BITS:
+        return _own_numbers(blocks, _OWN_BITS[name])
+
     import gguf
 
     flat = np.ascontiguousarray(blocks).reshape(-1, blocks.shape[-1])
