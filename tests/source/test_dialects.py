@@ -544,6 +544,23 @@ def test_packed_without_straddling(bits: int, tmp_path: Path) -> None:
     assert "Older versions of compressed-tensors packed so" in message
 
 
+@pytest.mark.parametrize(
+    ("width", "group", "what"),
+    [
+        (HIDDEN * 3 // 4, 32, "up_proj.weight_packed [192, 96]: MXFP6"),
+        (HIDDEN // 2, 16, "up_proj.weight_scale [192, 8]: NVFP4 with scales in E5M3"),
+    ],
+)
+def test_floats_that_are_not_decoded(width: int, group: int, what: str, tmp_path: Path) -> None:
+    """As compressed-tensors 0.20 and AutoRound 0.16 write them."""
+    tensors, _ = experts(lambda *_: KINDS["mxfp4, compressed-tensors"].of)
+    change: dict[str, Tensor] = {
+        "1.up_proj.weight_packed": np.ones((INNER, width), np.uint8),
+        "1.up_proj.weight_scale": np.full((INNER, HIDDEN // group), 127, np.uint8),
+    }
+    assert what in refusal(tmp_path, tensors, change)
+
+
 def test_blocks_of_one_expert_are_not_called_by_another_name(tmp_path: Path) -> None:
     """weight_scales alone is EETQ's; beside weight_blocks it is gpt-oss's, of all experts."""
     tensors: dict[str, Tensor] = {}

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from ktconv.errors import CheckpointError
 from ktconv.source.config import ModelConfig
-from ktconv.source.encodings.base import BIAS, WEIGHT, Encoding, Parts, Roles
+from ktconv.source.encodings.base import BIAS, SCALE, WEIGHT, Encoding, Parts, Roles
 from ktconv.source.encodings.compressed import ANGELSLIM, INT8, MSMODELSLIM, PACKED
 from ktconv.source.encodings.fp4 import (
     MXFP4,
@@ -24,7 +24,12 @@ from ktconv.source.encodings.fp4 import (
 from ktconv.source.encodings.fp8 import FP8
 from ktconv.source.encodings.gguf import GGUF
 from ktconv.source.encodings.gptq import AWQ, AWQ_REORDERED, GPTQ
-from ktconv.source.encodings.refusals import packed_without_straddling, unsupported, wrong_scales
+from ktconv.source.encodings.refusals import (
+    packed_floats,
+    packed_without_straddling,
+    unsupported,
+    wrong_scales,
+)
 from ktconv.source.encodings.unquantized import BF16, FP16, FP32
 from ktconv.source.types import ExpertMatrix, TensorRef
 from ktconv.source.views import StoredView
@@ -117,10 +122,11 @@ def stored_matrix(
         matrix = one.matrix(view, config)
         if matrix is not None:
             return one, matrix
+    first = (shaped or possible)[0]
+    if unread := packed_floats(first.weight, first.roles.get(SCALE), view_of(first.encoding)):
+        raise unread
     if shaped:
-        first = shaped[0]
         raise wrong_scales(first.encoding, first.roles, view_of(first.encoding), config)
-    first = possible[0]
     if old := packed_without_straddling(first.weight, view_of(first.encoding), config):
         raise old
     names: dict[tuple[int, ...], str] = {}

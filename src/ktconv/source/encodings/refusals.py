@@ -108,6 +108,26 @@ def packed_without_straddling(
     return None
 
 
+def packed_floats(
+    weight: TensorRef, scale: TensorRef | None, view: StoredView
+) -> CheckpointError | None:
+    """The error for floats of 4 and 6 bits that nothing here decodes; None if these are none."""
+    if weight.dtype != "U8" or not weight.name.endswith("_packed") or not weight.shape:
+        return None
+    if 4 * weight.shape[-1] == 3 * view.stored_cols:
+        return CheckpointError(
+            f"{weight.name} {list(weight.shape)}: MXFP6 is not supported as an input", _HINT
+        )
+    of_16 = scale is not None and scale.shape[-1:] == (-(-view.stored_cols // 16),)
+    if scale is not None and scale.dtype == "U8" and of_16:
+        return CheckpointError(
+            f"{scale.name} {list(scale.shape)}: NVFP4 with scales in E5M3 (AutoRound) is not "
+            "supported as an input",
+            _HINT,
+        )
+    return None
+
+
 def unsupported(parts: Parts, encodings: Iterable[Encoding]) -> CheckpointError:
     """The error for tensors that are no known encoding."""
     for part, tensor in parts.items():
