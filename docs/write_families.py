@@ -76,6 +76,8 @@ For these no released file could be looked at, or what is known contradicts itse
 - Kolibri-1: what contains its experts. `mlp` is read, as transformers writes it.
 - Hy4 MXFP8: names are known from one excerpt.
 - Inkling: whether scales are stored as U8 or F8_E8M0. Both are read.
+- Inkling-2-Mini in NVFP4: the dtypes of `…_amax` and `…_outer_scale_denominator`, whose
+  quotient is the second scale. Refused.
 - Mistral-Small-4: what its static activation scales are for. They are left out.
 - KTransformers' MXFP4: how scales that are no power of two are rounded, with and without AMX.
 """

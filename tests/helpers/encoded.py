@@ -342,6 +342,7 @@ def _groups_of(size: int) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "config_groups": groups}
 
 
+_FORMAT = {"quant_method": "gptq", "format": "gptq_v2"}  # as GPTQModel 7 calls it
 _V1, _V2 = ({"quant_method": "gptq", "checkpoint_format": one} for one in ("gptq", "gptq_v2"))
 
 KINDS: dict[str, Kind] = {
@@ -426,6 +427,7 @@ KINDS: dict[str, Kind] = {
         for v2 in (False, True)
     },
     "gptq symmetric": Kind("gptq-int4", partial(of_gptq, bits=4, v2=False, asymmetric=False), _V1),
+    "gptq int4, v2 by format": Kind("gptq-int4", partial(of_gptq, bits=4, v2=True), _FORMAT),
     "gptq in order": Kind("gptq-int4", partial(of_gptq, bits=4, v2=True, order="given"), _V2),
     "gptq by activation": Kind(
         "gptq-int4", partial(of_gptq, bits=4, v2=False, order="shuffled"), _V1

@@ -463,9 +463,10 @@ def test_a_quantize_config_of_its_own(tmp_path: Path) -> None:
     for content in ("{}", '{"bits": 4, "checkpoint_format": "gptq"}'):
         path.write_text(content)
         open_checkpoint(model)
-    path.write_text('{"checkpoint_format": "gptq_v2"}')
-    with pytest.raises(CheckpointError, match=r"has checkpoint_format 'gptq_v2', but config\.json"):
-        open_checkpoint(model)
+    for key in ("checkpoint_format", "format"):
+        path.write_text(f'{{"{key}": "gptq_v2"}}')
+        with pytest.raises(CheckpointError, match=rf"has {key} 'gptq_v2', but config\.json"):
+            open_checkpoint(model)
     path.write_text("{")
     with pytest.raises(CheckpointError, match=r"quantize_config\.json"):
         open_checkpoint(model)

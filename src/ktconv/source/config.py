@@ -196,10 +196,11 @@ def with_quantize_config(
         return config, None
     if isinstance(said, KtconvError):
         raise said
-    packing, other = said.get("checkpoint_format"), None
+    key = "checkpoint_format" if "checkpoint_format" in said else "format"
+    packing, other = said.get(key), None
     if packing not in (None, "gptq"):
         other = CheckpointError(
-            f"{directory / _QUANTIZE_CONFIG} has checkpoint_format {packing!r:.60}, but "
+            f"{directory / _QUANTIZE_CONFIG} has {key} {packing!r:.60}, but "
             f"{CONFIG_NAME} next to it has no quantization_config",
             _QUANTIZE_HINT,
         )
@@ -427,13 +428,15 @@ def _quantization(sections: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _packing(quantization: Mapping[str, Any]) -> str:
-    """GPTQ's checkpoint_format, AutoRound's packing_format (in old files backend), AWQ's version;
-    if none is there "gptq", as in files from before there was a second, and "" of AutoRound's,
-    which means nothing."""
-    for key in ("checkpoint_format", "packing_format", "version", "backend"):
+    """GPTQ's checkpoint_format, AutoRound's packing_format (in old files backend), AWQ's version,
+    or the format by which GPTQModel calls both; if none is there "gptq", as in files from before
+    there was a second, and "" of AutoRound's, which means nothing."""
+    method, keys = quantization.get("quant_method"), ["checkpoint_format", "packing_format"]
+    keys += ["version", *(["format"] if method in ("gptq", "awq") else []), "backend"]
+    for key in keys:
         if isinstance(quantization.get(key), str):
             return str(quantization[key]).lower()
-    return "" if "round" in str(quantization.get("quant_method")) else "gptq"
+    return "" if "round" in str(method) else "gptq"
 
 
 def _data_types(quantization: Mapping[str, Any]) -> frozenset[str]:

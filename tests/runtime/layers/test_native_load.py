@@ -87,6 +87,7 @@ HELD: dict[str, str | None] = {
     "int8 asymmetric, msModelSlim": None,
     "int8 asymmetric": None,
     **{f"gptq int4, v{v}": "gint8-64-f32" for v in (1, 2)},
+    "gptq int4, v2 by format": "gint8-64-f32",
     **{f"gptq int8, v{v}": None for v in (1, 2)},
     **{f"gptq int{bits}, v{v}": "gint4-64-f32" for bits in (2, 3) for v in (1, 2)},
     "gptq symmetric": "gint4-64-f32",  # its scales are fp16

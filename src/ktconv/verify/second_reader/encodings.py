@@ -334,7 +334,9 @@ def _signed_int4(source: Source) -> Weight | None:
 
 
 def _packing(source: Source) -> str:
-    keys = ("checkpoint_format", "packing_format", "version")
+    keys = ["checkpoint_format", "packing_format", "version"]
+    if source.quantization.get("quant_method") in ("gptq", "awq"):
+        keys.append("format")
     found = (source.quantization.get(key) for key in keys)
     return next((one.lower() for one in found if isinstance(one, str)), "gptq")
 
