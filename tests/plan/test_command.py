@@ -387,6 +387,7 @@ def test_what_is_impossible(
 
 def test_only_regular_files_are_replaced(model: Path, tmp_path: Path) -> None:
     """A new file takes the place of the old one, which a device must not lose."""
+    pytest.importorskip("matplotlib")
     place = tmp_path / "pipe.png"
     os.mkfifo(place)
     for words in (["--hot", 3, "--write", place], ["--plot", place]):

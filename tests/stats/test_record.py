@@ -436,6 +436,7 @@ def test_a_gguf_model(recorder: Recorder, tmp_path: Path) -> None:
 def test_packages_that_are_missing(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import ktconv.model
 
+    pytest.importorskip("transformers")
     there = ktconv.model.find_spec  # type: ignore[attr-defined]
     monkeypatch.setattr(
         "ktconv.model.find_spec", lambda name: None if name == package else there(name)

@@ -348,6 +348,7 @@ def test_bytes_that_change_in_memory_after_they_were_compared(
     refused(run(model, tmp_path / "out"), 1, f"weight_{part} changed in memory between")
 
 
+@pytest.mark.skipif(not find_spec("llmcompressor"), reason="llmcompressor is not installed")
 def test_keys_of_config_do_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """llm-compressor writes the config into Python source, its keys as they are, and runs that."""
     from ktconv.quantize.encoded.request import Request
