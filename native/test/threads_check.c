@@ -110,7 +110,7 @@ static void serve_once(int number, kt_pool *pool) {
 
 /* ---- Callers ------------------------------------------------------------------------ */
 
-static void call_once(int number, kt_pool *pool, const char *who) {
+static void call_layer(int number, kt_pool *pool, const char *who) {
   const problem *const p = problems + number;
   const result r = make_result(p, -1);
   compute(p, pool, &r);
@@ -137,7 +137,7 @@ static void *call_often(void *argument) {
   float weights[ROUTED * 2];
   for (int i = 0; i < CALLS; i++) {
     kt_pool *const pool = pools[(first + i) % POOLS];
-    call_once((first + i) % PROBLEMS, pool, "beside other calls");
+    call_layer((first + i) % PROBLEMS, pool, "beside other calls");
     serve_once((first + i) % PROBLEMS, pool);
     if (route(pool, ids, weights) != KT_OK || memcmp(ids, routed_ids, sizeof ids) ||
         memcmp(weights, routed_weights, sizeof weights))
@@ -155,7 +155,7 @@ static void *churn(void *argument) {
   for (int i = 0; i < 4 * CALLS; i++) {
     kt_pool *pool = NULL;
     if (kt_pool_create(1 + (first + i) % 4, NULL, NULL, &pool) != KT_OK) exit(2);
-    if (i % 8 == 0) call_once((first + i) % PROBLEMS, pool, "in a pool of its own");
+    if (i % 8 == 0) call_layer((first + i) % PROBLEMS, pool, "in a pool of its own");
     if (i % 3) kt_pool_empty(pool, 2);
     kt_pool_destroy(pool);
   }
@@ -199,7 +199,7 @@ static void check_background(void) {
     b.submitted = i + 1;
     pthread_cond_broadcast(&b.changed);
     pthread_mutex_unlock(&b.mutex);
-    if (i % 2) call_once((i + 1) % PROBLEMS, pools[(i + 1) % POOLS], "in the foreground");
+    if (i % 2) call_layer((i + 1) % PROBLEMS, pools[(i + 1) % POOLS], "in the foreground");
     pthread_mutex_lock(&b.mutex);
     while (i % 3 == 2 && b.done <= i) pthread_cond_wait(&b.changed, &b.mutex);
     const int done = b.done;
@@ -239,7 +239,7 @@ static void check_fork(void) {
   }
   waitpid(child, &status, 0);
   if (!WIFEXITED(status) || WEXITSTATUS(status)) fail(trials, "a child, at step", status >> 8);
-  call_once(0, pools[1], "after a fork");
+  call_layer(0, pools[1], "after a fork");
 }
 
 /* ---- The run ------------------------------------------------------------------------------ */

@@ -41,8 +41,8 @@ def _no_failures(bench: Bench) -> Iterator[None]:
 
 
 def test_a_disk_that_is_full_from_a_call_on(bench: Bench) -> None:
-    counts = full_disk(bench, NAME, every=90)
-    assert counts["refused"] == counts["full disk"] == 2
+    counts = full_disk(bench, NAME, every=40)
+    assert counts["refused"] == counts["full disk"] >= 2  # newer Pythons make fewer calls
 
 
 def test_writes_of_half_the_bytes(bench: Bench) -> None:
