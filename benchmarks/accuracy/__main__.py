@@ -47,6 +47,13 @@ def _parser() -> argparse.ArgumentParser:
     published.add_argument("outputs", type=Path, nargs="+", metavar="OUTPUT", help="of one part")
     published.add_argument("--text", type=Path, help="default: eval.txt of the model")
 
+    engines = commands.add_parser("engines", help="layers of quantize-gpu in engines' kernels")
+    engines.add_argument("outputs", type=Path, nargs="+", metavar="OUTPUT")
+    engines.add_argument("--engine", required=True, choices=("vllm", "sglang", "sglang-kt"))
+    engines.add_argument("--sources", type=Path, required=True, help="folder of its package")
+    engines.add_argument("--tokens", default="1,64,512", help="default: 1,64,512")
+    engines.add_argument("--layer", type=int, help="default: the first with experts")
+
     report = commands.add_parser("report", help="write tables and plots")
     report.add_argument("--results", type=Path, required=True)
     report.add_argument("--document", type=Path, required=True, help="its tables are replaced")
@@ -92,6 +99,13 @@ def _kt_kernel(arguments: argparse.Namespace) -> None:
     print_errors(arguments.model, arguments.outputs, arguments.text or arguments.model / "eval.txt")
 
 
+def _engines(arguments: argparse.Namespace) -> None:
+    from benchmarks.accuracy.engine_kernels import print_errors
+
+    counts = [int(number) for number in arguments.tokens.split(",")]
+    print_errors(arguments.outputs, arguments.engine, arguments.sources, counts, arguments.layer)
+
+
 def _limit(arguments: argparse.Namespace) -> None:
     from benchmarks.accuracy.limit import print_limit
 
@@ -115,6 +129,7 @@ if __name__ == "__main__":
         "outliers": _outliers,
         "run": _run,
         "limit": _limit,
+        "engines": _engines,
         "kt-kernel": _kt_kernel,
         "report": _report,
     }

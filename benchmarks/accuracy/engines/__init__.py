@@ -1,0 +1,1 @@
+"""Kernels of serving engines, run on what an engine would load from an output of quantize-gpu."""
