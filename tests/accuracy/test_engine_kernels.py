@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from helpers.cli import ktconv_done
@@ -14,28 +16,21 @@ pytest.importorskip("torch")
 from benchmarks.accuracy import engine_kernels
 from benchmarks.accuracy.engine_kernels import print_errors
 from benchmarks.accuracy.engines.inputs import routed, sorted_tokens
-from benchmarks.accuracy.engines.kernels import Sglang
+from benchmarks.accuracy.engines.kernels import Sglang, Vllm
 from benchmarks.accuracy.engines.modules import StandIn, engine_modules
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
 
-KERNELS = """
+PRODUCTS = """
 import torch
-from sglang.absent.server import Base, setting
-from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
-from sglang.kernels.ops.quantization.fp8_kernel import scaled_fp8_quant
 
 class tl:
     float16, bfloat16 = torch.float16, torch.bfloat16
 
-def invoke_fused_moe_kernel(
-    *, A, B, C, B_scale, topk_weights, sorted_token_ids, expert_ids, num_tokens_post_padded,
-    mul_routed_weight, top_k, config, compute_type, use_fp8_w8a8, use_int4_w4a16, block_shape, **_
+def multiply(
+    A, *, B, C, B_scale, topk_weights, sorted_token_ids, expert_ids, num_tokens_post_padded,
+    mul_routed_weight, top_k, config, compute_type, use_int4_w4a16, **_
 ):
-    if use_fp8_w8a8:
-        round = scaled_fp8_quant if block_shape is None else sglang_per_token_group_quant_fp8
-        codes, scale = round(A, None if block_shape is None else block_shape[1])
-        A = codes.float() * scale.repeat_interleave(A.shape[1] // scale.shape[1], 1)
     if use_int4_w4a16:
         B = torch.stack([B & 15, B >> 4], -1).flatten(2)
     columns = A.shape[1] // B_scale.shape[2]
@@ -53,11 +48,26 @@ def invoke_fused_moe_kernel(
         if mul_routed_weight:
             product = product * topk_weights.flatten()[places, None]
         out[places] = product.to(compute_type)
+"""
+KERNELS = (
+    PRODUCTS
+    + """
+from sglang.absent.server import Base, setting
+from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
+from sglang.kernels.ops.quantization.fp8_kernel import scaled_fp8_quant
+
+def invoke_fused_moe_kernel(*, A, use_fp8_w8a8, use_int4_w4a16, block_shape, **given):
+    if use_fp8_w8a8:
+        round = scaled_fp8_quant if block_shape is None else sglang_per_token_group_quant_fp8
+        codes, scale = round(A, None if block_shape is None else block_shape[1])
+        A = codes.float() * scale.repeat_interleave(A.shape[1] // scale.shape[1], 1)
+    multiply(A, use_int4_w4a16=use_int4_w4a16, **given)
 
 def act_and_mul_triton(gate_up, out, config, topk_ids):
     gate, up = gate_up.float().chunk(2, -1)
     out.copy_(torch.nn.functional.silu(gate) * up)
 """
+)
 TILES = "def get_default_config(*_):\n    return {'BLOCK_SIZE_M': 16}\n"
 LOADER = """
 import torch
@@ -71,10 +81,68 @@ class CompressedTensorsWNA16TritonMoE(Scheme):
             setattr(layer, name, torch.nn.Parameter(found, requires_grad=False))
 """
 
+VLLM = {
+    "kernels": PRODUCTS
+    + TILES
+    + """
+from vllm.platforms import current_platform
+assert current_platform.is_cuda() and not current_platform.is_rocm()
+
+def invoke_fused_moe_wna16_triton_kernel(*, A, B_zp, **given):
+    multiply(A, **given)
+
+def invoke_fused_moe_triton_kernel(*, A, A_scale, **given):
+    multiply(A.float() * A_scale.repeat_interleave(A.shape[1] // A_scale.shape[1], 1), **given)
+""",
+    "rules": "",
+    "loader": """
+import torch
+from vllm.absent.enums import WNA16MoEBackend
+
+def convert_to_wna16_moe_kernel_format(_, layer, config, dtype, w13, w2, *scales):
+    return w13.view(torch.uint8), w2.view(torch.uint8), *scales, None, None
+""",
+    "mxfp8": """
+import torch
+from vllm.model_executor.layers.fused_moe.fused_moe import multiply
+
+def _grouped_gemm_mxfp8(
+    A, A_scale, B, B_scale, places, owners, count, valid, top_k, block, dtype, divisor, weights
+):
+    scale, b_scale = ((of.float() - 127).exp2() for of in (A_scale, B_scale))
+    out = torch.empty(valid, B.shape[1], dtype=dtype, device=B.device)
+    multiply(
+        A.float() * scale.repeat_interleave(32, 1), B=B, C=out, B_scale=b_scale,
+        topk_weights=weights, sorted_token_ids=places, expert_ids=owners,
+        num_tokens_post_padded=count, mul_routed_weight=weights is not None, top_k=divisor,
+        config={"BLOCK_SIZE_M": block}, compute_type=dtype, use_int4_w4a16=False,
+    )
+    return out
+""",
+}
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command sets it for Triton."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def vllm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    triton = ModuleType("triton")
+    vars(triton)["next_power_of_2"] = lambda n: n
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setitem(sys.modules, "triton.language", ModuleType("triton.language"))
+    return written(folder, Vllm.modules, VLLM | {"tiles": VLLM["kernels"]})
+
 
 def engine(folder: Path, kernels: str = KERNELS) -> Path:
     files = {"kernels": kernels, "tiles": TILES, "loader": LOADER}
-    for part, module in Sglang.modules.items():
+    return written(folder, Sglang.modules, files)
+
+
+def written(folder: Path, modules: Mapping[str, str], files: Mapping[str, str]) -> Path:
+    for part, module in modules.items():
         file = folder.joinpath(*module.split(".")).with_suffix(".py")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(files[part])
@@ -84,7 +152,7 @@ def engine(folder: Path, kernels: str = KERNELS) -> Path:
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("outputs")
-    schemes = ("W4A16", "W8A16", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP4A16")
+    schemes = ("W4A16", "W8A16", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "MXFP4A16")
     for scheme in schemes:
         ktconv_done("quantize-gpu", EXAMPLE, folder / scheme, "--scheme", scheme)
     return {scheme: folder / scheme for scheme in schemes}
@@ -95,12 +163,20 @@ def test_outputs_lie_within_the_limits_and_faults_do_not(
 ) -> None:
     print_errors(list(outputs.values()), "sglang", engine(tmp_path), [1, 20], None)
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[3:]]
-    assert {(row[1], row[2]) for row in rows if row[1] in outputs} == {
-        (scheme, count) for scheme in outputs if scheme != "MXFP4A16" for count in ("1", "20")
+    assert {(row[1], row[2]) for row in rows if row[2] in ("1", "20")} == {
+        (scheme, count) for scheme in Sglang.schemes for count in ("1", "20")
     }
+    assert ["| MXFP8", "MXFP8", "no Triton kernel"] in [row[:3] for row in rows]
     assert ["| MXFP4A16", "mxfp4-pack-quantized", "no Triton kernel"] in [row[:3] for row in rows]
     faults = [row[1] for row in rows if row[0] == "| W4A16" and row[2] == "8"]
     assert len(faults) == 4
+
+
+def test_vllm_is_given_rounded_activations_and_codes_as_bytes(
+    outputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = vllm(tmp_path, monkeypatch)
+    print_errors([outputs[scheme] for scheme in Vllm.schemes], "vllm", sources, [1, 20], 1)
 
 
 @pytest.mark.parametrize(
