@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 _SEED = 47
-_E4M3_MAX, _E4M3_EXPONENT = 448.0, 8
+_E4M3_MAX = 448.0
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ def per_group(x: Tensor, group: int = 128) -> tuple[Tensor, Tensor]:
 
 
 def per_power(x: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 codes and E8M0 scales [M, K / 32]."""
+    """E4M3 codes and E8M0 scales [M, K / 32], rounded up, so that no code is cut off."""
     parts = x.float().unflatten(-1, (-1, 32))
-    exponent = parts.abs().amax(-1, keepdim=True).log2().floor() - _E4M3_EXPONENT
-    codes = (parts / exponent.exp2()).clamp(-_E4M3_MAX, _E4M3_MAX)
+    exponent = (parts.abs().amax(-1, keepdim=True) / _E4M3_MAX).log2().ceil()
+    codes = parts / exponent.exp2()
     return codes.flatten(1).to(torch.float8_e4m3fn), (exponent + 127).squeeze(-1).to(torch.uint8)
 
 
