@@ -4,6 +4,7 @@ the layers, how many calls that takes, and how many layers the model calls for i
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -209,11 +210,13 @@ def other_kind(cache: Any, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["hook before", "hook behind", "forward", "LoRA", "memory", "cache"]
+    "kind",
+    ["hook before", "hook behind", "hook of all", "forward", "list", "LoRA", "memory", "cache"],
 )
 def test_a_change_between_tokens_is_met(model: Any, kind: str) -> None:
     """Changes of a layer that is not called any more; of its keys, which lie elsewhere then."""
-    layer = model.model.layers[3]
+    layers = model.model.layers
+    layer = layers[3]
     experts = layer.mlp.experts
 
     def change(cache: Any) -> None:
@@ -221,6 +224,12 @@ def test_a_change_between_tokens_is_met(model: Any, kind: str) -> None:
             stack.callback(layer.register_forward_pre_hook(larger).remove)
         elif kind == "hook behind":
             stack.callback(layer.register_forward_hook(lambda _, x, y: 1.5 * y).remove)
+        elif kind == "hook of all":
+            hook = torch.nn.modules.module.register_module_forward_hook
+            stack.callback(hook(lambda of, x, y: 1.5 * y if of is layer else y).remove)
+        elif kind == "list":
+            model.model.layers[3] = Larger(layer)
+            stack.callback(layers.__setitem__, 3, layer)
         elif kind == "forward":
             own = layer.forward  # the kernels', which take it away when they end
             layer.forward = lambda *x, **named: 1.5 * own(*x, **named)
@@ -238,8 +247,62 @@ def test_a_change_between_tokens_is_met(model: Any, kind: str) -> None:
     for whole in (True, False):
         with ExitStack() as stack:
             found.append(Ran(model, whole, change, at=1, heard=False))
+            assert model.model.layers is layers and (layers[3] is layer) == (kind != "list")
     assert found[0] == found[1]
     assert found[0].visits[:2] == [LAYERS] * 2
+
+
+class Larger(torch.nn.Module):  # type: ignore[misc,name-defined]
+    """A layer around another one."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return 1.5 * self.layer(*given, **named)
+
+
+def test_two_threads_that_go_over_layers(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second thread begins a token before the first one calls a layer, and ends it later."""
+    from ktconv.generate.outside import on_kernels
+    from ktconv.generate.outside.cache import CACHE, with_room
+
+    ids = torch.tensor([[3, 4, 5]])
+
+    def token(cache: Any) -> Any:
+        with torch.inference_mode():
+            given = {CACHE: cache, "use_cache": True}
+            return model(input_ids=ids[:, :1], **given).logits
+
+    begun, called, found = threading.Event(), threading.Event(), list[Any]()
+    with on_kernels(model, model.test_pool), torch.inference_mode():
+        expected = cache_of(model, ids)
+        second, first = token(expected), token(expected)
+        cache, other = cache_of(model, ids), cache_of(model, ids)
+        with_room(cache, 9)
+        with_room(other, 9)
+        token(cache)
+        thread = threading.Thread(target=lambda: found.append(token(other)))
+        kind = type(model.model.layers)
+        own = kind.__iter__
+
+        def layers(self: Any) -> Iterator[Any]:
+            for number, layer in enumerate(own(self)):
+                if threading.current_thread() is thread:
+                    begun.set()
+                    assert called.wait(60)
+                elif number == 0:
+                    thread.start()
+                    assert begun.wait(60)
+                yield layer
+            called.set()
+
+        monkeypatch.setattr(kind, "__iter__", layers)
+        found.append(token(cache))
+        thread.join()
+    assert torch.equal(found[0], first) and torch.equal(found[1], second)
+    assert [one.count for one in (*cache.layers, *other.layers)] == [5] * LAYERS + [4] * LAYERS
 
 
 def test_a_dense_layer_parts_them(tmp_path: Path) -> None:

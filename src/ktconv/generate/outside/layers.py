@@ -76,14 +76,24 @@ def _joined(model: Any, run: Sequence[_Forward], pool: Pool, watch: Watch | None
     together = Together(members, pool, watch)
     for place, one in enumerate(run):
         one.place = together, place
-    last = [one.module for one in members]
     with ExitStack() as stack:
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
-                if type(child) is nn.ModuleList and [*child][-len(last) :] == last:
-                    setattr(parent, name, Visited(child, together))
-                    stack.callback(setattr, parent, name, child)
+                if type(child) is nn.ModuleList and together.are_last([*child]):
+                    stack.enter_context(_visited(parent, name, child, together))
         yield
+
+
+@contextmanager
+def _visited(parent: Any, name: str, layers: nn.ModuleList, together: Together) -> Iterator[None]:
+    """Inside, `parent` has a list of these layers that ends passes early; changes of it stay."""
+    other = Visited(layers, together)
+    setattr(parent, name, other)
+    try:
+        yield
+    finally:
+        layers._modules = other._modules
+        setattr(parent, name, layers)
 
 
 _CHILDREN = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from msgspec import Struct
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from ktconv import native
 from ktconv.generate.outside.cache import GrowingLayer, growing
@@ -51,13 +53,12 @@ class Visited(nn.ModuleList):
         self.training, self._together = layers.training, together
 
     def __iter__(self) -> Iterator[nn.Module]:
-        together = self._together
-        visit = together.visit = Visit()
+        layers, together = list(super().__iter__()), self._together
+        visit = together.visit = Visit() if together.are_last(layers) else None
         try:
-            for layer in self._modules.values():
-                assert layer is not None
+            for layer in layers:
                 yield layer
-                if visit.ended:
+                if visit is not None and visit.ended:
                     return
         finally:
             if together.visit is visit:
@@ -93,15 +94,17 @@ class _Run(Struct, frozen=True):
         return same and kept.memory is self.memory[index] and kept.count == tokens
 
 
-class Together:
+class Together(threading.local):
     """Layers by their places, from 0 on. The one that gets a token first computes it in those
     behind it as well, assuming that each gets the output of the one before, and the same rotation
     and cache. One that is called otherwise computes itself, and is not computed ahead again. Once
     all have been called so with a cache, a pass over them, with it, calls the first alone, which
-    then gives the output of the last. One thread at a time."""
+    then gives the output of the last. Threads know nothing of each other's tokens: each has
+    attributes of its own."""
 
     def __init__(self, members: Sequence[Member], pool: Pool, watch: Any) -> None:
         self._members, self._pool, self._watch = members, pool, watch
+        self._modules = [one.module for one in members]
         self._kernels = native.DecoderLayers([(one.attention, one.routed) for one in members])
         self._apart = set[int]()  # places that are not computed ahead
         self._run: _Run | None = None
@@ -168,9 +171,14 @@ class Together:
         self._tokens, self._rotation = tokens, rotation
         return self._hand(run, place)
 
+    def are_last(self, layers: list[nn.Module]) -> bool:
+        """Whether these layers end with all of those here."""
+        return layers[-len(self._modules) :] == self._modules
+
     def _skips(self, run: _Run, tokens: int) -> bool:
         """Whether nothing is needed of the layers of a run but the last one's output."""
-        return all(
+        heard = _has_any_global_hook()  # type: ignore[no-untyped-call]
+        return not heard and all(
             member.is_bare and run.is_kept(place, member.number, run.cache, tokens)
             for place, member in enumerate(self._members[run.first :], run.first)
         )
