@@ -399,6 +399,11 @@ def muse(z: Array, b: Array) -> Choice:
     return deepseek(z * 32**-0.5, b, 1, 1, 1.0)
 
 
+def sigmoid_alone(z: Array, b: Array) -> Choice:
+    ids = best(sigmoid(z) + b, 4)
+    return ids, list(sigmoid(z)[ids])
+
+
 def mistral_large(z: Array, b: Array) -> Choice:
     p = np.exp(z) / sum(np.exp(z))
     marks = np.array([sum(sorted(p[g * 4 :][:4])[-2:]) for g in range(4)])
@@ -443,7 +448,7 @@ FORMULAS: dict[str, tuple[dict[str, Any], Callable[[Array, Array], Choice]]] = {
         lambda z, b: deepseek(z, b, 4, 2, 2.0),
     ),
     "dots3_note": ({}, lambda z, b: deepseek(z, b, 1, 1, 1.0)),
-    "step5": ({}, lambda z, b: deepseek(z, b, 1, 1, 1.0)),
+    "step5": ({"norm_expert_weight": False}, sigmoid_alone),
     "step3p5": ({"moe_router_scaling_factor": 3}, lambda z, b: deepseek(z, b, 1, 1, 3.0)),
     "inkling2": ({}, lambda z, b: deepseek(z, b, 1, 1, 8.0)),
     "inkling_mm_model": ({"n_shared_experts": 0}, lambda z, b: deepseek(z, b, 1, 1, 8.0)),

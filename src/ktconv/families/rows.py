@@ -429,8 +429,9 @@ ROWS = (
     Family(("step3p5", "step3p7", "step5"), fused_only=True, block="moe", experts="",
            correction="router_bias",
            shared="share_expert", norm_less_one=True, modules=_OF_STEP,
-           routing=_router(_SHARES, "scale"),
-           keys={"top_k": ("moe_top_k",), "scale": ("moe_router_scaling_factor",)},
+           routing=_router(_SHARES, "renormalise", "scale"),
+           keys={"top_k": ("moe_top_k",), "renormalise": ("norm_expert_weight",),
+                 "scale": ("moe_router_scaling_factor",)},
            released=(
                Released("step3p5", "Step-3.5-Flash, Step-3.7-Flash", "F6", "bf16 fp8-block",
                      activation=ExpertActivation(limit=7.0, limit_after=True),
