@@ -29,6 +29,7 @@ if not native.dense_is_fast():
     pytest.skip("this machine has no kernels for it", allow_module_level=True)
 
 LAYERS, PROMPT, TOKENS = 5, 7, 4
+NUMBERS = range(LAYERS)
 Change = Callable[[Any], None]
 
 
@@ -209,10 +210,10 @@ def other_kind(cache: Any, number: int) -> None:
     cache.layers[number] = other
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["hook before", "hook behind", "hook of all", "forward", "list", "LoRA", "memory", "cache"],
-)
+CHANGED = "hook before|hook behind|hook of all|forward|list|numbers|LoRA|memory|cache"
+
+
+@pytest.mark.parametrize("kind", CHANGED.split("|"))
 def test_a_change_between_tokens_is_met(model: Any, kind: str) -> None:
     """Changes of a layer that is not called any more; of its keys, which lie elsewhere then."""
     layers = model.model.layers
@@ -230,6 +231,11 @@ def test_a_change_between_tokens_is_met(model: Any, kind: str) -> None:
         elif kind == "list":
             model.model.layers[3] = Larger(layer)
             stack.callback(layers.__setitem__, 3, layer)
+        elif kind == "numbers":  # the model's code takes each layer by its number
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr(
+                type(model.model.layers), "__iter__", lambda x: map(x.__getitem__, NUMBERS)
+            )
         elif kind == "forward":
             own = layer.forward  # the kernels', which take it away when they end
             layer.forward = lambda *x, **named: 1.5 * own(*x, **named)
