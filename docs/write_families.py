@@ -30,6 +30,7 @@ LAYOUTS = {
     "F11": (".{up_proj,down_proj}", "`[E, I, H]` and `[E, H, I]`, without a gate"),
     "F12": (".{w13_weight,w2_weight}", "as F1, under other names"),
     "F13": (".mlp.{w1,w2}", "up and the transposed down, `[E * I, H]` each, without a gate"),
+    "F14": (".{fc,proj}", "as F1"),
 }  # fmt: skip
 
 HEAD = """\
@@ -71,6 +72,7 @@ TAIL = """\
 For these no released file could be looked at, or what is known contradicts itself.
 
 - msModelSlim W4A8: the order of the two rows in a byte. Refused.
+- Grok-2: its files are parts for eight GPUs, in which tensors have the same names. Refused.
 - Qwen3-VL FP8: whether experts are numbered, or stacked as in the BF16 release. Both are read.
 - Llama-4 FP8: numbered or stacked experts, and the names of scales. The BF16 release is read.
 - Kolibri-1: what contains its experts. `mlp` is read, as transformers writes it.

@@ -436,6 +436,20 @@ FORMULAS: dict[str, tuple[dict[str, Any], Callable[[Array, Array], Choice]]] = {
         {"num_expert_group": 4, "topk_group": 2, "moe_renormalize": True},
         lambda z, b: deepseek(z, b, 4, 2, 2.5),
     ),
+    "llada2_moe": (
+        {"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+        lambda z, b: deepseek(z, b, 4, 2, 2.5),
+    ),
+    "iquest_q1": ({}, lambda z, b: softmax(z, renormalised=True)),
+    "minicpm": ({}, lambda z, b: softmax(z, renormalised=True)),
+    "pangu_ultra_moe": (
+        {
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "router_enable_expert_bias": True,
+        },
+        lambda z, b: deepseek(z, b, 1, 1, 2.5),
+    ),
     "beam": (GROUPS, lambda z, b: deepseek(z, b, 4, 2, 2.5)),
     "deepseek_vl_v2": (
         {

@@ -32,6 +32,7 @@ from ktconv.families.family import ExpertActivation, Family, Matrices, Router, R
 from ktconv.families.names import ExpertModule, expert_module, norm_tensors, router_tensors
 from ktconv.families.routers import find_router, router_of
 from ktconv.families.table import KEYS, Families
+from ktconv.families.unread import UNREAD
 from ktconv.native import Activation
 from ktconv.runtime.layers import experts_per_token, open_experts
 from ktconv.runtime.layers.load import activation_of
@@ -271,6 +272,19 @@ def test_a_new_row_is_converted_and_verified(
 def test_without_its_row_the_family_is_refused(style: Callable[..., Any], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no MoE layer was found"):
         open_checkpoint(write(tmp_path, style))
+
+
+@pytest.mark.parametrize("name", ["nllb-moe", "interns2_mobius_text", "doge"])
+def test_models_that_are_not_read_are_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    """Also where their names could be described in a map, or two towers have such experts."""
+    at = ("encoder.layers.1.ffn.experts.expert_0.fc1", "decoder.layers.1.ffn.experts.expert_0.fc1")
+    write_checkpoint(
+        tmp_path, {f"{one}.weight": bf16(np.zeros((8, 8))) for one in at}, {"model_type": name}
+    )
+    known = name.removesuffix("_text")
+    with pytest.raises(CheckpointError, match=f"experts of {known} are not supported") as error:
+        open_checkpoint(tmp_path)
+    assert UNREAD[known] in str(error.value)
 
 
 @pytest.mark.usefixtures("added")

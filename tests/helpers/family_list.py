@@ -509,6 +509,12 @@ MADE: dict[str, Model] = {
                              "quant_method": "mxfp8", "weight_block_size": [1, 32]}),
         of=partial(of_fp8_powers, block=(1, 32), name="weight_scale", store=lambda codes: codes),
         encoding="fp8-block"),
+    "IQuest-Q1": _made(
+        "iquest_q1", QWEN, layout="F14", router="S1r",
+        beside=_beside(correction="", shared="", gate="router.weight", norm="feed_forward_norm"),
+        more=_dense("model.layers.0.mlp."),
+        config=_config("iquest_q1", moe_intermediate_size=None, num_experts=EXPERTS,
+                       dense_intermediate_size=INNER, mlp_only_layers=[0])),
     "K2-Horizon": _made(
         "k2_horizon", QWEN, router="G0", beside=_beside(correction="gate.bias"),
         more={**_dense("model.layers.0.mlp."), **{
@@ -517,6 +523,26 @@ MADE: dict[str, Model] = {
         config=_config("k2_horizon", num_experts=EXPERTS, num_shared_experts=1,
                        mlp_only_layers=[0], norm_topk_prob=True, router_score_func="sigmoid",
                        router_scaling_factor=2.5, moe_gate_bias=True)),
+    "LLaDA2.0": _made(
+        "llada2_moe", QWEN, router="G", beside=_beside(correction="gate.expert_bias"),
+        more=_dense("model.layers.0.mlp."),
+        config=_config("llada2_moe", num_experts=EXPERTS, num_shared_experts=1,
+                       first_k_dense_replace=1, n_group=2, topk_group=1, norm_topk_prob=True,
+                       routed_scaling_factor=2.5, score_function="sigmoid",
+                       moe_router_enable_expert_bias=True)),
+    "MiniCPM-MoE": _made(
+        "minicpm", QWEN, BOTH, "W", router="S1r", beside=_beside(correction="", shared=""),
+        config=_config("minicpm", moe_intermediate_size=None, num_experts=EXPERTS)),
+    "openPangu-Ultra-MoE": _made(
+        "pangu_ultra_moe", QWEN, router="G0", mtp="model.layers.2.",
+        beside={**_beside(correction="e_score_correction_bias", norm="pre_mlp_layernorm"),
+                "post_attention_layernorm.weight": (HIDDEN,),
+                "post_mlp_layernorm.weight": (HIDDEN,)},
+        more=_dense("model.layers.0.mlp."),
+        config=_config("pangu_ultra_moe", n_routed_experts=EXPERTS, n_shared_experts=1,
+                       first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=2.5,
+                       router_enable_expert_bias=True, sandwich_norm=True,
+                       num_nextn_predict_layers=1)),
     "Ling-lite": _made(
         "bailing_moe", QWEN, router="S1", beside=_beside(correction=""),
         more=_dense("model.layers.0.mlp."),

@@ -137,6 +137,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "U": Numbered({"up": "up_proj", "down": "down_proj"}),
     "F1": _fused("gate_up_proj", "down_proj"),
     "F12": _fused("w13_weight", "w2_weight"),
+    "F14": _fused("fc", "proj"),
     "F2": _fused_turned("gate_up_proj", "down_proj"),
     "F3": _fused_turned("gate_up_proj", "down_proj", _in_turn),
     "F4": _fused("gate_up_proj", "down_proj", _in_turn),

@@ -70,6 +70,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "least sum": ("moe_norm_min",),
     "p-norm": ("moe_normalize_expert_weights",),
     "experts choose": ("expert_choice_router",),  # their tokens, instead of tokens their experts
+    "experts of a block": ("expert_capacity",),  # from which its tokens choose theirs
     "logit scale": ("output_multiplier",),
     "logit softcap": ("moe_router_logit_softcapping",),
     "router jitter": ("router_jitter_noise",),

@@ -19,6 +19,7 @@ from ktconv.errors import CheckpointError, UsageError
 from ktconv.families.activations import assumed_activation, expert_activation
 from ktconv.families.config import Config
 from ktconv.families.family import PROJECTIONS, ExpertActivation, Projection
+from ktconv.families.unread import UNREAD
 from ktconv.source.adapter.beside import adapter_notes
 from ktconv.source.agreement import check_agreement
 from ktconv.source.config import (
@@ -89,6 +90,7 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
     content = file.content if naming is None else naming.applied(file.content)
     config = Config(content)
     if naming is None:
+        _check_is_read(config)
         split, mapped = split_tensors(shards.tensors), None
     else:
         split, mapped = split_mapped(list(shards.tensors), naming)
@@ -155,6 +157,14 @@ def open_checkpoint(model: ModelSource | str | Path) -> Checkpoint:
 
 def _of_metadata(text: str, header: Header) -> str:
     return text.replace(CONFIG_NAME, f"the metadata of {header.file.name}")
+
+
+def _check_is_read(config: Config) -> None:
+    if reason := UNREAD.get(config.type):
+        raise CheckpointError(
+            f"experts of {config.type} are not supported as an input: {reason}",
+            "docs/families.md lists the models that are read.",
+        )
 
 
 @contextmanager

@@ -106,22 +106,24 @@ _BOTH = _words(  # SGLang and vLLM have one, sglang-kt has not
 # In SGLang and sglang-kt a function computes their experts from plain weights: KTransformers cannot
 # take them over, and quantized experts cannot be loaded.
 _BY_FUNCTION = _words("afmoe dbrx deepseek deepseek_ocr2")
-_OF_SGLANG = _words("zaya mellum")
-_OF_VLLM = _words("openai_privacy_filter aria axk1 jamba nomic_bert flint")
+_OF_SGLANG = _words("zaya mellum iquest_q1")
+_OF_BOTH_SGLANGS = _words("llada2_moe")
+_VLLM_BY_FUNCTION = _words("minicpm")
+_OF_VLLM = _words("openai_privacy_filter aria axk1 jamba nomic_bert flint pangu_ultra_moe")
 _GENERAL = _words("flex_olmo mellum kolibri1")
 
 SGLANG_KT = Engine(
     "sglang-kt",
     "0.7.2",
-    _ALL | _BY_FUNCTION,
-    _NONE | _BOTH | _OF_SGLANG | _OF_VLLM | _GENERAL,
+    _ALL | _BY_FUNCTION | _OF_BOTH_SGLANGS,
+    _NONE | _BOTH | _OF_SGLANG | _OF_VLLM | _VLLM_BY_FUNCTION | _GENERAL,
     by_function=_BY_FUNCTION,
 )
 SGLANG = Engine(
     "SGLang",
     "0.5.23",
-    _ALL | _BOTH | _BY_FUNCTION | _OF_SGLANG,
-    _NONE | _OF_VLLM | (_GENERAL - _OF_SGLANG),
+    _ALL | _BOTH | _BY_FUNCTION | _OF_SGLANG | _OF_BOTH_SGLANGS,
+    _NONE | _OF_VLLM | _VLLM_BY_FUNCTION | (_GENERAL - _OF_SGLANG),
     computes=_LIMIT,
     stops=_words("function gate_cap up_cap"),
     unread=_words("post_norm"),
@@ -131,12 +133,13 @@ SGLANG = Engine(
 VLLM = Engine(
     "vLLM",
     "0.33",
-    _ALL | _BOTH | _BY_FUNCTION | _OF_VLLM,
-    _NONE | (_OF_SGLANG - _GENERAL),
+    _ALL | _BOTH | _BY_FUNCTION | _OF_VLLM | _VLLM_BY_FUNCTION,
+    _NONE | _OF_BOTH_SGLANGS | (_OF_SGLANG - _GENERAL),
     computes=_words("function alpha limit limit_after gate_cap up_cap weight_on_input"),
     unread=_words("gated post_norm"),
     own_config=_words("deepseek_v4 kimi_k3"),
     general=_GENERAL,
+    by_function=_VLLM_BY_FUNCTION,
 )
 
 # What a method does in place of a field that it does not follow, beside plain SiLU.

@@ -1,0 +1,16 @@
+"""Models with experts that are not read, and why not. Imports nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# By model_type, without the "_text" of a multimodal model's section.
+UNREAD: Mapping[str, str] = {
+    "doge": "they are rows of two embeddings (down_embed, up_embed), not matrices",
+    "interns2_mobius": "several layers share each bank of experts (meta_mlp)",
+    "moondream3": "they compute GELU of gate times up + 1, which no kernel here does",
+    "nllb-moe": "encoder and decoder have experts, of two matrices with ReLU between them",
+    "switch_transformers": (
+        "encoder and decoder have experts, of two matrices with ReLU between them"
+    ),
+}
