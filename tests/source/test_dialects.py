@@ -372,7 +372,7 @@ FOREIGN: dict[str, tuple[dict[str, Tensor], str]] = {
         {"weight": np.ones((INNER, HIDDEN), np.int8), "SCB": ONE, "weight_format": ONE},
         "SCB (F32): bitsandbytes",
     ),
-    "HQQ": ({"weight": GONE, "W_q": BYTES, "scale": ONE, "zero": ONE}, "W_q (U8): HQQ"),
+    "HQQ": ({"weight": GONE, "W_q": BYTES, "scale": ONE, "zero": ONE}, "W_q (U8): HQQ or SINQ"),
     "EETQ": (
         {"weight": np.ones((HIDDEN, INNER), np.int8), "weight_scales": np.ones(INNER, np.float16)},
         "weight_scales (F16): EETQ",
@@ -380,6 +380,36 @@ FOREIGN: dict[str, tuple[dict[str, Tensor], str]] = {
     "EXL2": ({"weight": GONE, "q_weight": WORDS, "q_scale": WORDS}, "q_weight (I32): EXL2"),
     "EXL3": ({"weight": GONE, "trellis": WORDS, "suh": ONE, "svh": ONE}, "trellis (I32): EXL3"),
     "torchao": ({"weight": GONE, "weight:_data": WORDS, "weight:_scale": ONE}, "_data (I32): torc"),
+    "torchao, flattened": (
+        {"weight": GONE, "_weight_qdata": BYTES, "_weight_scale": ONE}, "(U8): torchao is not",
+    ),
+    "quanto": ({"weight": GONE, "weight._data": BYTES}, "_data (U8): torchao or quanto"),
+    "Quark INT4": (
+        {"weight": WORDS, "weight_scale": ONE, "weight_zero_point": WORDS},
+        "weight (I32): integers in words as Quark packs them are not supported",
+    ),
+    "Quark's rotation": (
+        {"input_rotation": np.ones((HIDDEN, HIDDEN), np.int8)},
+        "input_rotation (I8): a rotation of the inputs while the",
+    ),
+    "MLX by transformers": (
+        {"weight": Raw("U32", (INNER, 16), bytes(64 * INNER)), "scales": ONE, "qbiases": ONE},
+        "qbiases (F32): MLX quantization",
+    ),
+    "Gemma": (
+        {"weight": BYTES, "weight_scale": ONE, "input_activation_scale": ONE},
+        "input_activation_scale (F32): a static scale of inputs and outputs (Gemma)",
+    ),
+    "NVFP4 of transformers": (
+        {"weight": BYTES, "weight_sf": WORDS, "weight_global_scale": ONE},
+        "weight_sf (I32): NVFP4 in the order of kernels (transformers)",
+    ),
+    "HIGGS": ({"weight": WORDS, "scales": ONE, "tables2": ONE}, "tables2 (F32): HIGGS"),
+    "SpQR": ({"weight": GONE, "dense_weights": WORDS}, "dense_weights (I32): SpQR"),
+    "FP-Quant": ({"weight": GONE, "qweight": BYTES, "act_global_scale": ONE}, "(F32): FP-Quant"),
+    "Four Over Six": (
+        {"weight": GONE, "quantized_weight_values": BYTES}, "values (U8): Four Over Six",
+    ),
     "VPTQ": ({"weight": GONE, "centroids.weight": ONE, "indices": WORDS}, "weight (F32): VPTQ"),
     "AQLM": ({"weight": GONE, "codes": WORDS, "codebooks": ONE, "scales": ONE}, "(F32): AQLM"),
     "QuIP#": ({"weight": GONE, "Qidxs": WORDS, "SU": ONE}, "Qidxs (I32): QuIP#"),
@@ -530,6 +560,29 @@ def test_rotations_of_compressed_tensors(location: str, tmp_path: Path) -> None:
         return
     message = refusal(tmp_path, tensors, {}, quantization_config=quantization)
     assert f"{SOURCE}.0.gate_proj.weight: a rotation of the inputs while the model runs" in message
+    assert "quantization_config.transform_config" in message
+
+
+@pytest.mark.parametrize(
+    ("rotation", "online"),
+    [
+        ({"name": "rotation", "r1": True, "r2": True, "r4": False}, False),
+        ({"name": "rotation", "r1": True, "online_r1_rotation": True}, True),
+        ({"name": "rotation", "r4": True}, True),
+        ({"name": "quarot"}, True),
+        ({"name": "awq"}, False),
+    ],
+)
+def test_rotations_of_quark(rotation: dict[str, Any], online: bool, tmp_path: Path) -> None:
+    """Of which the matrices may be in one tensor for all layers of a width."""
+    tensors, weights = experts(lambda *_: KINDS["mxfp4, Quark"].of)
+    quantization = {"quant_method": "quark", "algo_config": [rotation]}
+    if not online:
+        converted(tmp_path, tensors, weights, quantization_config=quantization)
+        return
+    message = refusal(tmp_path, tensors, {}, quantization_config=quantization)
+    assert f"{SOURCE}.0.gate_proj.weight: a rotation of the inputs while the model runs" in message
+    assert "quantization_config.algo_config" in message
 
 
 @pytest.mark.parametrize("bits", [3, 5, 6, 7])

@@ -105,7 +105,7 @@ class ModelConfig(Struct, frozen=True):
     asymmetric: bool  # all of these groups say that weights have zero points
     data_types: frozenset[str]  # of AutoRound: of all modules, and of those that differ
     left_alone: Sequence[str]  # names and patterns of modules that quantization_config excludes
-    online_rotation: bool  # weights are of inputs that compressed-tensors rotates
+    online_rotation: str  # the setting by which a model rotates inputs as it runs; "": none
     described: Mapping[str, str]  # msModelSlim's type of each tensor; empty for others
 
     def width_of(self, found: int) -> Setting | None:
@@ -464,19 +464,32 @@ def _left_alone(quantization: Mapping[str, Any]) -> Sequence[str]:
     return [*found, "*"] if any(quantization.get(key) for key in _CHOSEN) else found
 
 
-def _online_rotation(quantization: Mapping[str, Any]) -> bool:
-    """Whether a transform of compressed-tensors is applied to what goes into or out of a layer;
-    those of weights are inside them already."""
+def _online_rotation(quantization: Mapping[str, Any]) -> str:
+    """The setting by which inputs or outputs of layers are rotated while the model runs, "" if
+    there is none; rotations of weights are inside them already."""
     config = quantization.get("transform_config")
     groups = config.get("config_groups") if isinstance(config, dict) else None
-    applied = [
+    applied = (
         one
         for group in (groups.values() if isinstance(groups, dict) else ())
         for one in (group.get("apply", ()) if isinstance(group, dict) else ())
-    ]
-    return any(
-        isinstance(one, dict) and one.get("location") in ("input", "output") for one in applied
     )
+    if any(isinstance(one, dict) and one.get("location") in ("input", "output") for one in applied):
+        return "transform_config"
+    algorithms = quantization.get("algo_config")  # of Quark: one, or a list
+    listed = algorithms if isinstance(algorithms, list) else [algorithms]
+    return "algo_config" if any(map(_rotates_inputs, listed)) else ""
+
+
+def _rotates_inputs(algorithm: object) -> bool:
+    """Whether an algorithm of Quark's rotates inputs: R4 does, whose older name is QuaRot, and R1
+    where it is called online."""
+    if not isinstance(algorithm, dict):
+        return False
+    name = algorithm.get("name")
+    r4 = algorithm.get("r4", name == "quarot")
+    r1 = algorithm.get("r1") and algorithm.get("online_r1_rotation")
+    return name in ("rotation", "quarot") and bool(r4 or r1)
 
 
 def _weights_of_groups(quantization: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -32,14 +32,15 @@ _FOREIGN = {
     "weight_format": "bitsandbytes",
     "scale_bias": "msModelSlim's W4A8, whose order of nibbles is not specified,",
     "biases": "MLX quantization",
-    "W_q": "HQQ",
+    "qbiases": "MLX quantization",
+    "W_q": "HQQ or SINQ",
     "weight_scales": "EETQ",
     "q_weight": "EXL2",
     "q_invperm": "EXL2",
     "trellis": "EXL3",
     "suh": "EXL3",
     "svh": "EXL3",
-    "_data": "torchao",
+    "_data": "torchao or quanto",
     "qdata": "torchao",
     "tensor_impl": "torchao",
     "_weight_qdata": "torchao",
@@ -50,6 +51,12 @@ _FOREIGN = {
     "s_group": "QQQ",
     "s_channel": "QQQ",
     "zeros": "BitBLAS packing",
+    "tables2": "HIGGS",
+    "dense_weights": "SpQR",
+    "weight_sf": "NVFP4 in the order of kernels (transformers)",
+    "quantized_weight_values": "Four Over Six",
+    "input_activation_scale": "a static scale of inputs and outputs (Gemma)",
+    "act_global_scale": "FP-Quant",
 }
 # Words in the names of a model that PEFT saved with an adapter in it.
 _ADAPTED = ("base_layer", "lora_A", "lora_B", "lora_magnitude_vector")
@@ -58,7 +65,7 @@ _KNOWN_TYPES = ("FLOAT", "W8A8", "W8A8_DYNAMIC")  # of msModelSlim
 
 
 def _foreign(part: str) -> str | None:
-    if part.startswith("spinquant") or "hadamard" in part.lower():
+    if part.startswith(("spinquant", "input_rotation")) or "hadamard" in part.lower():
         return _ONLINE
     words = part.replace(":", ".").split(".")
     return next((_FOREIGN[word] for word in words if word in _FOREIGN), None)
@@ -81,7 +88,7 @@ def check_rotation(weight: TensorRef, config: ModelConfig) -> None:
     if config.online_rotation:
         raise CheckpointError(
             f"{weight.name}: {_ONLINE} is not supported as an input "
-            "(quantization_config.transform_config in config.json)",
+            f"(quantization_config.{config.online_rotation} in config.json)",
             "Use a version of this model whose rotations are all inside its weights.",
         )
 
@@ -141,6 +148,12 @@ def unsupported(parts: Parts, encodings: Iterable[Encoding]) -> CheckpointError:
             return CheckpointError(
                 f"{tensor.name} and {parts['weight_blocks'].name}: MXFP4 in blocks, as gpt-oss has "
                 "it, is read of all experts of a layer in one tensor, not of one expert",
+                _HINT,
+            )
+        if part == "weight_scale" and parts.get("weight", tensor).dtype == "I32":
+            return CheckpointError(
+                f"{parts['weight'].name} (I32): integers in words as Quark packs them are not "
+                "supported as an input",
                 _HINT,
             )
         if what := _foreign(part):
