@@ -55,6 +55,8 @@ typedef enum kt_dtype {
   KT_Q2_0 = 31,
   KT_I4 = 32,      /* a byte: 2 columns, the even one in the low nibble; -8..7, two's complement */
   KT_F4_E0M3 = 33, /* such a byte; sign, then the magnitude in quarters, 0..1.75 */
+  KT_F6_E2M3 = 34, /* three bytes: 4 columns, the first in the lowest bits; sign, 2 bits of
+                      exponent (bias 1), 3 of mantissa; no infinities or NaN */
   KT_DTYPE_COUNT
 } kt_dtype;
 

@@ -61,6 +61,19 @@ def e2m1(nibbles: U8) -> F32:
     return values
 
 
+def fours(numbers: U8) -> U8:
+    """Four numbers of 6 bits in three bytes, the first in the lowest bits."""
+    return stream(numbers, 6).view(np.uint8)
+
+
+def e2m3(numbers: U8) -> F32:
+    """Sign, two bits of exponent, three of mantissa."""
+    exponent, mantissa = (numbers >> 3 & 3).astype(int), (numbers & 7) / 8
+    magnitude = np.where(exponent > 0, np.ldexp(1 + mantissa, exponent - 1), mantissa)
+    values: F32 = np.where(numbers & 32, -magnitude, magnitude).astype(np.float32)
+    return values
+
+
 def e0m3(nibbles: U8) -> F32:
     """Sign, and a magnitude in quarters."""
     magnitude = (nibbles & 7).astype(np.float32) / 4
@@ -159,11 +172,36 @@ def of_mxfp4(
     return dict(stored), e2m1(codes) * powers(scale).repeat(32, axis=1)
 
 
+def of_mxfp6(rng: Rng, rows: int, cols: int) -> Stored:
+    codes = rng.integers(0, 64, (rows, cols), np.uint8)
+    scale = rng.integers(110, 130, (rows, cols // 32), np.uint8)
+    return {"weight_packed": fours(codes), "weight_scale": scale}, (
+        e2m3(codes) * powers(scale).repeat(32, axis=1)
+    )
+
+
 def of_mxint4(rng: Rng, rows: int, cols: int) -> Stored:
     codes = rng.integers(0, 16, (rows, cols), np.uint8)
     scale = rng.integers(110, 130, (rows, cols // 32), np.uint8)
     return {"weight_packed": pairs(codes), "weight_scale": scale}, (
         e0m3(codes) * powers(scale).repeat(32, axis=1)
+    )
+
+
+def e5m3(codes: U8) -> F32:
+    """No sign, five bits of exponent, three of mantissa."""
+    exponent, mantissa = (codes >> 3).astype(int), (codes & 7) / 8
+    values: F32 = np.where(
+        exponent > 0, np.ldexp(1 + mantissa, exponent - 15), np.ldexp(mantissa, -14)
+    ).astype(np.float32)
+    return values
+
+
+def of_nvfp4_e5m3(rng: Rng, rows: int, cols: int) -> Stored:
+    codes = rng.integers(0, 16, (rows, cols), np.uint8)
+    scale = rng.integers(0, 255, (rows, cols // 16), np.uint8)
+    return {"weight_packed": pairs(codes), "weight_scale": scale}, (
+        e2m1(codes) * e5m3(scale).repeat(16, axis=1)
     )
 
 
@@ -380,6 +418,11 @@ KINDS: dict[str, Kind] = {
     "mxfp4, Ling": Kind(
         "mxfp4", partial(of_mxfp4, names=("weight", "weight_scale_inv"), dtypes=("U8", "F8_E8M0"))
     ),
+    "mxfp6": Kind(
+        "mxfp6",
+        of_mxfp6,
+        {"quant_method": "compressed-tensors", "format": "mxfp6-pack-quantized"},
+    ),
     "mxint4, AutoRound": Kind(
         "mxint4",
         of_mxint4,
@@ -391,6 +434,11 @@ KINDS: dict[str, Kind] = {
     ),
     "nvfp4, ModelOpt": Kind(
         "nvfp4", partial(of_nvfp4, names=("weight", "weight_scale_2"), divides=False)
+    ),
+    "nvfp4, E5M3": Kind(
+        "nvfp4-e5m3",
+        of_nvfp4_e5m3,
+        {"quant_method": "compressed-tensors", "format": "nvfp4-e5m3-pack-quantized"},
     ),
     "int4 packed, group 32": Kind("int4-packed", partial(of_packed, bits=4, group=32), _PACK),
     "int4 packed, channel": Kind("int4-packed", partial(of_packed, bits=4, store=bf16), _PACK),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.encoded import awq_words, e0m3, e2m1, pairs, signed, stream
+from helpers.encoded import awq_words, e0m3, e2m1, e2m3, fours, pairs, signed, stream
 from numpy.typing import NDArray
 
 from ktconv import native
@@ -51,6 +51,7 @@ PACKED: dict[str, tuple[int, Callable[[U8], Any], Callable[[U8], F32]]] = {
     "F8_E4M3": (8, finite, lambda numbers: e4m3fn_to_f32(finite(numbers))),
     "I8": (8, lambda numbers: numbers, lambda numbers: numbers.view(np.int8).astype(np.float32)),
     "F4_E0M3": (4, pairs, e0m3),
+    "F6_E2M3": (6, lambda numbers: fours(numbers).view("V3"), e2m3),
     "I4": (4, pairs, signed),
     "U4": (4, words, unsigned),
     "U4_AWQ": (4, awq_words, unsigned),

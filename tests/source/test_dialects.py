@@ -388,6 +388,13 @@ FOREIGN: dict[str, tuple[dict[str, Tensor], str]] = {
         {"weight": WORDS, "weight_scale": ONE, "weight_zero_point": WORDS},
         "weight (I32): integers in words as Quark packs them are not supported",
     ),
+    "Quark MXFP6": (
+        {
+            "weight": np.ones((INNER, HIDDEN * 3 // 4), np.uint8),
+            "weight_scale": np.full((INNER, HIDDEN // 32), 127, np.uint8),
+        },
+        "up_proj.weight [192, 96]: MXFP6 is only supported as compressed-tensors writes it",
+    ),
     "Quark's rotation": (
         {"input_rotation": np.ones((HIDDEN, HIDDEN), np.int8)},
         "input_rotation (I8): a rotation of the inputs while the",
@@ -598,21 +605,22 @@ def test_packed_without_straddling(bits: int, tmp_path: Path) -> None:
     assert "Older versions of compressed-tensors packed so" in message
 
 
-@pytest.mark.parametrize(
-    ("width", "group", "what"),
-    [
-        (HIDDEN * 3 // 4, 32, "up_proj.weight_packed [192, 96]: MXFP6"),
-        (HIDDEN // 2, 16, "up_proj.weight_scale [192, 8]: NVFP4 with scales in E5M3"),
-    ],
-)
-def test_floats_that_are_not_decoded(width: int, group: int, what: str, tmp_path: Path) -> None:
-    """As compressed-tensors 0.20 and AutoRound 0.16 write them."""
-    tensors, _ = experts(lambda *_: KINDS["mxfp4, compressed-tensors"].of)
-    change: dict[str, Tensor] = {
-        "1.up_proj.weight_packed": np.ones((INNER, width), np.uint8),
-        "1.up_proj.weight_scale": np.full((INNER, HIDDEN // group), 127, np.uint8),
-    }
-    assert what in refusal(tmp_path, tensors, change)
+def test_scales_for_16_inputs_must_be_said_to_be_e5m3(tmp_path: Path) -> None:
+    tensors, weights = experts(lambda *_: KINDS["nvfp4, E5M3"].of)
+    said = refusal(tmp_path, tensors, {})
+    assert (
+        "gate_proj.weight_scale [192, 8]: a scale in U8 for 16 inputs is only supported in" in said
+    )
+    quantization = {
+        "quant_method": "auto-round", "packing_format": "auto_round:llm_compressor_nvfp4_e5m3",
+    }  # fmt: skip
+    converted(tmp_path / "said", tensors, weights, quantization_config=quantization)
+
+
+def test_mxfp6_of_other_tools_may_be_e3m2(tmp_path: Path) -> None:
+    tensors, _ = experts(lambda *_: KINDS["mxfp6"].of)
+    said = refusal(tmp_path, tensors, {}, quantization_config={"quant_method": "auto-round"})
+    assert "0.gate_proj.weight_packed [192, 96]: MXFP6 is only supported as compressed-te" in said
 
 
 def test_blocks_of_one_expert_are_not_called_by_another_name(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.encoded import KINDS, of_awq, of_gptq, of_mxfp4, of_nvfp4, of_packed
+from helpers.encoded import KINDS, e5m3, of_awq, of_gptq, of_mxfp4, of_nvfp4, of_packed
 from helpers.families import Raw, Tensor, raw
 from numpy.typing import NDArray
 
@@ -66,6 +66,18 @@ def test_mxfp4() -> None:
     check(theirs[0].T, values)
 
 
+def test_mxfp6() -> None:
+    helpers = pytest.importorskip("compressed_tensors.compressors.mxfp6.helpers")
+    parts, values = KINDS["mxfp6"].of(rng(), ROWS, COLS)
+    packed, scale = tensor(parts["weight_packed"]), tensor(parts["weight_scale"])
+    numbers = helpers.unpack_fp6_from_uint8(packed, ROWS, COLS, torch.float32)
+    assert torch.equal(helpers.pack_fp6_to_uint8(numbers), packed)
+    check(
+        numbers * scale.view(torch.float8_e8m0fnu).to(torch.float32).repeat_interleave(32, 1),
+        values,
+    )
+
+
 def test_mxint4() -> None:
     utils = pytest.importorskip("auto_round.experimental.qmodules.mxint4_utils")
     parts, values = KINDS["mxint4, AutoRound"].of(rng(), ROWS, COLS)
@@ -74,6 +86,15 @@ def test_mxint4() -> None:
     )
     scale = tensor(parts["weight_scale"]).view(torch.float8_e8m0fnu).to(torch.float32)
     check(numbers * scale.repeat_interleave(32, 1), values)
+
+
+def test_nvfp4_e5m3() -> None:
+    nvfp = pytest.importorskip("auto_round.data_type.nvfp")
+    if not hasattr(nvfp, "e5m3_to_float_tensor"):
+        pytest.skip("an AutoRound without E5M3")
+    codes = np.arange(255, dtype=np.uint8)
+    check(nvfp.e5m3_to_float_tensor(tensor(codes)), e5m3(codes))
+    assert torch.equal(nvfp.float_to_e5m3_frexp(tensor(e5m3(codes))), tensor(codes))
 
 
 @pytest.mark.parametrize("divides", [True, False])

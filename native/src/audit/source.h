@@ -76,17 +76,27 @@ INLINE void i8_values(const uint8_t *from, int64_t row, int64_t cols, float *out
 }
 
 /* A stream of `width` bits each: every `width` bytes have 8 numbers. */
+INLINE void stream_numbers(const uint8_t *from, const int width, int64_t cols, uint8_t *number) {
+  if (width == 4) halves_of_bytes(from, cols, number);
+  for (int64_t c = 0; c < cols && width != 4; c += 8) {
+    uint64_t eight = 0;
+    for (int i = 0; i < width; i++) eight |= (uint64_t)from[c * width / 8 + i] << 8 * i;
+    for (int i = 0; i < 8; i++) number[c + i] = (uint8_t)(eight >> width * i & ((1u << width) - 1));
+  }
+}
+
 INLINE void stream_values(const uint8_t *from, const int width, int64_t cols, float *out) {
   uint8_t unpacked[KT_AUDIT_BLOCK];
   const uint8_t *const number = width == 8 ? from : unpacked;
-  if (width == 4) halves_of_bytes(from, cols, unpacked);
-  for (int64_t c = 0; c < cols && width != 4 && width != 8; c += 8) {
-    uint64_t eight = 0;
-    for (int i = 0; i < width; i++) eight |= (uint64_t)from[c * width / 8 + i] << 8 * i;
-    for (int i = 0; i < 8; i++)
-      unpacked[c + i] = (uint8_t)(eight >> width * i & ((1u << width) - 1));
-  }
+  if (width != 8) stream_numbers(from, width, cols, unpacked);
   for (int64_t c = 0; c < cols; c++) out[c] = (float)number[c];
+}
+
+INLINE void f6_values(const uint8_t *from, int64_t row, int64_t cols, float *out) {
+  uint8_t code[KT_AUDIT_BLOCK];
+  (void)row;
+  stream_numbers(from, 6, cols, code);
+  for (int64_t c = 0; c < cols; c++) out[c] = f6_value(code[c]);
 }
 
 #define STREAM_VALUES(width)                                                                       \
@@ -116,7 +126,7 @@ INLINE void u4_awq_values(const uint8_t *from, int64_t row, int64_t cols, float 
           each(KT_U4_AWQ, u4_awq, 4, 8, 1) each(KT_I8, i8, 1, 1, 1) each(KT_U2, u2, 4, 1, 16)      \
               each(KT_U3, u3, 12, 1, 32) each(KT_U5, u5, 20, 1, 32) each(KT_U6, u6, 12, 1, 16)     \
                   each(KT_U7, u7, 28, 1, 32) each(KT_U8, u8, 4, 1, 4) each(KT_I4, i4, 1, 1, 2)     \
-                      each(KT_F4_E0M3, quarters, 1, 1, 2)
+                      each(KT_F4_E0M3, quarters, 1, 1, 2) each(KT_F6_E2M3, f6, 3, 1, 4)
 
 /* The same of blocks of ggml. */
 #define AUDIT_BLOCKS(each)                                                                         \

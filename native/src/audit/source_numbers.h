@@ -69,6 +69,13 @@ INLINE int8_t f4_halves(uint8_t nibble) {
 
 INLINE float f4_value(uint32_t nibble) { return (float)f4_halves((uint8_t)nibble) * 0.5f; }
 
+/* E2M3: a sign, and eighths: 0 to 15, then 16 to 30 in steps of 2, then 32 to 60 in steps of 4. */
+INLINE float f6_value(uint8_t code) {
+  const int32_t magnitude = code & 31, low = magnitude & 7, exponent = magnitude >> 3;
+  const int32_t eighths = exponent ? (8 + low) << (exponent - 1) : low;
+  return (float)(code & 32 ? -eighths : eighths) / 8.0f;
+}
+
 /* 1 sign, 3 bits of magnitude whose last one is worth a quarter. */
 INLINE float quarters_value(uint32_t nibble) {
   const float magnitude = (float)(int32_t)(nibble & 7u) / 4.0f;

@@ -30,7 +30,7 @@ static kt_decode_rows_fn *const decoders[KT_DTYPE_COUNT][KT_LEVELS] = {
     [KT_IQ4_NL] = CELLS(ggml),   [KT_IQ4_XS] = CELLS(ggml),   [KT_MXFP4] = CELLS(ggml),
     [KT_NVFP4] = CELLS(ggml),    [KT_TQ1_0] = CELLS(ggml),    [KT_TQ2_0] = CELLS(ggml),
     [KT_Q1_0] = CELLS(ggml),     [KT_Q2_0] = CELLS(ggml),     [KT_I4] = PACKED(i4),
-    [KT_F4_E0M3] = PACKED(e0m3),
+    [KT_F4_E0M3] = PACKED(e0m3), [KT_F6_E2M3] = PACKED(e2m3),
 };
 
 void kt_decode_cell_scalar(const kt_matrix *m, int64_t row, int64_t count, float *out,

@@ -21,7 +21,7 @@ kt_decode_rows_fn kt_decode_bf16_scalar, kt_decode_f16_scalar, kt_decode_f32_sca
     kt_decode_e4m3_scalar, kt_decode_e2m1_scalar, kt_decode_u4_awq_scalar, kt_decode_i8_scalar;
 kt_decode_rows_fn kt_decode_u2_scalar, kt_decode_u3_scalar, kt_decode_u4_scalar,
     kt_decode_u5_scalar, kt_decode_u6_scalar, kt_decode_u7_scalar, kt_decode_u8_scalar,
-    kt_decode_i4_scalar, kt_decode_e0m3_scalar;
+    kt_decode_i4_scalar, kt_decode_e0m3_scalar, kt_decode_e2m3_scalar;
 kt_decode_rows_fn kt_decode_ggml_scalar, kt_decode_ggml_avx2, kt_decode_ggml_avx512;
 kt_decode_rows_fn kt_decode_bf16_avx2, kt_decode_f16_avx2, kt_decode_f32_avx2, kt_decode_e4m3_avx2,
     kt_decode_u4_awq_avx2;
@@ -30,7 +30,7 @@ kt_decode_rows_fn kt_decode_bf16_avx512, kt_decode_f16_avx512, kt_decode_f32_avx
 kt_decode_rows_fn kt_decode_e2m1_avx512, kt_decode_i8_avx512, kt_decode_u4_awq_avx512,
     kt_decode_u2_avx512, kt_decode_u3_avx512, kt_decode_u4_avx512, kt_decode_u5_avx512,
     kt_decode_u6_avx512, kt_decode_u7_avx512, kt_decode_u8_avx512, kt_decode_i4_avx512,
-    kt_decode_e0m3_avx512;
+    kt_decode_e0m3_avx512, kt_decode_e2m3_avx512;
 
 /* The first NaN or Inf in row order, if there is one: KT_ERR_NONFINITE, else KT_OK.
  * `scratch` holds one row. */

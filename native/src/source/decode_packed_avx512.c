@@ -1,4 +1,4 @@
-/* Packed integers and FP4 on AVX-512, 16 numbers at a time. Bit-equal to decode_scalar.c. */
+/* Packed integers, FP4 and FP6 on AVX-512, 16 numbers at a time. Bit-equal to decode_scalar.c. */
 #include "../cpu.h"
 
 #if KT_X86
@@ -36,8 +36,8 @@ KT_INLINE __m512i codes16(__m128i data, stream s) {
   return _mm512_srlv_epi32(pairs, s.shift);
 }
 
-/* What numbers of 4 bits mean. */
-typedef enum meaning { UNSIGNED, E2M1, E0M3, TWOS_COMPLEMENT } meaning;
+/* What numbers of 4 bits mean, or of 6 (E2M3). */
+typedef enum meaning { UNSIGNED, E2M1, E0M3, TWOS_COMPLEMENT, E2M3 } meaning;
 
 KT_INLINE __m512 values_of(meaning of) {
   if (of == E2M1)
@@ -55,9 +55,21 @@ KT_INLINE __m512 values_of_4_bits(int bits, meaning of) {
   return _mm512_cvtepi32_ps(_mm512_and_si512(index, _mm512_set1_epi32((1 << bits) - 1)));
 }
 
+/* Of codes in the lowest 6 bits of each lane: 32 magnitudes, and a sign. */
+KT_INLINE __m512 e2m3_values(__m512i codes) {
+  const __m512 to_2 = _mm512_setr_ps(0, 0.125f, 0.25f, 0.375f, 0.5f, 0.625f, 0.75f, 0.875f, 1,
+                                     1.125f, 1.25f, 1.375f, 1.5f, 1.625f, 1.75f, 1.875f);
+  const __m512 from_2 = _mm512_setr_ps(2, 2.25f, 2.5f, 2.75f, 3, 3.25f, 3.5f, 3.75f, 4, 4.5f, 5,
+                                       5.5f, 6, 6.5f, 7, 7.5f);
+  const __m512 magnitude = _mm512_permutex2var_ps(to_2, codes, from_2);
+  const __m512i sign = _mm512_and_si512(_mm512_slli_epi32(codes, 26), _mm512_set1_epi32(INT32_MIN));
+  return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(magnitude), sign));
+}
+
 KT_INLINE __m512 values16(__m128i data, int bits, meaning of, stream s) {
   if (bits == SIGNED) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(data));
   const __m512i codes = codes16(data, s);
+  if (of == E2M3) return e2m3_values(codes);
   if (of) return _mm512_permutexvar_ps(codes, values_of(of));
   return _mm512_cvtepi32_ps(_mm512_and_si512(codes, s.mask));
 }
@@ -227,6 +239,7 @@ KT_INLINE void decode_rows(const kt_matrix *m, int64_t row, int64_t count, int b
 
 DECODE_DTYPE(e2m1, 4, E2M1)
 DECODE_DTYPE(e0m3, 4, E0M3)
+DECODE_DTYPE(e2m3, 6, E2M3)
 DECODE_DTYPE(i4, 4, TWOS_COMPLEMENT)
 DECODE_DTYPE(i8, SIGNED, UNSIGNED)
 DECODE_DTYPE(u2, 2, UNSIGNED)

@@ -147,6 +147,25 @@ DECODE_STREAM(6, 16)
 DECODE_STREAM(7, 32)
 DECODE_STREAM(8, 4)
 
+/* E2M3: from 1 on the exponent field is bits 3 and 4, and bits 0 to 2 the mantissa. */
+static inline float widen_e2m3(uint32_t code) {
+  const uint32_t magnitude = code & 31u, sign = (code & 32u) << 26;
+  const uint32_t normal = (magnitude << 20) + ((127u - 1u) << 23);
+  const uint32_t subnormal = kt_bits((float)(int32_t)magnitude * 0.125f);
+  return kt_float(sign | kt_select(magnitude < 8u, subnormal, normal));
+}
+
+/* Four columns in three bytes. */
+KT_INLINE void widen_e2m3_four(const uint8_t *unit, float *columns) {
+  const uint32_t four = unit[0] | (uint32_t)unit[1] << 8 | (uint32_t)unit[2] << 16;
+  for (int i = 0; i < 4; i++) columns[i] = widen_e2m3(four >> 6 * i);
+}
+
+void kt_decode_e2m3_scalar(const kt_matrix *m, int64_t row, int64_t count, float *out,
+                           int64_t stride) {
+  decode_units(m, row, count, out, stride, widen_e2m3_four);
+}
+
 /* ---- Several rows of a column per unit ------------------------------------ */
 
 void kt_decode_u4_awq_scalar(const kt_matrix *m, int64_t row, int64_t count, float *out,

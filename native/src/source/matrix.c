@@ -19,6 +19,7 @@ static const kt_dtype_traits dtypes[KT_DTYPE_COUNT] = {
     [KT_TQ1_0] = {{54, 1, 256}, 0}, [KT_TQ2_0] = {{66, 1, 256}, 0},
     [KT_Q1_0] = {{18, 1, 128}, 0},  [KT_Q2_0] = {{18, 1, 64}, 0},
     [KT_I4] = {{1, 1, 2}, 1},       [KT_F4_E0M3] = {{1, 1, 2}, 1},
+    [KT_F6_E2M3] = {{3, 1, 4}, 1},
 };
 
 const kt_dtype_traits *kt_dtype_find(int dtype) {

@@ -15,6 +15,7 @@ _DTYPES = (
     "U2", "U3", "U4", "U5", "U6", "U7", "U8",
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
     "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4", "TQ1_0", "TQ2_0", "Q1_0", "Q2_0", "I4", "F4_E0M3",
+    "F6_E2M3",
 )  # fmt: skip
 DTYPES: dict[str, int] = {name: getattr(lib, f"KT_{name}") for name in _DTYPES}
 

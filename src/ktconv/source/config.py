@@ -104,6 +104,7 @@ class ModelConfig(Struct, frozen=True):
     group_sizes: frozenset[int]  # inputs that share a scale, by every group_size of weights
     asymmetric: bool  # all of these groups say that weights have zero points
     data_types: frozenset[str]  # of AutoRound: of all modules, and of those that differ
+    e5m3_scales: bool  # of NVFP4; else U8 has powers of two
     left_alone: Sequence[str]  # names and patterns of modules that quantization_config excludes
     online_rotation: str  # the setting by which a model rotates inputs as it runs; "": none
     described: Mapping[str, str]  # msModelSlim's type of each tensor; empty for others
@@ -253,6 +254,7 @@ def interpret_config(
         group_sizes=_group_sizes(quantization),
         asymmetric=_asymmetric(quantization),
         data_types=_data_types(quantization),
+        e5m3_scales=_has_e5m3_scales(quantization),
         left_alone=_left_alone(quantization),
         online_rotation=_online_rotation(quantization),
         described=described,
@@ -444,6 +446,13 @@ def _data_types(quantization: Mapping[str, Any]) -> frozenset[str]:
     modules = extra.values() if isinstance(extra, dict) else ()
     found = [quantization, *(one for one in modules if isinstance(one, dict))]
     return frozenset(str(one["data_type"]) for one in found if one.get("data_type"))
+
+
+def _has_e5m3_scales(quantization: Mapping[str, Any]) -> bool:
+    """Whether scales of NVFP4 are E5M3, which AutoRound says in sections of its own and of
+    compressed-tensors."""
+    said = (quantization.get(key) for key in ("format", "packing_format"))
+    return any("nvfp4" in str(one) and "e5m3" in str(one) for one in said)
 
 
 # Of modules that stay as they are, or of those alone that do not, by the tools' names for them.

@@ -67,9 +67,11 @@ HELD: dict[str, str | None] = {
     "mxfp4, compressed-tensors": "mxfp4",
     "mxfp4, Quark": "mxfp4",
     "mxfp4, Ling": "mxfp4",
+    "mxfp6": "gint8-32",  # eighths of a power of two
     "mxint4, AutoRound": "gint4-32",  # quarters of a power of two
     "nvfp4, compressed-tensors": "nvfp4",
     "nvfp4, ModelOpt": "nvfp4",
+    "nvfp4, E5M3": None,
     "int4 packed, group 32": "gint4-32",
     "int4 packed, channel": "gint4-128",  # INT4 has no -8
     "int8 packed, channel": "gint8-128",  # INT8 has no -128

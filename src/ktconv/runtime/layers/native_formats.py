@@ -13,7 +13,7 @@ from ktconv.formats.specs import SPECS, FormatSpec
 from ktconv.native.layouts import INNER_COLS
 from ktconv.runtime.layers.ggml_blocks import CODED_BLOCKS, COLS
 from ktconv.source import BlockGrid, ExpertMatrix, MoELayer
-from ktconv.source.elements import BF16, F4_E0M3, F4_E2M1, F8_E4M3
+from ktconv.source.elements import BF16, F4_E0M3, F4_E2M1, F6_E2M3, F8_E4M3
 
 _KERNELS = [one for one in SPECS if one.kernel]
 
@@ -35,6 +35,7 @@ _CODES = {  # kt_format of numbers that are stored as they are
         for number in (BF16.name, F8_E4M3.name, F4_E2M1.name)
     },
     F4_E0M3.name: _codes(one for one in _KERNELS if one.kind == "int4" and one.group > 0),  # / 4
+    F6_E2M3.name: _codes(one for one in _KERNELS if one.kind == "int8" and one.group > 0),  # / 8
     **{name: (block.codes,) for name, block in CODED_BLOCKS.items()},
 }
 _CODES[F8_E4M3.name] += _CODES[BF16.name]  # times a power of two

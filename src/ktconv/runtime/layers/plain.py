@@ -12,7 +12,7 @@ from ktconv.formats import Format, Slice
 from ktconv.runtime.layers.ggml_blocks import CODED_BLOCKS, COLS, CodedBlock
 from ktconv.runtime.layers.native_formats import scale_block
 from ktconv.source import BlockGrid
-from ktconv.source.elements import BF16, F4_E0M3, F4_E2M1, F8_E4M3, I4, I8, STREAMS, U4
+from ktconv.source.elements import BF16, F4_E0M3, F4_E2M1, F6_E2M3, F8_E4M3, I4, I8, STREAMS, U4
 from ktconv.source.reading.matrices import MatrixReader, Scales
 from ktconv.system.arrays import F32, U8, Array
 
@@ -34,7 +34,8 @@ _STORED = {
 _INFINITE = {"bf16": 0x7F80, "fp8": 0x7F, "mxfp8": 0x7F}
 # Numbers that codes stand for; integers are below 128.
 _LARGEST = {"fp8": 448, "mxfp8": 448, "mxfp4": 6, "nvfp4": 6 * 448}
-_STEPS = {F4_E0M3.name: np.float32(0.25)}  # between neighbouring numbers; else 1
+# Numbers are multiples of it; else of 1.
+_STEPS = {F4_E0M3.name: np.float32(0.25), F6_E2M3.name: np.float32(0.125)}
 
 
 class NotExactError(CheckpointError):

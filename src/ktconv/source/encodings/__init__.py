@@ -17,7 +17,9 @@ from ktconv.source.encodings.fp4 import (
     MXFP4,
     MXFP4_BLOCKS,
     MXFP4_PACKED,
+    MXFP6_PACKED,
     MXINT4,
+    NVFP4_E5M3,
     NVFP4_MODELOPT,
     NVFP4_PACKED,
 )
@@ -36,8 +38,8 @@ from ktconv.source.views import StoredView
 
 _SAFETENSORS: tuple[Encoding, ...] = (
     BF16, FP16, FP32, *FP8, INT8, MSMODELSLIM, *PACKED, ANGELSLIM,
-    MXFP4, MXFP4_BLOCKS, MXINT4, MXFP4_PACKED, NVFP4_PACKED,
-    NVFP4_MODELOPT, *GPTQ, AWQ, AWQ_REORDERED,
+    MXFP4, MXFP4_BLOCKS, MXINT4, MXFP4_PACKED, MXFP6_PACKED, NVFP4_PACKED,
+    NVFP4_MODELOPT, NVFP4_E5M3, *GPTQ, AWQ, AWQ_REORDERED,
 )  # fmt: skip
 ENCODINGS = tuple(dict.fromkeys((*_SAFETENSORS, *GGUF)))
 

@@ -1,10 +1,12 @@
 """FP4 (E2M1) in groups of inputs: MXFP4 with a power of two for 32, NVFP4 with an E4M3 scale for
-16 and a second one for the matrix. Element 2j is in the low half of byte j.
+16 and a second one for the matrix. Element 2j is in the low half of byte j. MXFP6 (E2M3) has the
+groups of MXFP4, and four elements in three bytes, the first in the lowest bits.
 
 MXINT4 of AutoRound has groups like MXFP4, and a magnitude in quarters; only data_type in
 config.json tells the two apart.
 
 NVFP4's second scale divides where compressed-tensors writes it, and multiplies in ModelOpt's.
+AutoRound's NVFP4 with E5M3 scales has none; config.json says that they are E5M3.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from msgspec.structs import replace
 
 from ktconv.errors import CheckpointError
 from ktconv.source.config import ModelConfig
-from ktconv.source.elements import F4_E0M3, F4_E2M1
+from ktconv.source.elements import F4_E0M3, F4_E2M1, F6_E2M3
 from ktconv.source.encodings.base import BLOCKS, OUTER, SCALE, Companion, Encoding, Roles
 from ktconv.source.encodings.shapes import POWERS, grid_with_blocks
 from ktconv.source.types import OuterScale, Quantization, TensorRef
@@ -29,6 +31,13 @@ def _mx(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | N
     tensor = roles[SCALE]
     grid = grid_with_blocks(tensor, view, POWERS[tensor.dtype], (1, _MX_GROUP))
     return None if grid is None else Quantization(grid)
+
+
+def _mx_6(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
+    """Scales of MXFP6 of compressed-tensors: of other tools it may be E3M2, which has the same
+    size."""
+    said = (config.quant_method or "").lower()
+    return _mx(roles, view, config) if said.startswith("compressed") else None
 
 
 def _mx_int(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
@@ -51,6 +60,11 @@ def _nv(
     if grid is None or index is None:
         return None
     return Quantization(replace(grid, outer=OuterScale(outer, index, divides)))
+
+
+def _nv_e5m3(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
+    grid = grid_with_blocks(roles[SCALE], view, "UE5M3", (1, _NV_GROUP))
+    return Quantization(grid) if grid is not None and config.e5m3_scales else None
 
 
 def _outer_index(outer: TensorRef, view: StoredView) -> int | None:
@@ -91,6 +105,7 @@ MXINT4 = replace(
     quantization=_mx_int,
     methods=("auto-round", "auto_round"),
 )
+MXFP6_PACKED = replace(MXFP4_PACKED, name="mxfp6", element=F6_E2M3, quantization=_mx_6)
 # gpt-oss: [E, N, K / 32, 16], whose last two axes fused.py makes one.
 MXFP4_BLOCKS = replace(
     MXFP4,
@@ -110,6 +125,12 @@ NVFP4_PACKED = Encoding(
     ),
     ignored=("input_global_scale", "weight_shape"),
     quantization=partial(_nv, divides=True),
+)
+NVFP4_E5M3 = replace(
+    NVFP4_PACKED,
+    name="nvfp4-e5m3",
+    companions=(Companion(SCALE, ("weight_scale",), ("U8",)),),
+    quantization=_nv_e5m3,
 )
 NVFP4_MODELOPT = replace(
     NVFP4_PACKED,

@@ -60,6 +60,16 @@ def _e4m3(bits: NDArray[np.uint32]) -> Any:
     return np.where(bits & 0x7F == 0x7F, np.nan, half.astype(np.float32) * 256).astype(np.float32)
 
 
+def _ue5m3(bits: NDArray[np.uint32]) -> Any:
+    """E5M3 without a sign: float32 with an exponent 112 larger, multiples of 2^-17 below 8. Code
+    255 is NaN; no code is an infinity."""
+    import numpy as np
+
+    normal = ((bits << 20) + np.uint32(112 << 23)).astype(np.uint32).view(np.float32)
+    values = np.where(bits < 8, bits.astype(np.float32) * np.float32(2**-17), normal)
+    return np.where(bits == 255, np.float32(np.nan), values)
+
+
 def _rows_in_words(bits: int, order: Sequence[int] = (), add: int = 0) -> Number:
     """Unsigned numbers of several rows as a stream of bits in 32-bit words, from the lowest bits
     on unless `order` has the places of rows 0, 1, ...; `add` is added to each, modulo 2^bits."""
@@ -85,6 +95,7 @@ NUMBERS = {
     "F16": Number(2, lambda bits: bits.astype("u2").view("f2").astype("f4"), beyond=0x7C00),
     "E4M3": Number(1, _e4m3, beyond=0x7F),
     "E8M0": Number(1, _e8m0, beyond=0xFF),
+    "UE5M3": Number(1, _ue5m3, beyond=0xFF),
     "I8": Number(1, lambda bits: bits.astype("i1").astype("f4")),
     **{f"U{bits}_ROWS": _rows_in_words(bits) for bits in range(2, 9)},
     **{f"U{bits}_ROWS_LESS_ONE": _rows_in_words(bits, add=1) for bits in (2, 3, 4, 8)},

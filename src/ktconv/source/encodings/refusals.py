@@ -119,17 +119,19 @@ def packed_floats(
     weight: TensorRef, scale: TensorRef | None, view: StoredView
 ) -> CheckpointError | None:
     """The error for floats of 4 and 6 bits that nothing here decodes; None if these are none."""
-    if weight.dtype != "U8" or not weight.name.endswith("_packed") or not weight.shape:
+    if weight.dtype != "U8" or not weight.shape:
         return None
     if 4 * weight.shape[-1] == 3 * view.stored_cols:
         return CheckpointError(
-            f"{weight.name} {list(weight.shape)}: MXFP6 is not supported as an input", _HINT
+            f"{weight.name} {list(weight.shape)}: MXFP6 is only supported as compressed-tensors "
+            "writes it",
+            _HINT,
         )
     of_16 = scale is not None and scale.shape[-1:] == (-(-view.stored_cols // 16),)
     if scale is not None and scale.dtype == "U8" and of_16:
         return CheckpointError(
-            f"{scale.name} {list(scale.shape)}: NVFP4 with scales in E5M3 (AutoRound) is not "
-            "supported as an input",
+            f"{scale.name} {list(scale.shape)}: a scale in U8 for 16 inputs is only supported in "
+            "E5M3, which quantization_config.format in config.json does not say",
             _HINT,
         )
     return None

@@ -244,6 +244,7 @@ _FP4 = Units(lambda items: numbers.E2M1[numbers.pairs(items)], ins=2)
 
 
 _QUARTERS = Units(lambda items: numbers.QUARTERS[numbers.pairs(items)], ins=2)  # MXINT4
+_FP6 = Units(lambda items: numbers.E2M3[numbers.fours(items)], ins=4, items=3)
 
 
 def _mxfp4(source: Source) -> Weight | None:
@@ -256,6 +257,13 @@ def _mxfp4(source: Source) -> Weight | None:
     return _scaled(source, primary, units, scale, (1, 32))
 
 
+def _mxfp6(source: Source) -> Weight | None:
+    if 4 * source.shape("weight_packed")[-1] != 3 * source.place.ins:
+        return None
+    scale = numbers.powers_of_two(source.items("weight_scale"))
+    return _scaled(source, "weight_packed", _FP6, scale, (1, 32))
+
+
 def _nvfp4(source: Source) -> Weight | None:
     primary, parts = primary_of(source.parts), source.parts
     scale = numbers.floats(source.items("weight_scale"), "F8_E4M3")
@@ -265,6 +273,16 @@ def _nvfp4(source: Source) -> Weight | None:
     with np.errstate(all="ignore"):
         scale = scale / outer if "weight_global_scale" in parts else scale * outer
     return _scaled(source, primary, _FP4, scale, (1, 16))
+
+
+def _nvfp4_e5m3(source: Source) -> Weight | None:
+    codes = source.items("weight_scale")
+    packing = [str(source.quantization.get(key)) for key in ("format", "packing_format")]
+    if source.shape("weight_scale")[-1] != -(-source.place.ins // 16) or not any(
+        one.partition("nvfp4")[2].replace("-", "_").startswith("_e5m3") for one in packing
+    ):
+        return None
+    return _scaled(source, "weight_packed", _FP4, numbers.eighths_of_powers(codes), (1, 16))
 
 
 # ---- integers --------------------------------------------------------------------------
@@ -419,6 +437,8 @@ ROWS: tuple[Row, ...] = (
     Row("weight", _of("U8"), _has("weight_scale_2"), _nvfp4),
     Row("weight", _of("I8"), _not(_powers), _int8),
     Row("weight", _of("I32"), _has("qzeros"), _reordered),
+    Row("weight_packed", _of("U8"), _powers, _mxfp6),
+    Row("weight_packed", _of("U8"), _powers, _nvfp4_e5m3),
     Row("weight_packed", _of("U8"), _powers, _mxfp4),
     Row("weight_blocks", _of("U8"), _has("weight_scales"), _mxfp4),
     Row("weight_packed", _of("U8"), _has("weight_global_scale"), _nvfp4),

@@ -31,6 +31,24 @@ QUARTERS = np.concatenate([np.arange(8), -np.arange(8.0)]).astype(np.float32) / 
 SIGNED_4 = np.concatenate([np.arange(8), np.arange(-8, 0)]).astype(np.float32)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
+_EIGHTHS = [*range(16), *range(16, 32, 2), *range(32, 64, 4)]
+E2M3 = np.array([*_EIGHTHS, *(-one for one in _EIGHTHS)], np.float32) / np.float32(8)
+
+
+def fours(triples: U8) -> U8:
+    """Bytes [..., 3] to numbers [..., 4] of 6 bits each."""
+    bits = np.unpackbits(triples, axis=-1, bitorder="little").reshape(*triples.shape[:-1], 4, 6)
+    return np.packbits(bits, axis=-1, bitorder="little")[..., 0]
+
+
+def eighths_of_powers(codes: Array) -> F32:
+    """E5M3 without a sign: (8 + the last 3 bits) times a power of two, no 8 under the lowest."""
+    exponent, last = codes.astype(np.int32) >> 3, codes & 7
+    values = np.ldexp(np.where(exponent > 0, 8.0, 0.0) + last, np.maximum(exponent, 1) - 18)
+    values[codes == 255] = np.nan
+    found: F32 = values.astype(np.float32)
+    return found
+
 
 def powers_of_two(codes: Array) -> F32:
     """E8M0: 2^(code - 127); 255 is NaN."""
