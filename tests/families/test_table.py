@@ -376,6 +376,22 @@ def test_experts_narrower_than_the_model(tmp_path: Path, monkeypatch: pytest.Mon
     assert layer.hidden_size == HIDDEN
 
 
+@pytest.mark.parametrize(
+    ("whole", "text", "found"),
+    [
+        ("minimax_m3_vl", "minimax_m3_text", "minimax_m3_vl"),  # as vLLM calls it
+        ("inkling_mm_model", "inkling_model", "inkling_mm_model"),  # and SGLang
+        ("kimi_k25", "kimi_k2", "kimi_k2"),
+        ("other_vl", "other_text", "other"),
+    ],
+)
+def test_the_type_of_a_text_section(whole: str, text: str, found: str) -> None:
+    """That of the whole model where the table has no other."""
+    config = Config({"model_type": whole, "text_config": {"model_type": text}})
+    assert config.type == found
+    assert config.family == table.FAMILIES.of(found)
+
+
 @pytest.mark.parametrize("section", ["language_config", "text_config"])
 def test_a_text_section_without_a_type(section: str) -> None:
     """DeepSeek-OCR's, which leaves it to the whole model; one of its own goes first."""

@@ -44,8 +44,10 @@ class Config:
         self.sections = (self.text,) if self.text is content else (self.text, content)
         # Of each section; None where it has none.
         self.model_types = [_value(section, "model type") for section in self.sections]
-        # That of the text section, which may leave it to the whole model (DeepSeek-VL); "": none.
-        known = next((kind for kind in self.model_types if kind), "")
+        # That of the text section, which may leave it to the whole model (DeepSeek-VL), or have one
+        # of its own that only the model's code knows (minimax_m3_text); "": none.
+        said = [kind for kind in self.model_types if kind]
+        known = next((kind for kind in said if table.FAMILIES.of(kind)), said[0] if said else "")
         self.type = str(known).removesuffix("_text")
         self.family = table.FAMILIES.of(self.type)
         self.values: Mapping[str, Any] = _Values(self.text)
