@@ -592,6 +592,16 @@ def test_rotations_of_quark(rotation: dict[str, Any], online: bool, tmp_path: Pa
     assert "quantization_config.algo_config" in message
 
 
+def test_int8_of_quark_in_groups_may_be_turned(tmp_path: Path) -> None:
+    """With as many outputs as inputs it was read as if it were not."""
+    quark = {"quant_method": "quark"}
+    tensors, _ = experts(lambda *_: KINDS["int8 group"].of)
+    said = refusal(tmp_path, tensors, {}, quantization_config=quark)
+    assert "0.gate_proj.weight: INT8 in groups, which Quark stores [in, out], is not" in said
+    tensors, weights = experts(lambda *_: KINDS["int8 channel"].of)
+    converted(tmp_path / "channels", tensors, weights, quantization_config=quark)
+
+
 @pytest.mark.parametrize("bits", [3, 5, 6, 7])
 def test_packed_without_straddling(bits: int, tmp_path: Path) -> None:
     """As compressed-tensors did before 2026."""

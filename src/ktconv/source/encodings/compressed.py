@@ -89,13 +89,27 @@ def _packed(bits: int) -> Encoding:
 
 
 _plain = partial(_quantization, zero_number="I8", symmetric=0)
+
+
+def _int8(roles: Roles, view: StoredView, config: ModelConfig) -> Quantization | None:
+    """Scales of INT8, whose weight is [out, in]; of as many outputs as inputs, no shape tells."""
+    groups = roles[SCALE].shape[1:] not in ((), (1,))
+    if groups and not view.transposed and "quark" in (config.quant_method or "").lower():
+        raise CheckpointError(
+            f"{roles[WEIGHT].name}: INT8 in groups, which Quark stores [in, out], is not supported "
+            "as an input",
+            "Use a version of this model with a scale for each channel.",
+        )
+    return _plain(roles, view, config)
+
+
 INT8 = Encoding(
     "int8",
     ("I8",),
     elements.I8,
     companions=(_SCALE, Companion(ZERO, ("weight_zero_point",), ("I8",), optional=True), _SHAPE),
     ignored=_IGNORED,
-    quantization=_plain,
+    quantization=_int8,
     methods=(*_METHODS, "modelopt", "quark"),
 )
 ANGELSLIM = Encoding(
