@@ -160,7 +160,12 @@ def kept_directory(config: pytest.Config) -> Path:
     """For what is compiled: kept from run to run in pytest's cache, unless that is turned off."""
     if KEPT not in config.stash:
         cache, name = getattr(config, "cache", None), "ktconv-native"
-        config.stash[KEPT] = cache.mkdir(name) if cache else Path(tempfile.mkdtemp(prefix=name))
+        if cache:
+            config.stash[KEPT] = cache.mkdir(name)
+        else:
+            made = tempfile.TemporaryDirectory(prefix=name)
+            config.add_cleanup(made.cleanup)
+            config.stash[KEPT] = Path(made.name)
     return config.stash[KEPT]
 
 
