@@ -475,7 +475,7 @@ def test_interrupted(
     source: Path, logits: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of a layer whose windows wait: what is behind stays, and no thread."""
-    passed, threads = Passed(source, tmp_path / "s"), threading.active_count()
+    passed, threads = Passed(source, tmp_path / "s"), set(threading.enumerate())
     own = passed.experts.run
     seen: list[int] = []
 
@@ -488,7 +488,9 @@ def test_interrupted(
     monkeypatch.setattr(passed.experts, "run", run)
     with pytest.raises(KeyboardInterrupt):
         passed.run(windows())
-    assert threading.active_count() <= threads
+    # Libraries start some of their own, whenever they like.
+    left = {one.name for one in threading.enumerate() if one not in threads}
+    assert not {name for name in left if name.startswith(("ktconv", "ThreadPoolExecutor"))}
     assert sorted(path.name for path in passed.folder.iterdir()) == [
         "state.json", "states-a.bin", "states-b.bin",
     ]  # fmt: skip
