@@ -1,4 +1,4 @@
-"""Which families' experts transformers reads one by one, against the release of the table."""
+"""Families whose experts transformers reads one by one, in the release that the table names."""
 
 from __future__ import annotations
 

@@ -386,7 +386,7 @@ def test_experts_narrower_than_the_model(tmp_path: Path, monkeypatch: pytest.Mon
     ],
 )
 def test_the_type_of_a_text_section(whole: str, text: str, found: str) -> None:
-    """That of the whole model where the table has no other."""
+    """The text section's type counts if the table has it, else that of the whole model."""
     config = Config({"model_type": whole, "text_config": {"model_type": text}})
     assert config.type == found
     assert config.family == table.FAMILIES.of(found)

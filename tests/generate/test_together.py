@@ -160,7 +160,7 @@ def test_a_token_takes_one_call(model: Any) -> None:
 
 
 def test_layers_are_called_once_with_the_memory_of_a_cache(model: Any) -> None:
-    """From the second token on the first answers for all; the third needs more memory."""
+    """The first layer answers for all in tokens 2 and 4; the third needs more memory."""
     whole, parts = Ran(model, True, heard=False), Ran(model, False, heard=False)
     assert whole == parts
     assert whole.calls == [1] * TOKENS and whole.visits == [LAYERS, 1, LAYERS, 1]

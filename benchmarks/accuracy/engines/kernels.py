@@ -7,6 +7,7 @@ imported from the engine's package. Where its loader only copies, this copies.
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from benchmarks.accuracy.engines.modules import StandIn, engine_modules
 from benchmarks.accuracy.engines.stored import TENSORS, Stored
 
 
-class Engine:
+class Engine(ABC):
     """Computes both products of a layer: `prepare` brings weights into the kernels' layout, then
     `multiply` is called for gate and up, and for down with the weights of the router."""
 
@@ -36,13 +37,14 @@ class Engine:
         self.parts = parts
 
     @staticmethod
+    @abstractmethod
     def given(hopper: bool) -> Mapping[str, Any]:
-        """What the modules learn from the rest of the engine: which GPU there is, and how
-        activations are rounded."""
-        raise NotImplementedError
+        """Names that the modules import from the rest of the engine, by module and name: those that
+        tell the GPU and those that round activations."""
 
+    @abstractmethod
     def prepare(self, stored: Stored) -> Stored:
-        raise NotImplementedError
+        """The weights in the order that the kernels read."""
 
     def compute_type(self) -> Any:
         return getattr(self.kernels.tl, str(self.dtype).removeprefix("torch."))
@@ -54,11 +56,14 @@ class Engine:
         found: dict[str, Any] = self.tiles.get_default_config(*sizes, *self._dtype(stored))
         return found
 
+    @abstractmethod
     def _dtype(self, stored: Stored) -> tuple[Any, ...]:
-        raise NotImplementedError
+        """The arguments of the engine's choice of tiles behind the sizes."""
 
+    @abstractmethod
     def multiply(self, call: Call, a: Tensor, out: Tensor, second: bool) -> None:
-        raise NotImplementedError
+        """Writes the product of `a` and the weights of gate and up, or of down (`second`), into
+        `out` [M, K, N]."""
 
     def activated(self, call: Call, gate_up: Tensor) -> Tensor:
         """silu(gate) * up [M * K, I]: gate is the first half."""
@@ -80,7 +85,7 @@ class Call:
         return (of.w2, of.w2_scale) if second else (of.w13, of.w13_scale)
 
     def common(self, second: bool) -> dict[str, Any]:
-        """What the launchers of all engines are told alike."""
+        """The arguments that the launchers of all engines have."""
         places, owners, count = self.places
         return {
             "topk_weights": self.routed.weights,

@@ -38,7 +38,7 @@ class Stored:
         return replace(self, **by_name)
 
     def loaded(self, device: str, dtype: torch.dtype) -> Stored:
-        """Where parameters of an engine are: scales of BF16 get the dtype of the model."""
+        """The tensors on a device; scales of BF16 get the dtype of the model, as in engines."""
         moved = {name: getattr(self, name).to(device) for name in TENSORS}
         for name in ("w13_scale", "w2_scale"):
             if moved[name].dtype == torch.bfloat16:

@@ -31,8 +31,8 @@ QUARTERS = np.concatenate([np.arange(8), -np.arange(8.0)]).astype(np.float32) / 
 SIGNED_4 = np.concatenate([np.arange(8), np.arange(-8, 0)]).astype(np.float32)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
-_EIGHTHS = [*range(16), *range(16, 32, 2), *range(32, 64, 4)]
-E2M3 = np.array([*_EIGHTHS, *(-one for one in _EIGHTHS)], np.float32) / np.float32(8)
+_EIGHTHS = np.array([*range(16), *range(16, 32, 2), *range(32, 64, 4)], np.float32)
+E2M3 = np.concatenate([_EIGHTHS, -_EIGHTHS]) / np.float32(8)
 
 
 def fours(triples: U8) -> U8:
