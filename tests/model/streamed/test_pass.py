@@ -488,9 +488,9 @@ def test_interrupted(
     monkeypatch.setattr(passed.experts, "run", run)
     with pytest.raises(KeyboardInterrupt):
         passed.run(windows())
-    # Libraries start some of their own, whenever they like.
+    # transformers, which loads the weights, does not wait for the end of its own.
     left = {one.name for one in threading.enumerate() if one not in threads}
-    assert not {name for name in left if name.startswith(("ktconv", "ThreadPoolExecutor"))}
+    assert not {name for name in left if name.startswith("ktconv")}
     assert sorted(path.name for path in passed.folder.iterdir()) == [
         "state.json", "states-a.bin", "states-b.bin",
     ]  # fmt: skip
